@@ -1,0 +1,65 @@
+# Each target works on a fresh clone: it makes .venv and installs what it needs, then runs.
+# What is installed is remembered in .venv/.installed-*, so a second run needs no network.
+# torch comes from wherever pip is set to look. On Linux the usual build brings the CUDA libraries;
+# to save gigabytes on a machine without a GPU, set pip to PyTorch's CPU wheels first.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+BENCHMARKS ?= bench/step_time.py
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test check bench docs format clean
+
+help:
+	@echo 'make demo     train a small model on 1, 2 and more workers and compare the results'
+	@echo 'make test     run the tests'
+	@echo 'make check    formatting, lint, types, import rules'
+	@echo 'make bench    measure against other libraries'
+	@echo 'make docs     build the documentation into site/'
+	@echo 'make format   format the code'
+	@echo 'make clean    remove what was built (.venv stays)'
+
+demo: $(VENV)/.installed-demo
+	$(BIN)/paceline demo
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: $(VENV)/.installed-bench
+	@set -e; for script in $(BENCHMARKS); do echo "$(BIN)/python $$script"; $(BIN)/python "$$script"; done
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo 'Installing paceline[$*] into $(VENV); the first time takes a minute or more.'
+	$(BIN)/python -m pip install --quiet -c constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'No $(PYTHON) here. Install Python 3.11 or newer, or name it: make PYTHON=/path/to/python3' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)." \
+	    'Name a newer one: make PYTHON=python3.12' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo '$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv' >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }

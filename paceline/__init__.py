@@ -1,0 +1,66 @@
+"""Paceline trains a PyTorch model on many workers: one script, any number of workers, the same result."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.config import CheckpointSettings, Settings
+    from paceline.errors import (
+        CheckpointError,
+        ConfigError,
+        DisagreementError,
+        InputError,
+        NonFiniteLoss,
+        PacelineError,
+        StartError,
+        WorkerLost,
+    )
+    from paceline.session import Batch, Report, Session, start
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Batch": "session",
+    "CheckpointError": "errors",
+    "CheckpointSettings": "config",
+    "ConfigError": "errors",
+    "DisagreementError": "errors",
+    "InputError": "errors",
+    "NonFiniteLoss": "errors",
+    "PacelineError": "errors",
+    "Report": "session",
+    "Session": "session",
+    "Settings": "config",
+    "StartError": "errors",
+    "WorkerLost": "errors",
+    "start": "session",
+}
+
+__all__ = [
+    "Batch",
+    "CheckpointError",
+    "CheckpointSettings",
+    "ConfigError",
+    "DisagreementError",
+    "InputError",
+    "NonFiniteLoss",
+    "PacelineError",
+    "Report",
+    "Session",
+    "Settings",
+    "StartError",
+    "WorkerLost",
+    "start",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"paceline.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,1 @@
+"""The state of a run: what belongs to it, its hash, its files."""

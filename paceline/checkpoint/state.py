@@ -1,0 +1,58 @@
+"""The state of training as named tensors: parameters, buffers, optimizer state."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import CheckpointError
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the optimizer's state as ``optimizer/<parameter>/<key>``; numbers become tensors."""
+    for name, parameter in model.named_parameters():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, torch.Tensor | int | float | bool):
+                yield f"optimizer/{name}/{key}", torch.as_tensor(value)
+
+
+def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """All tensors of the state by name, in one order for all workers."""
+    state = {f"parameter/{name}": value.detach() for name, value in model.named_parameters()}
+    state.update({f"buffer/{name}": value.detach() for name, value in model.named_buffers()})
+    state.update(optimizer_state(model, optimizer))
+    return state
+
+
+def hash_of(tensor: torch.Tensor) -> bytes:
+    """SHA-256 over type, shape and the bytes of the elements in row-major order."""
+    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.digest()
+
+
+def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
+    """SHA-256 over the names and hashes of all tensors, as 64 hex digits."""
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(name.encode() + b"\0" + hash_of(state[name]))
+    return digest.hexdigest()
+
+
+def put_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
+    """Give the optimizer the tensors that :func:`optimizer_state` named."""
+    parameters = dict(model.named_parameters())
+    loaded: dict[nn.Parameter, dict[str, Any]] = {}
+    for full, value in state.items():
+        name, _, key = full.removeprefix("optimizer/").rpartition("/")
+        if name not in parameters:
+            raise CheckpointError(f"The checkpoint has optimizer state for {name!r}, which the model does not have.")
+        on_host = key == "step" and value.ndim == 0
+        loaded.setdefault(parameters[name], {})[key] = value if on_host else value.to(parameters[name].device)
+    optimizer.state.clear()
+    optimizer.state.update(loaded)

@@ -1,0 +1,134 @@
+"""``paceline verify``: train a few steps at several sizes and compare everything that was computed."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import Arguments, Plan, Script, Set
+
+if TYPE_CHECKING:
+    from paceline.launch.base import Request
+    from paceline.testing.compare import Comparison
+    from paceline.testing.trace import Trace
+
+CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
+MORE_HELP = """ Options may also stand after the script; what follows -- is the script's own.
+
+Exit code: 0 when all sizes train the same (up to rounding, unless exact is on), 1 when not.
+"""
+
+
+@dataclass(frozen=True)
+class Size:
+    """One run of the script."""
+
+    workers: int
+    trace: Trace
+    seconds: float
+
+
+def command(
+    script: Script,
+    arguments: Arguments = None,
+    workers: Annotated[str, typer.Option(help="Sizes to compare; the first is the reference.")] = "1,2,3,4",
+    steps: Annotated[int, typer.Option(help="Steps to train at each size.")] = 20,
+    set_: Set = None,
+    plan: Plan = None,
+) -> None:
+    """Check that a script trains the same on any number of workers."""
+    from paceline import config
+    from paceline.launch.base import Request
+
+    sizes = _sizes(workers, steps)
+    settings = config.parse_command_line(set_ or [])
+    base = Request(script, tuple(arguments or ()), settings=settings, plan=plan)
+    with tempfile.TemporaryDirectory(prefix="paceline-verify-") as directory:
+        found = [_run(base, size, steps, Path(directory)) for size in sizes]
+    raise typer.Exit(_tell(found))
+
+
+def _sizes(text: str, steps: int) -> list[int]:
+    from paceline.errors import ConfigError
+
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--workers {text}: write numbers with commas, such as 1,2,4.") from None
+    if min(sizes) < 1 or len(sizes) < 2 or len(set(sizes)) < len(sizes):
+        raise ConfigError(f"--workers {text}: name two or more different sizes, each at least 1.")
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: at least one step must be compared.")
+    return sizes
+
+
+def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
+    from dataclasses import replace
+
+    from paceline import env
+    from paceline.cli.run import report
+    from paceline.launch.local import Workers
+    from paceline.launch.prepare import prepare
+    from paceline.testing.trace import read_trace
+
+    traces = directory / f"trace-{workers}"
+    traces.mkdir()
+    asked = {env.TRACE_DIRECTORY: str(traces), env.TRACE_STEPS: str(steps)}
+    request = replace(base, workers=workers, runs=directory, name=f"run-{workers}", environment=asked)
+    launch = prepare(request)
+    print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
+    with Workers(launch, lambda name, line: None) as running:
+        outcome = running.wait()
+    code = report(launch, outcome, seen=None)
+    if code != 0:
+        raise typer.Exit(code)
+    return Size(workers, read_trace(traces / "trace.jsonl"), outcome.seconds)
+
+
+def _tell(sizes: list[Size]) -> int:
+    from paceline.cli import table
+    from paceline.testing.compare import compare
+
+    reference, *others = sizes
+    found = [(size, compare(reference.trace, size.trace)) for size in others]
+    exact = all(size.trace.exact for size in sizes)
+    rows = [("workers", "verdict", "fingerprint", "seconds"), _row(reference, "reference")]
+    rows += [_row(size, comparison.verdict) for size, comparison in found]
+    print("\n".join(table.lines(rows)))
+    print()
+    causes: dict[str, list[str]] = {}
+    for size, comparison in found:
+        if comparison.verdict != "identical":
+            causes.setdefault(comparison.cause, []).append(
+                f"  {_workers(size.workers)}: {_where(comparison)}"
+            )
+    for cause, where in causes.items():
+        print("\n".join([*where, cause]))
+    if not causes:
+        print(f"The same bits in {len(reference.trace.records) - 1} steps at every size.")
+    verdicts = {comparison.verdict for _, comparison in found}
+    return 1 if "different" in verdicts or (exact and "rounding" in verdicts) else 0
+
+
+def _row(size: Size, verdict: str) -> tuple[str, ...]:
+    return (str(size.workers), verdict, size.trace.fingerprint(), f"{size.seconds:.1f}")
+
+
+def _workers(count: int) -> str:
+    return f"{count} worker" + ("s" if count != 1 else "")
+
+
+def _where(comparison: Comparison) -> str:
+    parts = []
+    if comparison.bits is not None:
+        parts.append(f"the first different bits are in the {comparison.bits}")
+    place = comparison.beyond
+    if place is not None:
+        values = f" ({place.reference} against {place.other})" if place.reference is not None else ""
+        parts.append(f"more than rounding in the {place}{values}")
+    return "; ".join(parts)

@@ -1,0 +1,76 @@
+"""Do all workers train the same thing? Compared once, before the first step."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from paceline.comm.world import World
+from paceline.errors import DisagreementError
+
+_CURES = {
+    "code": "Give every worker the same files.",
+    "version": "Install the same versions everywhere.",
+    "setting": "Start every worker with the same settings.",
+    "optimizer": "The optimizer factory must not depend on the rank.",
+    "data": "Every worker must see the whole data set; Paceline hands out the shares.",
+    "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
+    "threads": "Set threads= to the same number everywhere; it changes the bits.",
+    "cpu": "Use machines with the same instruction set, or exact=False; it changes the bits.",
+}
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the libraries that decide the numbers."""
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "paceline"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def code_hashes() -> dict[str, str]:
+    """SHA-256 of the script and of the modules imported from its folder, by file name."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:
+        return {}
+    home = Path(script).resolve().parent
+    files = {Path(script).resolve()}
+    for module in list(sys.modules.values()):
+        file = getattr(module, "__file__", None)
+        if file and Path(file).suffix == ".py" and Path(file).resolve().is_relative_to(home):
+            files.add(Path(file).resolve())
+    kept = (file for file in files if "site-packages" not in file.parts)
+    return {str(file.relative_to(home)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in sorted(kept)}
+
+
+def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """A short hash of each tensor by name."""
+    hashes = {}
+    for name, tensor in tensors:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        hashes[name] = hashlib.sha256(data).hexdigest()[:16]
+    return hashes
+
+
+def check(world: World, facts: Mapping[str, object]) -> None:
+    """Compare facts among all workers; keys start with what they are about, as in ``version torch``.
+
+    Raises:
+        DisagreementError: names the first fact that differs, the workers and their values, and the cure.
+    """
+    told = world.gather(dict(facts))
+    keys = dict.fromkeys(key for values in told for key in values)
+    for key in keys:
+        values = [one.get(key, "nothing") for one in told]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise DisagreementError(f"The workers do not agree on {key}: {each}. {_CURES[key.split()[0]]}")

@@ -1,0 +1,189 @@
+"""The workers of one run: who they are, how they meet, and what they tell each other."""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import env
+from paceline.errors import StartError, WorkerLost
+
+_log = logging.getLogger("paceline")
+_POLL_SECONDS = 0.02
+
+
+class World:
+    """All workers of one run, as one of them sees it.
+
+    Attributes:
+        rank: the number of this worker, from 0.
+        size: how many workers there are.
+        device: where this worker computes.
+        timeout: seconds that a worker waits for another one.
+    """
+
+    def __init__(self, who: env.Identity, timeout: float) -> None:
+        self.rank = who.rank
+        self.size = who.world_size
+        self.local_size = who.local_world_size
+        self.timeout = timeout
+        self.device = _device(who)
+        if self.size > 1 and not dist.is_initialized():
+            self._join(who)
+
+    def _join(self, who: env.Identity) -> None:
+        address = env.rendezvous_address(who)
+        store = self._open_store(address, who)
+        self._await_everyone(store, address, who)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore(f"paceline/{who.generation}", store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout),
+        )
+        atexit.register(_leave)
+
+    def _open_store(self, address: str, who: env.Identity) -> dist.Store:
+        host, _, port = address.rpartition(":")
+        opens = self.rank == 0 and not env.has_agent_store()
+        try:
+            return dist.TCPStore(
+                host,
+                int(port),
+                self.size,
+                is_master=opens,
+                timeout=timedelta(seconds=self.timeout),
+                wait_for_workers=False,
+            )
+        except (dist.DistError, RuntimeError, ValueError) as error:
+            if opens and (errno.errorcode[errno.EADDRINUSE] in str(error) or "in use" in str(error)):
+                raise StartError(
+                    f"Port {port} on {host} is in use by another process; choose another one "
+                    f"(MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
+                ) from None
+            reason = str(error).splitlines()[0]
+            doing = "open the meeting point" if opens else "reach rank 0"
+            raise StartError(f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}") from None
+
+    def _await_everyone(self, store: dist.Store, address: str, who: env.Identity) -> None:
+        """Wait until each rank has said that it is here; name those that have not."""
+        keys = [f"paceline/{who.generation}/here/{rank}" for rank in range(self.size)]
+        store.set(keys[self.rank], "here")
+        deadline = time.monotonic() + self.timeout
+        while not store.check(keys):
+            if time.monotonic() > deadline:
+                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                raise StartError(
+                    f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {_ranks(missing)} of {self.size} "
+                    f"workers did not come. Look at their output; were all of them started with this address?"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def gather(self, value: Any) -> list[Any]:
+        """What every worker has to say, in the order of ranks; any value that can be pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise WorkerLost(
+                f"Rank {self.rank} lost contact while all workers compared notes: {_reason(error)}"
+            ) from error
+        return values
+
+    def post(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
+        """Start to send and receive; each transfer is to be waited for."""
+        operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, tag=message.tag) for message in receives]
+        operations += [dist.P2POp(dist.isend, message.tensor, message.peer, tag=message.tag) for message in sends]
+        if not operations:
+            return []
+        try:
+            works = dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            peers = sorted({operation.peer for operation in operations})
+            raise self._lost(peers, operations[0].tag, error) from error
+        if len(works) == len(operations):
+            return [Transfer(self, work, [op.peer], op.tag) for work, op in zip(works, operations, strict=True)]
+        peers = sorted({operation.peer for operation in operations})
+        return [Transfer(self, work, peers, operations[0].tag) for work in works]
+
+    def _lost(self, peers: list[int], tag: int, error: RuntimeError) -> WorkerLost:
+        reason = _reason(error)
+        if "imed out" in reason:
+            what = f"{_ranks(peers)} sent nothing for {self.timeout:.0f} s (timeout_seconds)"
+        else:
+            what = f"the connection to {_ranks(peers)} broke"
+        return WorkerLost(
+            f"Rank {self.rank}: {what} in exchange {tag}. The cause stands in the output of {_ranks(peers)}. "
+            f"[{reason}]"
+        )
+
+
+class Message:
+    """A tensor to send to, or receive from, one peer under a tag."""
+
+    __slots__ = ("peer", "tag", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
+        self.tensor = tensor
+        self.peer = peer
+        self.tag = tag
+
+
+class Transfer:
+    """A send or receive under way."""
+
+    __slots__ = ("_peers", "_tag", "_work", "_world")
+
+    def __init__(self, world: World, work: dist.Work, peers: list[int], tag: int) -> None:
+        self._world = world
+        self._work = work
+        self._peers = peers
+        self._tag = tag
+
+    def wait(self) -> None:
+        """Wait until it is done.
+
+        Raises:
+            WorkerLost: the peer went away, or stayed silent for the timeout.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise self._world._lost(self._peers, self._tag, error) from error
+
+
+def _device(who: env.Identity) -> torch.device:
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if torch.cuda.device_count() < who.local_world_size:
+        raise StartError(
+            f"{who.local_world_size} workers on this machine but {torch.cuda.device_count()} GPUs: start as many workers "
+            f"as GPUs, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+        )
+    device = torch.device("cuda", who.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
+
+
+def _reason(error: RuntimeError) -> str:
+    return str(error).splitlines()[0].strip()

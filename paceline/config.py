@@ -1,0 +1,263 @@
+"""What can be set, and where a value came from.
+
+Each field of :class:`Settings` is an argument of ``paceline.start``, a ``--set key=value`` of the command line,
+a ``PACELINE_<KEY>`` variable and a key of the plan file (TOML). The first of these that names it wins:
+command line, environment, plan file, script, default.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+
+from paceline import env
+from paceline.errors import ConfigError
+
+
+class CheckpointSettings(BaseModel):
+    """Where checkpoints go, how often, and how many stay."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    directory: Path | None = Field(None, description="folder of the checkpoints; the run's own when started by paceline run")
+    every: PositiveInt | None = Field(None, description="save after every so many steps; none: only session.save()")
+    keep: PositiveInt = Field(2, description="how many of the newest checkpoints stay")
+
+
+class Settings(BaseModel):
+    """How to train; see each field's description."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strategy: str = Field("allreduce", description="who computes which microbatch and how gradients come together")
+    batch: PositiveInt | None = Field(None, description="samples per step over all workers")
+    batch_per_worker: PositiveInt | None = Field(None, description="samples per step and worker, instead of batch")
+    microbatches: PositiveInt | None = Field(None, description="into how many microbatches a batch is cut; none: 8, or fewer for a small batch")
+    seed: int = Field(0, ge=0, description="of the order of samples and of all randomness inside a step")
+    exact: bool = Field(False, description="the same bits for any number of workers")
+    drop_last: bool = Field(False, description="leave out the short batch at the end of an epoch")
+    scale_lr: Literal["linear", "sqrt"] | None = Field(None, description="scale the learning rate with the number of workers; needs batch_per_worker")
+    warmup_steps: int = Field(0, ge=0, description="steps from the base learning rate up to the scaled one")
+    clip_norm: PositiveFloat | None = Field(None, description="clip gradients to this global norm")
+    autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this type")
+    recompute: tuple[str, ...] = Field((), description="module classes whose activations are computed again in the backward pass")
+    compile: bool = Field(False, description="compile the model with torch.compile")
+    workers_per_loader: int = Field(0, ge=0, description="processes that load data for each worker; 0: the worker itself")
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    resume: str | None = Field(None, description="auto: from the newest good checkpoint if there is one; or the path of a checkpoint")
+    nonfinite: Literal["stop", "skip"] = Field("stop", description="what a NaN or infinite loss does to the run or to the step")
+    missing_gradient: Literal["stop", "zero"] = Field("stop", description="what to do about a parameter that only some microbatches use")
+    threads: PositiveInt | None = Field(None, description="threads of each worker; none: 1 with exact, else cores / workers on this machine")
+    timeout_seconds: PositiveFloat = Field(600.0, description="how long a worker waits for another one")
+
+    @field_validator("checkpoint", mode="before")
+    @classmethod
+    def _directory_alone(cls, value: object) -> object:
+        return {"directory": value} if isinstance(value, str | Path) else value
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _class_names(cls, value: object) -> object:
+        if isinstance(value, str):
+            return tuple(part for part in value.split(",") if part)
+        if isinstance(value, list | tuple | set):
+            return tuple(item.__name__ if isinstance(item, type) else item for item in value)
+        return value
+
+
+class Arguments(TypedDict, total=False):
+    """The settings as keyword arguments of ``paceline.start``."""
+
+    strategy: str
+    batch: int
+    batch_per_worker: int
+    microbatches: int
+    seed: int
+    exact: bool
+    drop_last: bool
+    scale_lr: Literal["linear", "sqrt"] | None
+    warmup_steps: int
+    clip_norm: float | None
+    autocast: Literal["bfloat16"] | None
+    recompute: tuple[str | type, ...] | list[str | type]
+    compile: bool
+    workers_per_loader: int
+    checkpoint: CheckpointSettings | dict[str, Any] | str | Path
+    resume: str | None
+    nonfinite: Literal["stop", "skip"]
+    missing_gradient: Literal["stop", "zero"]
+    threads: int
+    timeout_seconds: float
+
+
+class Resolved(BaseModel):
+    """The settings in force and, for each dotted key, where its value came from."""
+
+    model_config = ConfigDict(frozen=True)
+
+    settings: Settings
+    sources: dict[str, str]
+
+
+def flat_keys() -> dict[str, object]:
+    """Every key that can be set, dotted, with its default."""
+    return _flatten(Settings().model_dump())
+
+
+def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    flat: dict[str, object] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flatten(value, f"{prefix}{key}."))
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def describe(key: str) -> str:
+    """The one-sentence description of a dotted key."""
+    head, _, tail = key.partition(".")
+    field = CheckpointSettings.model_fields[tail] if tail else Settings.model_fields[head]
+    return field.description or ""
+
+
+def check_keys(keys: Mapping[str, object], where: str) -> None:
+    """Refuse a key that is not a setting, with the nearest one that is.
+
+    Raises:
+        ConfigError: for the first unknown key.
+    """
+    known = list(flat_keys())
+    for key in keys:
+        if key in known or key == "checkpoint":
+            continue
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{where}: there is no setting {key!r}.{hint} The settings are: {', '.join(known)}.")
+
+
+def parse_value(text: str) -> object:
+    """A value as written on the command line: TOML's numbers and booleans, ``none``, or else the text."""
+    if text.lower() == "none":
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def parse_command_line(pairs: list[str]) -> dict[str, str]:
+    """``["batch=64", "checkpoint.every=10"]`` as a mapping, checked for keys and kinds.
+
+    Raises:
+        ConfigError: a pair without ``=``, an unknown key, or a value of the wrong kind.
+    """
+    settings: dict[str, str] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {pair}: write --set key=value, for example --set batch=64.")
+        settings[key.strip().replace("-", "_")] = value.strip()
+    check_keys(settings, "--set")
+    resolve({}, command_line=settings)
+    return settings
+
+
+def read_plan(path: Path) -> dict[str, object]:
+    """The settings in a plan file (TOML).
+
+    Raises:
+        ConfigError: the file is missing, is not TOML, or sets something unknown.
+    """
+    try:
+        values = _flatten(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"The plan file {path} cannot be read: {error.strerror}.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"The plan file {path} is not TOML: {error}.") from None
+    check_keys(values, str(path))
+    return values
+
+
+def resolve(
+    script: Mapping[str, Any],
+    plan: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
+    command_line: Mapping[str, str] | None = None,
+) -> Resolved:
+    """Put the layers on top of each other: the command line is the topmost.
+
+    Raises:
+        ConfigError: an unknown key or a value of the wrong kind.
+    """
+    arguments = dict(script)
+    checkpoint = arguments.get("checkpoint")
+    if isinstance(checkpoint, CheckpointSettings):
+        arguments["checkpoint"] = checkpoint.model_dump(exclude_unset=True)
+    elif isinstance(checkpoint, str | Path):
+        arguments["checkpoint"] = {"directory": checkpoint}
+    layers: list[tuple[str, Mapping[str, object]]] = [
+        ("script", _flatten(arguments)),
+        ("plan file", plan or {}),
+        ("environment", {key: parse_value(value) for key, value in (environment or {}).items()}),
+        ("command line", {key: parse_value(value) for key, value in (command_line or {}).items()}),
+    ]
+    sources = dict.fromkeys(flat_keys(), "default")
+    values: dict[str, Any] = {}
+    for where, layer in layers:
+        check_keys(layer, where)
+        for key, value in layer.items():
+            key = "checkpoint.directory" if key == "checkpoint" else key
+            sources[key] = where
+            _put(values, key, value)
+        _one_batch(values, layer)
+    return Resolved(settings=_validated(values, sources), sources=sources)
+
+
+def _one_batch(values: dict[str, Any], layer: Mapping[str, object]) -> None:
+    """``batch`` and ``batch_per_worker`` replace each other: the upper layer's choice wins."""
+    if "batch" in layer and "batch_per_worker" not in layer:
+        values.pop("batch_per_worker", None)
+    elif "batch_per_worker" in layer and "batch" not in layer:
+        values.pop("batch", None)
+
+
+def _put(values: dict[str, Any], key: str, value: object) -> None:
+    head, _, tail = key.partition(".")
+    if tail:
+        values.setdefault(head, {})[tail] = value
+    else:
+        values[head] = value
+
+
+def _validated(values: dict[str, Any], sources: Mapping[str, str]) -> Settings:
+    try:
+        return Settings.model_validate(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _PARTS)
+        where = sources.get(key, "script")
+        raise ConfigError(
+            f"{key} = {first['input']!r} (from the {where}) cannot be used: {first['msg']}. It is: {describe(key)}."
+        ) from None
+
+
+_PARTS = {*Settings.model_fields, *CheckpointSettings.model_fields}
+
+
+def resolve_here(script: Mapping[str, Any]) -> Resolved:
+    """The settings of this process: the script's arguments under what its launcher and environment say."""
+    plan = env.plan_file()
+    return resolve(
+        script,
+        read_plan(plan) if plan else {},
+        env.environment_settings(flat_keys()),
+        env.command_line_settings(),
+    )

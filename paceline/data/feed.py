@@ -1,0 +1,146 @@
+"""Loading: from sample numbers to microbatches on the device.
+
+torch's DataLoader does the work; each item it makes is one *piece*, a run of neighbouring microbatches that are
+computed in one pass (mostly a single one). What a data set draws for a sample (augmentation) is keyed by
+(seed, epoch, sample), so that it does not depend on which worker or loader process draws it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, default_collate
+
+from paceline.data.keys import SAMPLE, seed_all, seed_of
+from paceline.data.order import Order
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some microbatches of a step, loaded together: their range, their number of samples, their data."""
+
+    microbatches: range
+    samples: int
+    data: Any
+
+
+class Request(NamedTuple):
+    """What a loader is asked for: samples of an epoch."""
+
+    epoch: int
+    samples: list[int]
+
+
+class Feed:
+    """Loads the pieces that this worker computes."""
+
+    def __init__(
+        self,
+        data: Any,
+        order: Order,
+        device: torch.device,
+        loaders: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self._order = order
+        self._device = device
+        self._requests = _Requests()
+        self._loader: DataLoader[Any] = DataLoader(
+            KeyedDataset(data, order.seed),
+            batch_sampler=self._requests,
+            num_workers=loaders,
+            collate_fn=collate or default_collate,
+            pin_memory=device.type == "cuda",
+            persistent_workers=loaders > 0,
+            prefetch_factor=2 if loaders else None,
+        )
+
+    def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
+        """The pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` says which are this worker's."""
+        self._requests.make = lambda: self._requests_of(start, stop, pieces_of)
+        items = iter(self._loader)
+        for step in range(start, stop):
+            parts = self._order.parts_of(step)
+            yield [
+                Piece(piece, parts[piece[-1]].stop - parts[piece[0]].start, self._to_device(next(items)))
+                for piece in pieces_of(step)
+            ]
+
+    def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[Request]:
+        for step in range(start, stop):
+            microbatches = self._order.microbatches_of(step)
+            epoch = self._order.epoch_of(step)
+            for piece in pieces_of(step):
+                yield Request(epoch, [sample for part in piece for sample in microbatches[part]])
+
+    def _to_device(self, data: Any) -> Any:
+        return data if self._device.type == "cpu" else to_device(data, self._device)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Every tensor of a pytree on the device."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)
+
+
+class _Requests:
+    """The batch sampler: what ``make`` yields, made anew for each pass."""
+
+    make: Callable[[], Iterator[Request]]
+
+    def __iter__(self) -> Iterator[Request]:
+        return self.make()
+
+
+class KeyedDataset:
+    """A map-style data set whose random draws are keyed by (seed, epoch, sample).
+
+    A data set that draws nothing costs nothing: a request is first read as it is, and read again with keys for each
+    sample only if it used one of the global generators of torch, Python or NumPy.
+    """
+
+    def __init__(self, data: Any, seed: int) -> None:
+        self._data = data
+        self._seed = seed
+        self._draws = False
+
+    def __getitems__(self, request: Request) -> list[Any]:
+        if not self._draws:
+            seed_all(_UNTOUCHED)
+            items = self._read(request.samples)
+            if _next_draws() == _draws_of_untouched():
+                return items
+            self._draws = True
+        return [self._read_keyed(request.epoch, sample) for sample in request.samples]
+
+    def _read(self, samples: list[int]) -> list[Any]:
+        if hasattr(self._data, "__getitems__"):
+            return list(self._data.__getitems__(samples))
+        return [self._data[sample] for sample in samples]
+
+    def _read_keyed(self, epoch: int, sample: int) -> Any:
+        seed_all(seed_of(SAMPLE, self._seed, epoch, sample))
+        return self._data[sample]
+
+
+_UNTOUCHED = 20_231_117
+
+
+def _next_draws() -> tuple[float, ...]:
+    import numpy
+
+    return torch.rand((), dtype=torch.float64).item(), random.random(), numpy.random.random_sample()
+
+
+_expected: list[tuple[float, ...]] = []
+
+
+def _draws_of_untouched() -> tuple[float, ...]:
+    if not _expected:
+        seed_all(_UNTOUCHED)
+        _expected.append(_next_draws())
+    return _expected[0]

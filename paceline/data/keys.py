@@ -1,0 +1,62 @@
+"""Random numbers keyed by what they are for, so that no worker's history matters.
+
+A key is the tuple of whole numbers that names a use: ``(seed, step, microbatch)`` for what happens inside a
+microbatch, ``(seed, epoch, sample)`` for what a data set draws for a sample, ``(seed, step)`` for the script's own
+loop between two steps. As every stream follows from the position, a checkpoint needs no generator states.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+import sys
+from typing import Any
+
+import torch
+
+ORDER, STEP, SAMPLE, LOOP = 1, 2, 3, 4
+"""First number of a key: the use, so that equal numbers of different uses never share a stream."""
+
+
+def seed_of(*key: int) -> int:
+    """A 63-bit seed from a key; the same on every machine."""
+    packed = struct.pack(f"<{len(key)}q", *key)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators: the CPU's and, where used, the accelerator's."""
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed the global generators of torch, Python and, if it is imported, NumPy."""
+    seed_torch(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def generator_states() -> dict[str, Any]:
+    """The states of the global generators, to be compared by :func:`same_states`."""
+    states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        states["numpy"] = numpy.random.get_state()
+    if torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether nothing was drawn between two calls of :func:`generator_states`."""
+    same = torch.equal(left["torch"], right["torch"]) and left["python"] == right["python"]
+    if "numpy" in left:
+        same = same and left["numpy"][2] == right["numpy"][2] and (left["numpy"][1] == right["numpy"][1]).all()
+    if "cuda" in left:
+        same = same and torch.equal(left["cuda"], right["cuda"])
+    return bool(same)

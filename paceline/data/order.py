@@ -1,0 +1,74 @@
+"""Which samples make up which batch: a pure function of (seed, epoch, step, length).
+
+::
+
+    epoch e      a permutation of all samples, from (seed, e)
+    step t       the next `batch` of them; the last one may be short
+    microbatch   a fixed slice of the batch (schedule.shares.microbatches)
+
+The number of workers appears nowhere. A position in training is one whole number: the step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from paceline.data.keys import ORDER, seed_of
+from paceline.schedule import shares
+
+
+@dataclass(frozen=True)
+class Order:
+    """The order of the samples of one data set in one training run.
+
+    >>> order = Order(length=10, batch=4, microbatches=2, seed=0)
+    >>> order.steps_per_epoch
+    3
+    >>> sorted(sample for step in range(3) for part in order.microbatches_of(step) for sample in part)
+    [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    length: int
+    batch: int
+    microbatches: int
+    seed: int
+    drop_last: bool = False
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one pass over the data set, the short last batch included unless it is dropped."""
+        return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to."""
+        return step // self.steps_per_epoch
+
+    def samples_of(self, step: int) -> int:
+        """How many samples the batch of a step has."""
+        start = step % self.steps_per_epoch * self.batch
+        return min(self.batch, self.length - start)
+
+    def samples_before(self, step: int) -> int:
+        """How many samples all steps before this one have."""
+        epochs, rest = divmod(step, self.steps_per_epoch)
+        per_epoch = self.steps_per_epoch * self.batch if self.drop_last else self.length
+        return epochs * per_epoch + rest * self.batch
+
+    def microbatches_of(self, step: int) -> list[list[int]]:
+        """The sample numbers of each microbatch of a step."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        start = place * self.batch
+        samples = _permutation(self.length, seed_of(ORDER, self.seed, epoch))[start : start + self.batch].tolist()
+        return [samples[part.start : part.stop] for part in self.parts_of(step)]
+
+    def parts_of(self, step: int) -> list[range]:
+        """The places in its batch that each microbatch of a step takes."""
+        return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
+
+
+@lru_cache(maxsize=2)
+def _permutation(length: int, seed: int) -> torch.Tensor:
+    return torch.randperm(length, generator=torch.Generator().manual_seed(seed))

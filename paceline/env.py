@@ -1,0 +1,126 @@
+"""The only reader of ``os.environ``: who this process is, and what the launcher asked for.
+
+A worker is known by torchrun's variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+RUN_DIRECTORY = "PACELINE_RUN"
+SETTINGS = "PACELINE_SET"
+PLAN = "PACELINE_PLAN"
+TRACE_DIRECTORY = "PACELINE_TRACE"
+TRACE_STEPS = "PACELINE_TRACE_STEPS"
+SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG}
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this process is among the workers."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    generation: int = 0
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Where ``paceline verify`` wants the state of each step, and for how many steps."""
+
+    directory: Path
+    steps: int
+
+
+def _number(name: str, default: int) -> int:
+    try:
+        return int(os.environ.get(name, default))
+    except ValueError:
+        raise ConfigError(f"{name}={os.environ[name]!r} in the environment is not a whole number.") from None
+
+
+def identity() -> Identity:
+    """Who this process is; one worker of one when no launcher started it."""
+    world_size = _number("WORLD_SIZE", 1)
+    rank = _number("RANK", 0)
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not below the world size {world_size}; check RANK and WORLD_SIZE.")
+    return Identity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=_number("LOCAL_RANK", 0),
+        local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
+        generation=_number("TORCHELASTIC_RESTART_COUNT", 0),
+    )
+
+
+def rendezvous_address(who: Identity) -> str:
+    """The ``host:port`` where the workers meet, from the variables of torch's ``env://`` rendezvous."""
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise ConfigError(
+                f"WORLD_SIZE is {who.world_size} but {name} is not set: start the script with "
+                f"`paceline run -n {who.world_size}` or `torchrun`, or set MASTER_ADDR and MASTER_PORT."
+            )
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def has_agent_store() -> bool:
+    """Whether an agent (torchrun) already holds the store, so that rank 0 must not open it."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def thread_limit() -> int | None:
+    """The number of threads that the launcher or the user set for each worker."""
+    return _number("OMP_NUM_THREADS", 0) or None
+
+
+def run_directory() -> Path | None:
+    """The directory that ``paceline run`` made for this run."""
+    return Path(os.environ[RUN_DIRECTORY]) if RUN_DIRECTORY in os.environ else None
+
+
+def plan_file() -> Path | None:
+    """The plan file given to ``paceline run --plan``."""
+    return Path(os.environ[PLAN]) if PLAN in os.environ else None
+
+
+def command_line_settings() -> dict[str, str]:
+    """The ``--set key=value`` pairs of the command line."""
+    return dict(json.loads(os.environ.get(SETTINGS, "{}")))
+
+
+def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
+    """``PACELINE_<KEY>`` variables: ``PACELINE_CHECKPOINT__EVERY`` sets ``checkpoint.every``."""
+    found = {}
+    for key in keys:
+        name = "PACELINE_" + key.upper().replace(".", "__")
+        if name in os.environ and name not in _RESERVED:
+            found[key] = os.environ[name]
+    return found
+
+
+def trace() -> Trace | None:
+    """What ``paceline verify`` asked this run to record."""
+    if TRACE_DIRECTORY not in os.environ:
+        return None
+    return Trace(Path(os.environ[TRACE_DIRECTORY]), int(os.environ[TRACE_STEPS]))
+
+
+def config_report() -> Path | None:
+    """The file in which ``paceline config`` wants the settings, instead of a training run."""
+    return Path(os.environ[SHOW_CONFIG]) if SHOW_CONFIG in os.environ else None
+
+
+def inherited() -> dict[str, str]:
+    """A copy of the whole environment, for the processes that a launcher starts."""
+    return dict(os.environ)

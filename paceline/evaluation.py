@@ -1,0 +1,90 @@
+"""Measuring a model on a data set: each sample exactly once, on any number of workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from paceline.data.feed import KeyedDataset, Request, to_device
+from paceline.errors import InputError
+from paceline.schedule.shares import even
+from paceline.strategies.base import Job
+
+Metric = Callable[[Any, Any], Any]
+
+_LARGEST_CHUNK = 128
+_EPOCH = -1
+
+
+def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> float:
+    """The mean of ``forward(model, samples)`` over a data set.
+
+    The data set is cut into chunks that do not depend on the number of workers, and each chunk is computed by one
+    worker; so the result has the same bits on any number of workers.
+
+    Args:
+        job: what is trained, and with whom.
+        forward: returns the mean over the samples it is given, or a sum and a count.
+        data: a map-style data set.
+
+    Raises:
+        InputError: the data set has no length or no samples, or the value is no number.
+    """
+    if not hasattr(data, "__len__") or len(data) == 0:
+        raise InputError(f"evaluate needs a data set with a length and at least one sample, not {type(data).__name__}.")
+    chunks = even(len(data), -(-len(data) // _chunk(job)))
+    own = even(len(chunks), job.world.size)[job.world.rank]
+    read = KeyedDataset(data, job.settings.seed)
+    collate = job.collate or default_collate
+    training = {module: module.training for module in job.compute.model.modules()}
+    job.compute.model.eval()
+    pairs = []
+    try:
+        with torch.no_grad():
+            for chunk in chunks[own.start : own.stop]:
+                items = to_device(collate(read.__getitems__(Request(_EPOCH, list(chunk)))), job.world.device)
+                with job.compute.precision():
+                    value = forward(job.compute.model, items)
+                pairs.append(_sum_and_count(value, len(chunk)))
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+    everyone = [pair for told in job.world.gather(pairs) for pair in told]
+    count = math.fsum(pair[1] for pair in everyone)
+    if count == 0:
+        raise InputError("The metric counted nothing in the whole data set: its counts add up to 0.")
+    return math.fsum(pair[0] for pair in everyone) / count
+
+
+def metric_of(metric: Metric) -> Callable[[nn.Module, Any], Any]:
+    """The metric of pairs (output, target) as a function of the model and the samples."""
+
+    def forward(model: nn.Module, data: Any) -> Any:
+        features, target = data
+        return metric(model(features), target)
+
+    return forward
+
+
+def _chunk(job: Job) -> int:
+    microbatch = -(-job.order.batch // job.order.microbatches)
+    return max(microbatch, min(job.order.batch, _LARGEST_CHUNK))
+
+
+def _sum_and_count(value: Any, samples: int) -> tuple[float, float]:
+    try:
+        if isinstance(value, tuple):
+            total, count = value
+            return float(total), float(count)
+        return float(value) * samples, float(samples)
+    except (TypeError, ValueError, RuntimeError):
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        raise InputError(
+            f"The metric must return a number, the mean over the samples it is given, or a pair (sum, count), "
+            f"but it returned {got}."
+        ) from None

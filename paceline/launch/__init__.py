@@ -1,0 +1,1 @@
+"""Start workers somewhere, watch them, and say why they ended. Nothing here imports torch."""

@@ -1,0 +1,76 @@
+"""What rank 0 prints: raw and complete into its file, and line by line to whoever shows it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import IO
+
+Show = Callable[[str, str], None]
+"""Called with ``stdout`` or ``stderr`` and one line, from a thread of its own for each of the two."""
+
+_LONGEST_LINE = 1 << 20
+
+
+class Lines:
+    """Cuts bytes that arrive in any pieces into lines.
+
+    A carriage return starts the line over, as on a terminal: all the states of a progress bar are one line.
+    """
+
+    def __init__(self) -> None:
+        self._open = b""
+
+    def take(self, data: bytes) -> list[str]:
+        """The lines that these bytes complete."""
+        *complete, self._open = (self._open + data).split(b"\n")
+        restart = self._open.rfind(b"\r", 0, -1)  # a last one may belong to the "\n" to come
+        self._open = self._open[restart + 1 :]
+        if len(self._open) > _LONGEST_LINE:
+            complete.append(self._open)
+            self._open = b""
+        return [_text(line) for line in complete]
+
+    def rest(self) -> list[str]:
+        """The line without an end, when there is one."""
+        last, self._open = self._open, b""
+        return [_text(last)] if last else []
+
+
+def _text(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
+
+
+class Stream:
+    """Copies one pipe of a worker to a file and to ``show``, until the pipe ends."""
+
+    def __init__(self, name: str, pipe: IO[bytes], log: int, show: Show) -> None:
+        self._thread = threading.Thread(
+            target=self._copy, args=(name, pipe, log, show), name=f"paceline-{name}", daemon=True
+        )
+        self._thread.start()
+
+    def join(self, seconds: float) -> bool:
+        """Wait until everything is copied; false when a process still holds the pipe."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    @staticmethod
+    def _copy(name: str, pipe: IO[bytes], log: int, show: Show) -> None:
+        lines = Lines()
+        with pipe:
+            while data := os.read(pipe.fileno(), 1 << 16):
+                _write(log, data)
+                for line in lines.take(data):
+                    show(name, line)
+        for line in lines.rest():
+            show(name, line)
+
+
+def _write(log: int, data: bytes) -> None:
+    try:
+        while data:
+            data = data[os.write(log, data) :]
+    except OSError:
+        return  # a full disk must not stop the training that prints

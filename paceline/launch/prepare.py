@@ -1,0 +1,52 @@
+"""From a request to a launch: check everything that can be checked before a process starts."""
+
+from __future__ import annotations
+
+import os
+
+from paceline import config, env
+from paceline.errors import ConfigError
+from paceline.launch import machine, runs
+from paceline.launch.base import Launch, Request, lay_out
+
+
+def prepare(request: Request) -> Launch:
+    """Check the request, choose the port and the run directory, and create that directory.
+
+    Raises:
+        ConfigError: the script, a setting, the number of workers or the name cannot be used.
+        StartError: the wanted port is in use.
+    """
+    check(request)
+    settings = known_settings(request)
+    here = machine.look()
+    port = machine.choose_port(request.port)
+    launch = lay_out(request, settings, here, env.inherited(), runs.choose(request), port)
+    runs.make(launch, request, here)
+    return launch
+
+
+def check(request: Request) -> None:
+    """Refuse a request that could not start."""
+    script = request.script
+    if str(script).startswith("-"):
+        raise ConfigError(f"There is no option {script}; options of paceline stand before the script.")
+    if not script.exists():
+        raise ConfigError(f"There is no script {script} (looked in {script.absolute().parent}).")
+    if script.is_dir():
+        raise ConfigError(f"{script} is a directory; name the script inside it.")
+    if not os.access(script, os.R_OK):
+        raise ConfigError(f"The script {script} cannot be read; check its permissions.")
+    if request.workers < 1:
+        raise ConfigError(f"--workers {request.workers}: at least one worker must train.")
+
+
+def known_settings(request: Request) -> config.Settings:
+    """The settings as far as they are known before the script runs: without its own arguments."""
+    plan = request.plan or env.plan_file()
+    layers = (
+        config.read_plan(plan) if plan else {},
+        env.environment_settings(config.flat_keys()),
+        request.settings,
+    )
+    return config.resolve({}, *layers).settings

@@ -1,0 +1,122 @@
+"""The directory of a run::
+
+runs/<name>/
+  launch.json            what was started, when, on what
+  output/rank-<r>.log    everything that a worker printed
+  events/rank-<r>.jsonl  what happened (see paceline.events)
+  errors/rank-<r>.json   why a worker failed
+  checkpoints/step-*/    a checkpoint is complete when its manifest.json is there
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.launch.base import Launch, Machine, Request
+
+
+def choose(request: Request, now: float | None = None) -> Path:
+    """The directory for this run, absolute; it may exist already when the run resumes.
+
+    Raises:
+        ConfigError: the name is no name of a directory, or is taken.
+    """
+    runs = request.runs.absolute()
+    if request.name is not None:
+        return _named(runs, request.name, resumes=request.resume is not None)
+    if request.resume == "auto" and (newest := newest_resumable(runs, request.script)) is not None:
+        return newest
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
+    run = first = runs / f"{request.script.stem}-{stamp}"
+    number = 2
+    while run.exists():
+        run = first.with_name(f"{first.name}-{number}")
+        number += 1
+    return run
+
+
+def _named(runs: Path, name: str, resumes: bool) -> Path:
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        raise ConfigError(
+            f"--name {name!r} cannot be the name of a directory; --runs-dir says where it stands."
+        )
+    run = runs / name
+    if run.exists() and not resumes:
+        raise ConfigError(
+            f"The run {run} exists already. Continue it with --resume auto, or choose another --name."
+        )
+    return run
+
+
+def newest_resumable(runs: Path, script: Path) -> Path | None:
+    """The run of this script with the newest complete checkpoint."""
+    found = []
+    for run in sorted(runs.glob("*/")):
+        manifest = newest_manifest(run)
+        if manifest is not None and run.name.startswith(f"{script.stem}-") and _stem(run) == script.stem:
+            found.append((manifest.stat().st_mtime, run))
+    return max(found)[1] if found else None
+
+
+def newest_manifest(run: Path) -> Path | None:
+    """The manifest of the newest complete checkpoint of a run."""
+    manifests = list(run.glob("checkpoints/step-*/manifest.json"))
+    return max(manifests, key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _stem(run: Path) -> str | None:
+    try:
+        return Path(json.loads((run / "launch.json").read_text())["script"]).stem
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def make(launch: Launch, request: Request, machine: Machine) -> None:
+    """Create the directory, or make an old one ready to continue: its output stays, its errors go.
+
+    Raises:
+        ConfigError: the directory cannot be written.
+    """
+    try:
+        for name in ("output", "events", "errors", "checkpoints"):
+            (launch.run / name).mkdir(parents=True, exist_ok=True)
+        for old in (launch.run / "errors").glob("rank-*.json"):
+            old.unlink()
+        facts = json.dumps(_facts(launch, request, machine), indent=2)
+        (launch.run / "launch.json").write_text(facts + "\n")
+    except OSError as error:
+        raise ConfigError(f"The run directory {launch.run} cannot be written: {error.strerror}.") from None
+
+
+def _facts(launch: Launch, request: Request, machine: Machine) -> dict[str, object]:
+    return {
+        "script": str(launch.script.absolute()),
+        "arguments": list(launch.arguments),
+        "command": launch.command(),
+        "directory": str(Path.cwd()),
+        "workers": launch.workers,
+        "settings": dict(request.settings),
+        "plan": str(request.plan.absolute()) if request.plan else None,
+        "port": int(launch.environment["MASTER_PORT"]),
+        "threads": launch.environment["OMP_NUM_THREADS"],
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "host": platform.node(),
+        "platform": platform.platform(),
+        "cores": len(machine.cores),
+        "memory_domains": max(1, len(machine.domains)),
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("paceline", "torch", "numpy")},
+    }
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package, without importing it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

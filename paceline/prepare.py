@@ -1,0 +1,183 @@
+"""From the arguments of ``start`` to a job that workers agree on."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline import env
+from paceline.comm import agreement
+from paceline.comm.world import World
+from paceline.config import Resolved, Settings
+from paceline.data.order import Order
+from paceline.errors import ConfigError, InputError
+from paceline.events import EventLog
+from paceline.schedule.shares import default_microbatches
+from paceline.strategies.base import Job
+from paceline.strategies.compute import Compute, Forward, loss_of, recompute
+from paceline.strategies.registry import strategy_named
+from paceline.strategies.update import Update, scaling_of
+
+_log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What a script gives besides the settings."""
+
+    model: nn.Module
+    optimizer: Callable[..., Optimizer]
+    data: Any
+    loss: Callable[[Any, Any], Any] | None
+    forward: Forward | None
+    schedule: Callable[[Optimizer], LRScheduler] | None
+    collate: Callable[[list[Any]], Any] | None
+
+
+def report_config(resolved: Resolved, path: Path) -> None:
+    """Write the settings for ``paceline config``."""
+    values = resolved.settings.model_dump(mode="json")
+    values.update({f"checkpoint.{key}": value for key, value in values.pop("checkpoint").items()})
+    path.write_text(json.dumps({"settings": values, "sources": resolved.sources}))
+
+
+def job_of(given: Arguments, settings: Settings, who: env.Identity, events: EventLog) -> Job:
+    """Check the arguments, bring the workers together, and let them agree.
+
+    Raises:
+        ConfigError, InputError: an argument cannot be used; before the workers meet.
+        StartError: the workers did not come together, or do not agree.
+    """
+    strategy_named(settings.strategy)
+    order = _order(given.data, settings, who.world_size)
+    forward = _forward(given)
+    scaling = scaling_of(settings, who.world_size)
+    if not isinstance(given.model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, but it is a {type(given.model).__name__}.")
+    threads = _threads(settings, who)
+    torch.set_num_threads(threads)
+    _keep_memory()
+    world = World(who, settings.timeout_seconds)
+    given.model.to(world.device)
+    initial = agreement.tensor_hashes([*given.model.named_parameters(), *given.model.named_buffers()])
+    recompute(given.model, settings.recompute)
+    if settings.compile:
+        given.model.compile()
+    update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
+    agreement.check(world, _facts(settings, order, update, threads, initial))
+    compute = Compute(given.model, forward, settings.seed, settings.autocast)
+    return Job(compute, update, order, settings, world, events, given.data, given.collate)
+
+
+def numerics(settings: Settings) -> dict[str, object]:
+    """What decides the bits of a step besides the script and the versions."""
+    return {
+        "exact": settings.exact,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def notes(job: Job) -> list[str]:
+    """What was applied that the script did not spell out, in sentences."""
+    order, world, settings = job.order, job.world, job.settings
+    told = [
+        f"{world.size} worker{'s' if world.size > 1 else ''} on {world.device.type}, strategy {settings.strategy}"
+        f"{', exact' if settings.exact else ''}; batch of {order.batch} in {order.microbatches} microbatches; "
+        f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
+    ]
+    if job.update.scaling.reason:
+        told.append(job.update.scaling.reason)
+    return told
+
+
+def _order(data: Any, settings: Settings, workers: int) -> Order:
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise InputError(
+            f"data must be a map-style data set, with a length and items by number, but {type(data).__name__} has "
+            f"{'no length' if hasattr(data, '__getitem__') else 'no items by number'}. "
+            f"Give it __len__ and __getitem__; a stream can be read into a list first."
+        )
+    batch = _batch(settings, workers)
+    parts = settings.microbatches or default_microbatches(batch)
+    if batch < workers:
+        raise ConfigError(f"batch = {batch} is smaller than the number of workers, {workers}: use a larger batch or fewer workers.")
+    if batch < parts:
+        raise ConfigError(f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches.")
+    if workers > parts:
+        raise ConfigError(
+            f"{workers} workers are more than the {parts} microbatches of a batch: set microbatches to {workers} or "
+            f"more (it is part of what decides the bits), or use fewer workers."
+        )
+    if len(data) == 0:
+        raise InputError("The data set is empty.")
+    if settings.drop_last and len(data) < batch:
+        raise InputError(f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing.")
+    return Order(len(data), batch, parts, settings.seed, settings.drop_last)
+
+
+def _batch(settings: Settings, workers: int) -> int:
+    if (settings.batch is None) == (settings.batch_per_worker is None):
+        given = "neither" if settings.batch is None else "both"
+        raise ConfigError(f"Give either batch (samples per step over all workers) or batch_per_worker; {given} is given.")
+    return settings.batch or (settings.batch_per_worker or 0) * workers
+
+
+def _forward(given: Arguments) -> Forward:
+    if (given.loss is None) == (given.forward is None):
+        got = "neither" if given.loss is None else "both"
+        raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} is given.")
+    if given.forward is not None:
+        return given.forward
+    assert given.loss is not None
+    return loss_of(given.loss)
+
+
+def _threads(settings: Settings, who: env.Identity) -> int:
+    """Threads of this worker: they change the bits, so with ``exact`` their number must not follow the workers."""
+    if settings.threads:
+        return settings.threads
+    if settings.exact:
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return env.thread_limit() or max(1, cores // who.local_world_size)
+
+
+def _facts(settings: Settings, order: Order, update: Update, threads: int, initial: dict[str, str]) -> dict[str, object]:
+    facts: dict[str, object] = {f"code of {name}": value for name, value in agreement.code_hashes().items()}
+    facts.update({f"version of {name}": value for name, value in agreement.versions().items()})
+    facts.update({f"setting {key}": value for key, value in settings.model_dump(mode="json").items()})
+    facts["data length"] = order.length
+    facts["optimizer class"] = type(update.optimizer).__name__
+    for place, group in enumerate(update.optimizer.param_groups):
+        facts.update({f"optimizer {key} of group {place}": str(value) for key, value in group.items() if key != "params"})
+    facts.update({f"initial value of {name}": value for name, value in initial.items()})
+    if settings.exact:
+        facts["threads"] = threads
+        facts["cpu capability"] = numerics(settings)["cpu"]
+    return facts
+
+
+def _keep_memory() -> None:
+    """Let the C library keep freed memory: fresh pages for every gradient cost a tenth of a step on the CPU."""
+    if sys.platform != "linux":
+        return
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:  # another C library than glibc
+        return
+    trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
+    mallopt(trim_threshold, largest)
+    mallopt(mmap_threshold, largest)

@@ -1,0 +1,1 @@
+"""What one step does, as plain data: no torch, no clock."""

@@ -1,0 +1,86 @@
+"""The canonical binary tree over the microbatches of a step.
+
+Leaf *m* is the gradient of microbatch *m*. A node is named by its level and its place: node ``(k, j)`` covers the
+microbatches ``j * 2**k`` to ``(j + 1) * 2**k - 1``, as far as they exist. Eight microbatches::
+
+    level 3                   (3,0)
+    level 2          (2,0)             (2,1)
+    level 1      (1,0)   (1,1)     (1,2)   (1,3)
+    level 0       0  1    2  3      4  5    6  7
+
+Floating-point sums depend on the order of additions. This tree fixes the order by the microbatches alone: whoever
+computes the leaves, the sum has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Node(NamedTuple):
+    """A node of the tree; its sum belongs to microbatches ``index * 2**level`` and the following."""
+
+    level: int
+    index: int
+
+
+def whole_nodes(share: range) -> list[Node]:
+    """The fewest nodes that cover the share of one worker exactly, from left to right.
+
+    >>> whole_nodes(range(0, 4))
+    [Node(level=2, index=0)]
+    >>> whole_nodes(range(3, 6))
+    [Node(level=0, index=3), Node(level=1, index=2)]
+    """
+    nodes = []
+    start = share.start
+    while start < share.stop:
+        level = (start & -start).bit_length() - 1 if start else share.stop.bit_length()
+        while start + (1 << level) > share.stop:
+            level -= 1
+        nodes.append(Node(level, start >> level))
+        start += 1 << level
+    return nodes
+
+
+def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T], T]) -> None:
+    """Put the next node on the stack and add up what is complete: a binary counter.
+
+    ``add(left, right)`` returns the sum of two neighbours. The stack never holds more than one value per level.
+    """
+    while stack and _are_siblings(stack[-1][0], node):
+        left, left_value = stack.pop()
+        value = add(left_value, value)
+        node = Node(left.level + 1, left.index >> 1)
+    stack.append((node, value))
+
+
+def merges(stack: Sequence[Node], node: Node) -> int:
+    """How many of the topmost nodes of the stack the next node will be added to."""
+    count = 0
+    while count < len(stack) and _are_siblings(stack[-1 - count], node):
+        node = Node(node.level + 1, node.index >> 1)
+        count += 1
+    return count
+
+
+def _are_siblings(left: Node, right: Node) -> bool:
+    return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
+
+
+def total(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> T:
+    """The sum of all microbatches from the nodes that cover them, given from left to right.
+
+    The right edge of the tree may be incomplete (the number of microbatches is no power of two): a node without a
+    right sibling passes up unchanged, which is what folding the counter from the right does.
+    """
+    stack: list[tuple[Node, T]] = []
+    for node, value in nodes:
+        push(stack, node, value, add)
+    _, value = stack.pop()
+    while stack:
+        value = add(stack.pop()[1], value)
+    return value

@@ -1,0 +1,294 @@
+"""The page to read first: what a script writes, and what happens then.
+
+``start`` brings the workers together and checks that they agree. ``batches`` hands out the microbatches of this worker,
+``step`` lets the strategy train on them, ``evaluate`` measures, ``save`` keeps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline import config, env, evaluation, failure, prepare
+from paceline.checkpoint.keeper import Keeper, State
+from paceline.checkpoint.state import fingerprint
+from paceline.comm.agreement import versions
+from paceline.data.feed import Feed, Piece
+from paceline.data.keys import LOOP, seed_all, seed_of
+from paceline.errors import ConfigError
+from paceline.events import EventLog
+from paceline.strategies.base import Job
+from paceline.strategies.registry import strategy_named
+from paceline.testing.trace import Trace
+
+_log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This worker's pieces of the batch of one step.
+
+    Attributes:
+        step: the number of the step, from 0.
+        epoch: the epoch it belongs to, from 0.
+        samples: samples in the whole batch, over all workers.
+        last: whether it is the last batch of its epoch.
+        pieces: the microbatches that this worker computes.
+        waited: seconds spent to load them.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    last: bool
+    pieces: list[Piece]
+    waited: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one step did; the same on every worker but for the times.
+
+    Attributes:
+        step: the number of the step, from 0.
+        loss: the mean loss over the whole batch, before the update.
+        samples: samples seen since the beginning of training, this step's included.
+        seconds: time for loading the batch and for the step.
+        samples_per_second: samples of this batch, over all workers, per second.
+        gradient_norm: the global 2-norm of the mean gradient, before clipping.
+        learning_rate: what the update used (first parameter group).
+        applied: false if the step was skipped because its loss was not finite.
+        notes: what was applied that the script did not spell out, such as a scaled learning rate, and why.
+    """
+
+    step: int
+    loss: float
+    samples: int
+    seconds: float
+    samples_per_second: float
+    gradient_norm: float
+    learning_rate: float
+    applied: bool
+    notes: tuple[str, ...]
+
+
+def start(
+    *,
+    model: nn.Module,
+    optimizer: Callable[..., Optimizer],
+    data: Any,
+    loss: Callable[[Any, Any], Any] | None = None,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    schedule: Callable[[Optimizer], LRScheduler] | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    **settings: Unpack[config.Arguments],
+) -> Session:
+    """Bring the workers together to train a model.
+
+    Alone, the script trains in one process; under ``paceline run`` or ``torchrun`` every worker calls this with the same
+    arguments, and they train together.
+
+    Args:
+        model: the model, built alike on every worker (seed before you build it). It is moved to the worker's device.
+        optimizer: a factory, called with the model's parameters, such as ``partial(torch.optim.SGD, lr=0.1)``.
+        data: a map-style data set; with ``loss`` its items are pairs (input, target).
+        loss: ``loss(output, target)``: a scalar, the mean over the samples given, or a pair (sum, count), for a mean over
+            something else than samples, such as tokens.
+        forward: ``forward(model, microbatch)``, instead of ``loss``, with the same choice of results.
+        schedule: a factory, called with the optimizer, that returns a torch learning-rate scheduler; stepped once for
+            each update.
+        collate: makes a microbatch from a list of items; torch's default if none.
+        settings: the fields of :class:`paceline.Settings`; the command line and the environment go before them.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        InputError: an argument cannot be used.
+        StartError: the workers did not come together or do not agree.
+        CheckpointError: ``resume`` names something that cannot be used.
+    """
+    who = env.identity()
+    run = env.run_directory()
+    log = EventLog(run / "events" if run else None, who.rank)
+    progress = [0]
+    failure.install(who.rank, who.world_size, run / "errors" if run else None, lambda: progress[0], log.close)
+    resolved = config.resolve_here(settings)
+    report_to = env.config_report()
+    if report_to is not None:
+        prepare.report_config(resolved, report_to)
+        raise SystemExit(0)
+    given = prepare.Arguments(model, optimizer, data, loss, forward, schedule, collate)
+    job = prepare.job_of(given, resolved.settings, who, log)
+    atexit.register(log.close)
+    return Session(job, run, progress, by_loss=loss is not None)
+
+
+class Session:
+    """A training run, as one of its workers sees it. Made by :func:`paceline.start`."""
+
+    def __init__(self, job: Job, run: Path | None, progress: list[int], by_loss: bool) -> None:
+        self._job = job
+        self._by_loss = by_loss
+        self._strategy = strategy_named(job.settings.strategy)(job)
+        self._feed = Feed(job.data, job.order, job.world.device, job.settings.workers_per_loader, job.collate)
+        numerics = prepare.numerics(job.settings)
+        self._state = State(job.compute.model, job.update, job.order, numerics, versions())
+        self._keeper = Keeper(job.world, job.settings.checkpoint, run / "checkpoints" if run else None, job.events)
+        self._progress = progress
+        self._notes = tuple(prepare.notes(job))
+        for note in self._notes:
+            _log.info(note)
+            job.events.mark("note", text=note)
+        self._position = self._target = 0
+        self._move_to(self._keeper.resume(self._state, job.settings.resume))
+        self._trace = self._start_trace(job)
+
+    @property
+    def rank(self) -> int:
+        """The number of this worker, from 0."""
+        return self._job.world.rank
+
+    @property
+    def workers(self) -> int:
+        """How many workers there are."""
+        return self._job.world.size
+
+    @property
+    def position(self) -> int:
+        """Steps done since the beginning of training; from here a resumed run goes on."""
+        return self._position
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps in one pass over the data."""
+        return self._job.order.steps_per_epoch
+
+    def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
+        """The batches of the next epochs or steps; calls add up.
+
+        A resumed run goes through the same calls and gets nothing from those that are already done, so a loop over
+        epochs with one call in each continues where it was. A batch not given to :meth:`step` is left out.
+
+        Raises:
+            ConfigError: not exactly one of ``epochs`` and ``steps`` is given, or it is negative.
+        """
+        if (epochs is None) == (steps is None):
+            raise ConfigError("batches() takes either epochs= or steps=.")
+        count = steps if steps is not None else (epochs or 0) * self.steps_per_epoch
+        if count < 0:
+            raise ConfigError(f"batches() cannot give {count} steps.")
+        self._target += count
+        return self._until(self._target)
+
+    def _until(self, target: int) -> Iterator[Batch]:
+        job = self._job
+        if self._trace is not None:
+            target = min(target, self._trace.steps)
+        job.events.mark("batches", position=self._position, steps=target)
+        try:
+            while self._position < target:
+                stop = target if self._strategy.decided else self._position + 1
+                yield from self._pass(self._position, stop)
+        finally:
+            if self._position < target:
+                self._target = self._position
+
+    def _pass(self, start: int, stop: int) -> Iterator[Batch]:
+        order = self._job.order
+        before = time.perf_counter()
+        for step, pieces in enumerate(self._feed.steps(start, stop, self._strategy.pieces), start):
+            waited = time.perf_counter() - before
+            last = (step + 1) % order.steps_per_epoch == 0
+            self._move_to(step)
+            yield Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited)
+            self._move_to(step + 1)
+            before = time.perf_counter()
+
+    def step(self, batch: Batch) -> Report:
+        """Train on a batch: forward, backward, synchronise, update.
+
+        Raises:
+            NonFiniteLoss: a loss is NaN or infinite (unless ``nonfinite`` is ``skip``).
+            InputError: the loss is no scalar, or a parameter gets no gradient from some microbatches.
+            WorkerLost: another worker went away or stayed silent.
+        """
+        begin = time.perf_counter()
+        outcome = self._strategy.step(batch.step, batch.pieces)
+        self._move_to(batch.step + 1)
+        seconds = time.perf_counter() - begin + batch.waited
+        report = Report(
+            step=batch.step,
+            loss=outcome.loss,
+            samples=self._job.order.samples_before(batch.step + 1),
+            seconds=seconds,
+            samples_per_second=batch.samples / seconds,
+            gradient_norm=outcome.norm.item(),
+            learning_rate=outcome.learning_rate,
+            applied=outcome.applied,
+            notes=self._notes,
+        )
+        self._job.events.mark(
+            "step",
+            step=report.step,
+            seconds=seconds,
+            waited=batch.waited,
+            loss=report.loss,
+            samples=batch.samples,
+            samples_per_second=report.samples_per_second,
+            gradient_norm=report.gradient_norm,
+            learning_rate=report.learning_rate,
+        )
+        if self._trace is not None:
+            self._trace.step(report.step, report.loss, report.samples, report.learning_rate)
+        if self._keeper.due(self._position):
+            self.save()
+        return report
+
+    def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:
+        """The mean of a metric over a data set; every worker must call it, and all get the same value.
+
+        Args:
+            data: a map-style data set like the one trained on. Each sample is visited exactly once.
+            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a number,
+                the mean over the samples given, or a pair (sum, count). None: the loss.
+        """
+        if metric is None:
+            forward = self._job.compute.forward
+        else:
+            forward = evaluation.metric_of(metric) if self._by_loss else metric
+        with self._job.events.span("evaluate", step=self._position):
+            value = evaluation.evaluate(self._job, forward, data)
+        self._move_to(self._position)
+        return value
+
+    def save(self) -> Path:
+        """Write a checkpoint of the state after the steps done; returns its directory.
+
+        Raises:
+            CheckpointError: there is nowhere to save to, or writing failed.
+        """
+        return self._keeper.save(self._state, self._position)
+
+    def fingerprint(self) -> str:
+        """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits; the same on every rank."""
+        return fingerprint(self._state.tensors())
+
+    def _move_to(self, position: int) -> None:
+        """Set the position, and with it the random numbers that the script's own loop draws."""
+        self._position = self._progress[0] = position
+        seed_all(seed_of(LOOP, self._job.settings.seed, position))
+
+    def _start_trace(self, job: Job) -> Trace | None:
+        wanted = env.trace()
+        if wanted is None:
+            return None
+        return Trace(wanted, job, self._state.tensors)

@@ -1,0 +1,220 @@
+"""Synchronous data parallel training: shares of the batch, one sum of gradients, the same update everywhere.
+
+::
+
+    worker 0   F0 B0 F1 B1 ┐
+    worker 1   F2 B2       ┼ exchange ─ update          4 microbatches on 3 workers: shares of 2, 1, 1
+    worker 2   F3 B3       ┘
+
+The gradients leave in buckets while the backward pass of a worker's last microbatch computes the rest (Li et al. 2020,
+arXiv 2006.15704). A worker adds the gradients of its own microbatches first: with ``exact`` along the canonical tree,
+sending each whole node (``comm.exchange``); without, into one running sum. All workers then hold the same mean and
+make the same update.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import nn
+
+from paceline.comm.exchange import Exchange
+from paceline.comm.notes import MISSING, Losses, Note
+from paceline.data.feed import Piece
+from paceline.schedule.shares import even
+from paceline.schedule.tree import Node, whole_nodes
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.joining import Joining
+from paceline.strategies.outcome import conclude
+from paceline.strategies.sums import Sums, Values, add_one
+from paceline.strategies.verdict import Part
+
+_STATISTICS_TAGS = 1 << 20
+
+
+class AllReduce:
+    """All workers compute a share of each batch and average their gradients."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._joining = Joining(job)
+        self._parameters = list(job.update.parameters.values())
+        self._leaving = Leaving(job, self._parameters)
+        self._statistics: Exchange | None = None
+
+    @property
+    def decided(self) -> bool:
+        return self._joining.decided
+
+    def pieces(self, step: int) -> list[range]:
+        return self._joining.pieces(self._shares(step)[self._job.world.rank])
+
+    def _shares(self, step: int) -> list[range]:
+        return even(len(self._job.order.parts_of(step)), self._job.world.size)
+
+    def _nodes(self, shares: list[range]) -> list[list[Node]]:
+        if self._job.settings.exact:
+            return [whole_nodes(share) for share in shares]
+        return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        job, exact = self._job, self._job.settings.exact
+        shares = self._shares(step)
+        layout = [self._joining.pieces(share) for share in shares]
+        nodes = self._nodes(shares)
+        statistics = Sums(exact)
+        pairs: list[torch.Tensor] = []
+        self._leaving.begin(nodes, exact)
+        for piece in pieces:
+            computed = job.compute.forward_pass(piece, step)
+            pairs.append(computed.pair)
+            statistics.push(piece.microbatches.start, [*computed.buffers])
+            if piece is pieces[-1]:
+                losses = self._tell_losses(step, layout, pairs)
+                self._leaving.last(piece.microbatches.start, losses)
+            computed.total.backward()  # type: ignore[no-untyped-call]
+            if piece is not pieces[-1]:
+                self._leaving.push(piece.microbatches.start)
+        if not pieces:
+            losses = self._tell_losses(step, layout, pairs)
+            self._leaving.nothing(losses)
+        missing = self._leaving.finish()
+        parts = self._parts(layout, losses, missing)
+        self._joining.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
+        means = self._mean_statistics(step, nodes, [values for _, values in statistics.nodes()])
+        return conclude(job, step, parts, means)
+
+    def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor]) -> Losses:
+        return Losses(self._job.world, step, [len(row) for row in layout], pairs)
+
+    def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
+        """Put together what all workers know of their pieces."""
+        losses.check_step()
+        own = torch.zeros(max(map(len, layout)), len(self._parameters), dtype=torch.uint8, device=self._job.world.device)
+        for row, places in enumerate(missing):
+            own[row, places] = 1
+        tables = Note(self._job.world, own, MISSING).wait()
+        if any(table.any() for table in tables):
+            without = [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
+        else:
+            without = [frozenset()] * sum(map(len, layout))
+        owners = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
+        return [
+            Part(piece, rank, loss, count, places)
+            for (piece, rank), (loss, count), places in zip(owners, losses.table().tolist(), without, strict=True)
+        ]
+
+    def _mean_statistics(self, step: int, nodes: list[list[Node]], sums: list[Values]) -> list[torch.Tensor]:
+        """The means over all samples of the batch of the buffers that the forward pass changes."""
+        buffers = self._job.compute.buffers
+        if not buffers.settled:
+            places = buffers.settle(chain.from_iterable(self._job.world.gather(buffers.live)))
+            sums = [[values[place] for place in places] for values in sums]
+        if not buffers.live:
+            return []
+        examples = buffers.examples()
+        if self._statistics is None:
+            self._statistics = Exchange(self._job.world, examples, self._job.events, "buffers", _STATISTICS_TAGS)
+        samples = self._job.order.samples_of(step)
+        self._statistics.begin(nodes, lambda: samples)
+        for member in range(len(examples)):
+            for slot, values in zip(self._statistics.slots(member), sums, strict=True):
+                value = values[member]
+                assert value is not None
+                slot.copy_(value)
+            self._statistics.written(member)
+        self._statistics.finish()
+        return [self._statistics.mean(member) for member in range(len(examples))]
+
+
+class Leaving:
+    """The gradients on their way out: each leaves as soon as the last microbatch has given its part.
+
+    Call ``begin``, ``push`` after the backward pass of each microbatch but the last, ``last`` before that of the last,
+    ``finish`` after it.
+    """
+
+    def __init__(self, job: Job, parameters: list[nn.Parameter]) -> None:
+        self._world = job.world
+        self._parameters = parameters
+        self._exchange = Exchange(job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients")
+        self._armed = False
+        for place, parameter in enumerate(parameters):
+            parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
+
+    def begin(self, nodes: list[list[Node]], exact: bool) -> None:
+        """Start a step; ``nodes`` are what each rank will send."""
+        self._nodes = nodes
+        self._sums = Sums(exact)
+        self._missing: list[list[int]] = []
+        self._kept: list[Values] = []
+        self._nearest: list[Values] = []
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def push(self, microbatch: int) -> None:
+        """Take the gradients of a microbatch that is not the last."""
+        values: Values = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._missing.append([place for place, value in enumerate(values) if value is None])
+        self._sums.push(microbatch, values)
+
+    def last(self, microbatch: int, losses: Losses) -> None:
+        """From now on gradients leave while they are computed."""
+        self._kept, self._nearest = self._sums.before_last(microbatch)
+        self._exchange.begin(self._nodes, losses.count)
+        self._waiting = set(range(len(self._parameters)))
+        self._armed = True
+
+    def nothing(self, losses: Losses) -> None:
+        """This worker has no microbatch in this step; it still adds up its part of the others' gradients."""
+        self._exchange.begin(self._nodes, losses.count)
+        for member in range(len(self._parameters)):
+            self._exchange.written(member)
+
+    def finish(self) -> list[list[int]]:
+        """Wait for the means and put them into ``.grad``.
+
+        Returns:
+            for each microbatch the places of the parameters to which it gave no gradient.
+        """
+        if self._armed:
+            self._armed = False
+            unused = sorted(self._waiting)
+            self._missing.append(unused)
+            for place in reversed(unused):
+                self._write(place, None)
+        self._exchange.finish()
+        for place, parameter in enumerate(self._parameters):
+            parameter.grad = self._exchange.mean(self._member(place))
+        return self._missing
+
+    def _member(self, place: int) -> int:
+        return len(self._parameters) - 1 - place
+
+    def _ready(self, place: int) -> None:
+        if self._armed:
+            gradient = self._parameters[place].grad
+            self._parameters[place].grad = None
+            self._waiting.discard(place)
+            self._write(place, gradient)
+
+    def _write(self, place: int, gradient: torch.Tensor | None) -> None:
+        """Add the gradient of the last microbatch to the sums before it, and hand all sums over."""
+        slots = self._exchange.slots(self._member(place))
+        for slot, values in zip(slots, self._kept, strict=False):
+            if add_one(values[place], None, slot) is None:
+                slot.zero_()
+        for values in self._nearest[:-1]:
+            before = values[place]
+            gradient = gradient if before is None else add_one(before, gradient, before)
+        before = self._nearest[-1][place] if self._nearest else None
+        if add_one(before, gradient, slots[-1]) is None:
+            slots[-1].zero_()
+        self._exchange.written(self._member(place))
+
+
+def _places(flags: torch.Tensor) -> frozenset[int]:
+    return frozenset(flags.nonzero().flatten().tolist())

@@ -1,0 +1,222 @@
+"""One microbatch: its forward pass, always from the same random numbers and the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from paceline.data.feed import Piece
+from paceline.data.keys import STEP, generator_states, same_states, seed_all, seed_of
+from paceline.errors import InputError
+
+class Computed(NamedTuple):
+    """The forward pass of a piece, ready for its backward pass.
+
+    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it is
+    to be divided by. ``buffers``: what the piece made of the buffers, times its samples.
+    """
+
+    total: torch.Tensor
+    pair: torch.Tensor
+    buffers: list[torch.Tensor]
+
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+class Compute:
+    """Computes the loss of a piece, as a sum over what the loss counts.
+
+    Args:
+        model: the user's model.
+        forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
+        seed: of the run.
+        autocast: the type of the forward pass, or none.
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None) -> None:
+        self.model = model
+        self.forward = forward
+        self.buffers = Buffers(model)
+        self._seed = seed
+        self._autocast = autocast
+        self.watches_random = False
+        self.drew_random = False
+
+    def forward_pass(self, piece: Piece, step: int) -> Computed:
+        """The forward pass of a piece, with the random numbers and buffers that belong to it."""
+        self.buffers.reset()
+        seed_all(seed_of(STEP, self._seed, step, piece.microbatches.start))
+        before = generator_states() if self.watches_random else None
+        total, count = self._loss(piece)
+        if before is not None and not same_states(before, generator_states()):
+            self.drew_random = True
+        buffers = self.buffers.collect(piece.samples)
+        if not total.requires_grad:
+            raise InputError("The loss does not depend on any parameter that requires a gradient.")
+        return Computed(total, _pair(total, count), buffers)
+
+    def loss_only(self, piece: Piece) -> torch.Tensor:
+        """The same two numbers without gradients, and without keyed random numbers."""
+        with torch.no_grad():
+            total, count = self._loss(piece)
+        return _pair(total, count)
+
+    def _loss(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor | float]:
+        with self.precision():
+            value = self.forward(self.model, piece.data)
+        return sum_and_count(value, piece.samples)
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The autocast context of the forward pass."""
+        if self._autocast is None:
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, getattr(torch, self._autocast))
+
+
+def _pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+    return torch.stack((total.detach().double(), counted))
+
+
+def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A loss as a sum and what it is to be divided by.
+
+    Raises:
+        InputError: the loss is neither a scalar tensor nor a pair of a scalar and a count.
+    """
+    count: torch.Tensor | float = samples
+    if isinstance(value, tuple) and len(value) == 2:
+        value, count = value
+    elif isinstance(value, torch.Tensor) and value.ndim == 0:
+        value = (value if value.dtype in (torch.float32, torch.float64) else value.float()) * samples
+    if not isinstance(value, torch.Tensor) or value.ndim != 0:
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
+        raise InputError(
+            f"The loss must be a scalar tensor (the mean over the samples it is given) or a pair (sum, count), "
+            f"but it is {got}. Reduce it, for example with .mean()."
+        )
+    return value, count
+
+
+def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
+    """The forward pass of ``loss(model(input), target)``."""
+
+    def forward(model: nn.Module, data: Any) -> Any:
+        try:
+            features, target = data
+        except (TypeError, ValueError):
+            raise InputError(
+                f"With loss= the data set must give pairs (input, target); a batch of it is a {type(data).__name__}. "
+                f"Use forward(model, microbatch) for anything else."
+            ) from None
+        return loss(model(features), target)
+
+    return forward
+
+
+class Buffers:
+    """The buffers that the forward pass changes (running statistics), kept apart for each microbatch.
+
+    Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
+    samples of what the microbatches made of it (rounded, for a counter): so it does not depend on who computed what.
+    Statistics of batch-norm layers are known to change; other buffers are watched during the first step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._all = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
+        self._start = {name: buffer.detach().clone() for name, buffer in self._all.items()}
+        self._versions = {name: buffer._version for name, buffer in self._all.items()}
+        self.live = _statistics(model)
+        self.settled = False
+        self._dirty = False
+
+    def settle(self, live: Iterable[str]) -> list[int]:
+        """From now on exactly these buffers change; all workers say so together after the first step.
+
+        Until then :meth:`collect` returns all buffers; the places of the changing ones among them are returned.
+        """
+        known = set(live)
+        self.live = [name for name in self._all if name in known]
+        self.settled = True
+        return [place for place, name in enumerate(self._all) if name in known]
+
+    def examples(self) -> list[torch.Tensor]:
+        """One tensor like each sum of :meth:`collect`, for the changing buffers."""
+        return [_summable(self._start[name]) for name in self.live]
+
+    def reset(self) -> None:
+        """Put the buffers back to the start of the step."""
+        if self._dirty:
+            for name in self.live:
+                self._set(name, self._start[name])
+        self._dirty = False
+
+    def collect(self, samples: int) -> list[torch.Tensor]:
+        """What a microbatch made of the buffers, times its samples, right after its forward pass."""
+        if not self._all:
+            return []
+        changed = [name for name, buffer in self._all.items() if buffer._version != self._versions[name]]
+        unknown = [name for name in changed if name not in self.live]
+        if unknown and self.settled:
+            raise InputError(
+                f"The forward pass changed the buffer {unknown[0]!r}, which it did not change in the first step. "
+                f"Let it change from the first step on, or keep such values outside the model's buffers."
+            )
+        self.live = [name for name in self._all if name in self.live or name in unknown]
+        self._dirty = bool(self.live)
+        names = self.live if self.settled else self._all
+        return [_summable(self._all[name].detach()) * samples for name in names]
+
+    def accept(self, means: list[torch.Tensor]) -> None:
+        """Set the changing buffers to their means; the next step starts from them."""
+        for name, mean in zip(self.live, means, strict=True):
+            start = self._start[name]
+            start.copy_(mean if start.is_floating_point() else mean.round())
+            self._set(name, start)
+        self._dirty = False
+
+    def _set(self, name: str, value: torch.Tensor) -> None:
+        self._all[name].data.copy_(value)
+        self._versions[name] = self._all[name]._version
+
+
+def _summable(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer if buffer.is_floating_point() else buffer.double()
+
+
+def _statistics(model: nn.Module) -> list[str]:
+    """The running statistics of batch-norm layers; torch does not count their changes."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer is not None
+    ]
+
+
+def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:
+    """Let modules of these classes compute their activations again in the backward pass (Chen et al. 2016).
+
+    Raises:
+        InputError: no module of the model is of one of the classes.
+    """
+    found = set()
+    for module in model.modules():
+        if type(module).__name__ in classes:
+            found.add(type(module).__name__)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+    missing = [name for name in classes if name not in found]
+    if missing:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise InputError(f"recompute: the model has no module of class {missing[0]!r}; it has {', '.join(present)}.")

@@ -1,0 +1,25 @@
+"""The strategies by name."""
+
+from __future__ import annotations
+
+import difflib
+
+from paceline.errors import ConfigError
+from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.base import Strategy
+from paceline.strategies.single import Single
+
+STRATEGIES: dict[str, type[Strategy]] = {"allreduce": AllReduce, "single": Single}
+
+
+def strategy_named(name: str) -> type[Strategy]:
+    """The strategy of that name.
+
+    Raises:
+        ConfigError: there is none; says which there are.
+    """
+    if name not in STRATEGIES:
+        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(sorted(STRATEGIES))}.")
+    return STRATEGIES[name]

@@ -1,0 +1,76 @@
+"""Everything in one process: the reference that the others are compared with.
+
+::
+
+    for each microbatch m:   forward, backward      the gradient of the sum of its losses
+    add them up along the canonical tree, divide by the count, update
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.data.feed import Piece
+from paceline.errors import ConfigError
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.joining import Joining
+from paceline.strategies.outcome import conclude
+from paceline.strategies.sums import Sums, Values
+from paceline.strategies.verdict import Part
+
+
+class Single:
+    """Plain PyTorch in one process."""
+
+    def __init__(self, job: Job) -> None:
+        if job.world.size > 1:
+            raise ConfigError(
+                f"strategy 'single' is for one process, but there are {job.world.size} workers: use 'allreduce'."
+            )
+        self._job = job
+        self._joining = Joining(job)
+        self._parameters = list(job.update.parameters.values())
+
+    @property
+    def decided(self) -> bool:
+        return self._joining.decided
+
+    def pieces(self, step: int) -> list[range]:
+        return self._joining.pieces(range(len(self._job.order.parts_of(step))))
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        job, exact = self._job, self._job.settings.exact
+        gradients, statistics = Sums(exact), Sums(exact)
+        pairs, missing = [], []
+        self._take_gradients()
+        for piece in pieces:
+            computed = job.compute.forward_pass(piece, step)
+            computed.total.backward()  # type: ignore[no-untyped-call]
+            values = self._take_gradients()
+            gradients.push(piece.microbatches.start, values)
+            statistics.push(piece.microbatches.start, [*computed.buffers])
+            pairs.append(computed.pair)
+            missing.append(frozenset(place for place, value in enumerate(values) if value is None))
+        table = torch.stack(pairs)
+        parts = [
+            Part(piece.microbatches, 0, loss, count, without)
+            for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
+        ]
+        count = table[:, 1].sum()
+        for parameter, value in zip(self._parameters, gradients.total(), strict=True):
+            parameter.grad = None if value is None else value.div_(count)
+        self._joining.decide(pieces, table)
+        samples = sum(piece.samples for piece in pieces)
+        return conclude(job, step, parts, [value.div_(samples) for value in self._changed(statistics.total())])
+
+    def _changed(self, sums: Values) -> list[torch.Tensor]:
+        buffers = self._job.compute.buffers
+        if not buffers.settled:
+            sums = [sums[place] for place in buffers.settle(buffers.live)]
+        return [value for value in sums if value is not None]
+
+    def _take_gradients(self) -> Values:
+        values: Values = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return values

@@ -1,0 +1,69 @@
+"""Sums of lists of tensors over microbatches: along the canonical tree, or just running."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import torch
+
+from paceline.schedule.tree import Node, merges, push, total
+
+Values: TypeAlias = "list[torch.Tensor | None]"
+"""One value for each tensor; none where a microbatch gives no gradient."""
+
+
+def add(left: Values, right: Values) -> Values:
+    """Add the right list into the left one, in place."""
+    both = [place for place, value in enumerate(right) if value is not None and left[place] is not None]
+    if both:
+        torch._foreach_add_([left[place] for place in both], [right[place] for place in both])  # type: ignore[arg-type]
+    return [value if value is not None else right[place] for place, value in enumerate(left)]
+
+
+def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor | None:
+    """The sum of two values in ``out``; none if both are."""
+    if left is None or right is None:
+        value = left if right is None else right
+        return None if value is None else out.copy_(value)
+    return torch.add(left, right, out=out)
+
+
+class Sums:
+    """The sums of one worker's share of microbatches, given from left to right.
+
+    With ``exact`` they are kept for each whole node of the canonical tree, at most one list for each level; else there
+    is a single running sum, in the order of arrival.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self._stack: list[tuple[Node, Values]] = []
+
+    def push(self, microbatch: int, values: Values) -> None:
+        """Add the values of the next microbatch."""
+        if self._exact:
+            push(self._stack, Node(0, microbatch), values, add)
+        elif self._stack:
+            self._stack[0] = (self._stack[0][0], add(self._stack[0][1], values))
+        else:
+            self._stack.append((Node(0, microbatch), values))
+
+    def before_last(self, microbatch: int) -> tuple[list[Values], list[Values]]:
+        """What is there before the last microbatch comes.
+
+        Returns:
+            the sums of nodes that stay as they are, from left to right, and the sums to which the last microbatch is
+            to be added, in that order: first the nearest.
+        """
+        merged = merges([node for node, _ in self._stack], Node(0, microbatch)) if self._exact else len(self._stack)
+        values = [values for _, values in self._stack]
+        kept = len(values) - merged
+        return values[:kept], values[kept:][::-1]
+
+    def nodes(self) -> list[tuple[Node, Values]]:
+        """The sums held, from left to right."""
+        return self._stack
+
+    def total(self) -> Values:
+        """The sum of everything, if this worker has computed all microbatches."""
+        return total(self._stack, add)

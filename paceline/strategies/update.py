@@ -1,0 +1,162 @@
+"""The update of the model from averaged gradients: clipping, learning rate, optimizer, schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.config import Settings
+from paceline.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """By how much the learning rate is larger than the script's, and over how many steps it gets there.
+
+    ``linear``: in proportion to the batch, with a warm-up (Goyal et al. 2017, arXiv 1706.02677); ``sqrt``: with the
+    square root of the batch (Krizhevsky 2014, arXiv 1404.5997).
+    """
+
+    factor: float = 1.0
+    warmup_steps: int = 0
+    reason: str = ""
+
+    def at(self, step: int) -> float:
+        """The factor of a step, counted from 0."""
+        if step >= self.warmup_steps:
+            return self.factor
+        return 1.0 + (self.factor - 1.0) * (step + 1) / self.warmup_steps
+
+
+def scaling_of(settings: Settings, workers: int) -> Scaling:
+    """The scaling that the settings ask for, with the reason in words.
+
+    Raises:
+        ConfigError: a scaling or a warm-up without a batch that grows with the workers.
+    """
+    if settings.scale_lr is None:
+        if settings.warmup_steps:
+            raise ConfigError(
+                f"warmup_steps = {settings.warmup_steps} needs scale_lr ('linear' or 'sqrt'): it is the way from the "
+                f"base learning rate up to the scaled one. For another warm-up give a schedule."
+            )
+        return Scaling()
+    if settings.batch_per_worker is None:
+        raise ConfigError(
+            f"scale_lr = {settings.scale_lr!r} needs batch_per_worker: with batch= the batch, and so the learning "
+            f"rate, stays the same for any number of workers."
+        )
+    factor = float(workers) if settings.scale_lr == "linear" else math.sqrt(workers)
+    per_worker = settings.batch_per_worker
+    reason = (
+        f"learning rate x {factor:g} ({settings.scale_lr}): the batch is {workers} workers x {per_worker} = "
+        f"{workers * per_worker} samples"
+    )
+    if settings.warmup_steps:
+        reason += f"; reached over the first {settings.warmup_steps} steps"
+    return Scaling(factor, settings.warmup_steps, reason)
+
+
+class Update:
+    """Applies gradients to the parameters.
+
+    Args:
+        model: the model; all its parameters that require a gradient are trained.
+        optimizer: a factory, called with those parameters.
+        schedule: a factory, called with the optimizer, or none.
+        clip_norm: the largest global norm of the gradients, or none.
+        scaling: of the learning rate.
+
+    Raises:
+        InputError: the optimizer or the schedule is not a factory of one.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Callable[..., Optimizer],
+        schedule: Callable[[Optimizer], LRScheduler] | None,
+        clip_norm: float | None,
+        scaling: Scaling,
+    ) -> None:
+        self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self.scaling = scaling
+        self._clip_norm = clip_norm
+        self.optimizer = _made(optimizer, list(self.parameters.values()))
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * scaling.factor
+        self.schedule = None if schedule is None else _scheduled(schedule, self.optimizer)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the first parameter group for a step far beyond the warm-up."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    def apply(self, step: int) -> tuple[torch.Tensor, float]:
+        """Update the parameters from their ``.grad``; returns the gradients' global norm and the learning rate used.
+
+        The norm is that before clipping.
+        """
+        norm = self.norm()
+        if self._clip_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
+        groups = self.optimizer.param_groups
+        full = [group["lr"] for group in groups]
+        now = self.scaling.at(step) / self.scaling.factor
+        if now != 1.0:
+            for group, rate in zip(groups, full, strict=True):
+                group["lr"] = rate * now
+        used = float(groups[0]["lr"])
+        self.optimizer.step()
+        for group, rate in zip(groups, full, strict=True):
+            group["lr"] = rate
+        self.advance()
+        return norm, used
+
+    def norm(self) -> torch.Tensor:
+        """The global 2-norm of the gradients, a scalar tensor."""
+        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def advance(self) -> None:
+        """Let the schedule go one step on."""
+        if self.schedule is not None:
+            self.schedule.step()
+
+
+def _made(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        raise InputError(
+            f"optimizer must be a factory, something that is called with the parameters, but it is "
+            f"{_kind(optimizer)}. Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4)."
+        )
+    try:
+        made: Any = optimizer(parameters)
+    except TypeError as error:
+        raise InputError(f"The optimizer factory could not be called with the parameters: {error}.") from error
+    if not isinstance(made, Optimizer):
+        raise InputError(f"The optimizer factory must return a torch optimizer, but it returned {_kind(made)}.")
+    return made
+
+
+def _scheduled(schedule: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> LRScheduler:
+    if isinstance(schedule, LRScheduler) or not callable(schedule):
+        raise InputError(
+            f"schedule must be a factory, something that is called with the optimizer, but it is {_kind(schedule)}. "
+            f"Write, for example, schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)."
+        )
+    made: Any = schedule(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise InputError(f"The schedule factory must return a torch LRScheduler, but it returned {_kind(made)}.")
+    return made
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"

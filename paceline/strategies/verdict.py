@@ -1,0 +1,76 @@
+"""What all workers know about the pieces of a step, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.errors import InputError, NonFiniteLoss
+from paceline.schedule.tree import Node, total
+
+
+@dataclass(frozen=True)
+class Part:
+    """The outcome of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
+    and the places of the parameters to which they gave no gradient."""
+
+    microbatches: range
+    rank: int
+    loss: float
+    count: float
+    missing: frozenset[int] = frozenset()
+
+
+def mean_loss(parts: Sequence[Part], exact: bool) -> float:
+    """The mean loss over the batch; the same bits for the same microbatches, whoever computed them, if ``exact``.
+
+    Raises:
+        InputError: what was counted adds up to nothing.
+    """
+    count = math.fsum(part.count for part in parts)
+    if count == 0:
+        raise InputError("The loss of the whole batch has a count of 0: there is nothing to take a mean over.")
+    if exact:
+        return total(((Node(0, part.microbatches.start), part.loss) for part in parts), lambda a, b: a + b) / count
+    return sum(part.loss for part in parts) / count
+
+
+def not_finite(parts: Sequence[Part], step: int) -> NonFiniteLoss | None:
+    """The error for the first piece whose loss is NaN or infinite, if there is one."""
+    for part in parts:
+        if not math.isfinite(part.loss):
+            return NonFiniteLoss(
+                f"The loss is {part.loss} at step {step}, {_named(part.microbatches)}, computed by rank {part.rank}. "
+                f"No update was made. Look at the data of this step and at the learning rate; "
+                f"nonfinite='skip' leaves such steps out."
+            )
+    return None
+
+
+def unused(parts: Sequence[Part]) -> frozenset[int]:
+    """The places of the parameters that got no gradient from any piece."""
+    return frozenset.intersection(*(part.missing for part in parts))
+
+
+def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
+    """Refuse a parameter that gets a gradient from some pieces only.
+
+    Raises:
+        InputError: names the first such parameter, the microbatches and the ranks.
+    """
+    somewhere = frozenset[int]().union(*(part.missing for part in parts)) - unused(parts)
+    for place in sorted(somewhere):
+        without = [part for part in parts if place in part.missing]
+        where = "; ".join(f"{_named(part.microbatches)} on rank {part.rank}" for part in without)
+        raise InputError(
+            f"The parameter {names[place]!r} got no gradient from {where}, but did from the rest of the batch. "
+            f"If the forward pass is meant to use it only sometimes, set missing_gradient='zero'; otherwise look for "
+            f"code that depends on the rank or on the data."
+        )
+
+
+def _named(microbatches: range) -> str:
+    if len(microbatches) == 1:
+        return f"microbatch {microbatches.start}"
+    return f"microbatches {microbatches.start} to {microbatches.stop - 1}"

@@ -1,0 +1,1 @@
+"""Tools for tests, shipped: compare what runs recorded."""
