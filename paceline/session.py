@@ -10,7 +10,7 @@ import atexit
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -23,6 +23,7 @@ from paceline import config, env, evaluation, failure, prepare
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
 from paceline.comm.agreement import versions
+from paceline.config import CheckpointSettings
 from paceline.data.feed import Feed, Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.errors import ConfigError
@@ -141,15 +142,17 @@ class Session:
         self._strategy = strategy_named(job.settings.strategy)(job)
         self._feed = Feed(job.data, job.order, job.world.device, job.settings.workers_per_loader, job.collate)
         numerics = prepare.numerics(job.settings)
-        self._state = State(job.compute.model, job.update, job.order, numerics, versions())
-        self._keeper = Keeper(job.world, job.settings.checkpoint, run / "checkpoints" if run else None, job.events)
+        self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions())
+        traced = env.trace() is not None
+        keeping = CheckpointSettings() if traced else job.settings.checkpoint
+        self._keeper = Keeper(job.world, keeping, run / "checkpoints" if run else None, job.events)
         self._progress = progress
         self._notes = tuple(prepare.notes(job))
         for note in self._notes:
             _log.info(note)
             job.events.mark("note", text=note)
         self._position = self._target = 0
-        self._move_to(self._keeper.resume(self._state, job.settings.resume))
+        self._move_to(self._keeper.resume(self._state, None if traced else job.settings.resume))
         self._trace = self._start_trace(job)
 
     @property

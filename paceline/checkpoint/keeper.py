@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import load, manifest, save
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.state import fingerprint, put_optimizer_state, tensors_of
 from paceline.comm.world import World
 from paceline.config import CheckpointSettings
-from paceline.data.order import Order
 from paceline.errors import CheckpointError
 from paceline.events import EventLog
 
@@ -87,10 +88,27 @@ class Keeper:
             )
 
 
-class State:
-    """The state of a run: what is saved and restored."""
+class Updating(Protocol):
+    """What updates the model, as far as it has a state."""
 
-    def __init__(self, model: nn.Module, update: Any, order: Order, numerics: dict[str, object], versions: dict[str, str]) -> None:
+    optimizer: Optimizer
+    schedule: LRScheduler | None
+
+
+class State:
+    """The state of a run: what is saved and restored.
+
+    Args:
+        model: the model.
+        update: its optimizer and schedule.
+        order: what decides the order of samples; a checkpoint of another order is refused.
+        numerics: what decides the bits; must be the same with ``exact``.
+        versions: of Python and the libraries.
+    """
+
+    def __init__(
+        self, model: nn.Module, update: Updating, order: dict[str, int], numerics: dict[str, object], versions: dict[str, str]
+    ) -> None:
         self._model = model
         self._update = update
         self._order = order
@@ -105,7 +123,7 @@ class State:
         """The description of the state after so many steps."""
         tensors = self.tensors()
         kinds: dict[str, list[object]] = {name: [str(value.dtype), list(value.shape)] for name, value in tensors.items()}
-        return Manifest(step, self._order_values(), kinds, fingerprint(tensors), self._numerics, self._versions)
+        return Manifest(step, self._order, kinds, fingerprint(tensors), self._numerics, self._versions)
 
     def extra(self) -> dict[str, Any]:
         """What is no tensor: the optimizer's groups and the schedule."""
@@ -136,18 +154,8 @@ class State:
             self._update.schedule.load_state_dict(extra["schedule"])
         return saved.step
 
-    def _order_values(self) -> dict[str, int | bool]:
-        order = self._order
-        return {
-            "length": order.length,
-            "batch": order.batch,
-            "microbatches": order.microbatches,
-            "seed": order.seed,
-            "drop_last": order.drop_last,
-        }
-
     def _check_same(self, path: Path, saved: Manifest) -> None:
-        difference = manifest.first_difference(saved.order, self._order_values())
+        difference = manifest.first_difference(saved.order, self._order)
         if difference:
             raise CheckpointError(
                 f"{path} was made with another order of samples: {difference}. A position in the data has no meaning "

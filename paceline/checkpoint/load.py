@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from paceline.checkpoint import files
 from paceline.checkpoint.manifest import Manifest, complete
 from paceline.checkpoint.state import fingerprint
 from paceline.errors import CheckpointError
@@ -59,16 +59,12 @@ def load(directory: Path, manifest: Manifest) -> tuple[dict[str, torch.Tensor], 
     Raises:
         CheckpointError: files are missing or damaged.
     """
-    state: dict[str, Any] = {
-        name: torch.empty(shape, dtype=getattr(torch, str(dtype).removeprefix("torch.")))  # type: ignore[call-overload]
-        for name, (dtype, shape) in manifest.tensors.items()
-    }
-    state["extra"] = None
     try:
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+        state = files.read(directory, [*manifest.tensors, files.EXTRA])
+        extra = files.from_tensor(state.pop(files.EXTRA))
     except Exception as error:  # noqa: BLE001  torch raises many kinds for a damaged file
-        raise CheckpointError(f"{directory} is damaged and cannot be read: {str(error).splitlines()[0]}") from error
-    extra = state.pop("extra")
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CheckpointError(f"{directory} is damaged and cannot be read: {reason}") from error
     if fingerprint(state) != manifest.fingerprint:
         raise CheckpointError(f"{directory} is damaged: its tensors do not have the hash in its manifest.")
     return state, extra

@@ -27,7 +27,7 @@ class Manifest:
     """
 
     step: int
-    order: dict[str, int | bool]
+    order: dict[str, int]
     tensors: dict[str, list[object]]
     fingerprint: str
     numerics: dict[str, object]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.files import EXTRA, as_tensor, write
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
 
@@ -45,7 +46,7 @@ def save(folder: Path, manifest: Manifest, state: Mapping[str, torch.Tensor], ex
         _remove_partial(folder)
         partial.mkdir(parents=True)
         _check_space(folder, state)
-        dcp.save({**state, "extra": extra}, checkpoint_id=partial, no_dist=True)
+        write(partial, {**state, EXTRA: as_tensor(extra)})
         _write_synced(partial / manifests.FILE, manifest.to_json())
         if final.exists():
             shutil.rmtree(final)

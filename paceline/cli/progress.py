@@ -52,7 +52,7 @@ class Progress:
     """What the records say so far."""
 
     def __init__(self) -> None:
-        self.step = 0
+        self.done = 0  # steps
         self.steps: int | None = None
         self._loss: float | None = None
         self._speed: float | None = None
@@ -61,14 +61,14 @@ class Progress:
     def take(self, record: Mapping[str, object]) -> None:
         """Take in one record; other events than steps and loops are passed over."""
         if record.get("event") == "batches":
-            self.step = int(_number(record.get("position")) or 0)
+            self.done = int(_number(record.get("position")) or 0)
             steps = _number(record.get("steps"))
             self.steps = None if steps is None else int(steps)
         elif record.get("event") == "step":
-            self.step = int(_number(record.get("step")) or 0)
+            self.done = int(_number(record.get("step")) or 0) + 1
             self._loss = _number(record.get("loss"))
             self._speed = _number(record.get("samples_per_second"))
-            self._times.append((self.step, _number(record.get("time")) or time.time()))
+            self._times.append((self.done, _number(record.get("time")) or time.time()))
 
     def seconds_left(self) -> float | None:
         """From the pace of the last steps, with everything between them."""
@@ -79,7 +79,7 @@ class Progress:
 
     def text(self) -> str:
         """``step 120/500  loss 0.31  4100 samples/s  time left 0:00:42``."""
-        parts = [f"step {self.step}" + (f"/{self.steps}" if self.steps is not None else "")]
+        parts = [f"step {self.done}" + (f"/{self.steps}" if self.steps is not None else "")]
         return "  ".join(parts + self.details())
 
     def details(self) -> list[str]:
@@ -149,8 +149,8 @@ class LineDisplay(Display):
     def draw(self) -> None:
         """Tell the progress when it is time and there is some."""
         now = time.monotonic()
-        if now - self._last >= _LINE_SECONDS and self.progress.step != self._told:
-            self._last, self._told = now, self.progress.step
+        if now - self._last >= _LINE_SECONDS and self.progress.done != self._told:
+            self._last, self._told = now, self.progress.done
             with self._lock:
                 _write(sys.stderr, self.progress.text() + "\n")
 
@@ -171,7 +171,13 @@ class BarDisplay(Display):
             BarColumn(),
             TextColumn("{task.fields[details]}"),
         )
-        self._bar = Bar(*columns, console=self._console, redirect_stdout=False, redirect_stderr=False)
+        self._bar = Bar(
+            *columns,
+            console=self._console,
+            refresh_per_second=4,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
         self._task = self._bar.add_task("", total=None, details="starting", visible=False)
 
     def show(self, name: str, line: str) -> None:
@@ -186,9 +192,9 @@ class BarDisplay(Display):
     def draw(self) -> None:
         """Move the bar."""
         details = "  ".join(self.progress.details())
-        total, step = self.progress.steps, self.progress.step
+        total, done = self.progress.steps, self.progress.done
         self._bar.update(
-            self._task, total=total, completed=step, details=details, visible=bool(step or total is not None)
+            self._task, total=total, completed=done, details=details, visible=bool(done or total is not None)
         )
 
     def __enter__(self) -> Display:

@@ -15,7 +15,7 @@ from paceline.cli.options import Arguments, Plan, Script, Set
 if TYPE_CHECKING:
     from paceline.launch.base import Request
     from paceline.testing.compare import Comparison
-    from paceline.testing.trace import Trace
+    from paceline.testing.recorded import Recorded
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ Options may also stand after the script; what follows -- is the script's own.
@@ -29,7 +29,7 @@ class Size:
     """One run of the script."""
 
     workers: int
-    trace: Trace
+    trace: Recorded
     seconds: float
 
 
@@ -74,7 +74,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from paceline.cli.run import report
     from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
-    from paceline.testing.trace import read_trace
+    from paceline.testing.recorded import read
 
     traces = directory / f"trace-{workers}"
     traces.mkdir()
@@ -87,7 +87,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     code = report(launch, outcome, seen=None)
     if code != 0:
         raise typer.Exit(code)
-    return Size(workers, read_trace(traces / "trace.jsonl"), outcome.seconds)
+    return Size(workers, read(traces / "trace.jsonl"), outcome.seconds)
 
 
 def _tell(sizes: list[Size]) -> int:

@@ -46,9 +46,9 @@ def code_hashes() -> dict[str, str]:
     files = {Path(script).resolve()}
     for module in list(sys.modules.values()):
         file = getattr(module, "__file__", None)
-        if file and Path(file).suffix == ".py" and Path(file).resolve().is_relative_to(home):
+        if file and Path(file).is_absolute() and file.endswith(".py") and Path(file).resolve().is_relative_to(home):
             files.add(Path(file).resolve())
-    kept = (file for file in files if "site-packages" not in file.parts)
+    kept = (file for file in files if file.is_file() and "site-packages" not in file.parts)
     return {str(file.relative_to(home)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in sorted(kept)}
 
 

@@ -88,19 +88,24 @@ class Exchange:
         self._nodes = nodes
         self._divisor = divisor
         self._done = 0
-        own = len(nodes[self._world.rank])
-        others = sum(len(held) for rank, held in enumerate(nodes) if rank != self._world.rank)
+        self._add_flats(max(map(len, nodes)))
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
-            while len(bucket.flats) < max(own, 1):
-                self._add_flat(bucket)
-            example = bucket.flats[0]
-            while len(bucket.inbox) < others:
+
+    def _add_flats(self, count: int) -> None:
+        """Make room for so many nodes of each worker in each bucket."""
+        for bucket in self._buckets:
+            example = self._example(bucket)
+            while len(bucket.flats) < count:
+                flat = torch.zeros(bucket.chunk * self._world.size, dtype=example.dtype, device=example.device)
+                self._add_flat(bucket, flat)
+            while len(bucket.inbox) < count * self._world.size:
                 bucket.inbox.append(example.new_empty(bucket.chunk))
 
-    def _add_flat(self, bucket: Bucket) -> None:
-        example = self._tensors[bucket.members[0]]
-        flat = torch.zeros(bucket.chunk * self._world.size, dtype=example.dtype, device=example.device)
+    def _example(self, bucket: Bucket) -> torch.Tensor:
+        return self._tensors[bucket.members[0]]
+
+    def _add_flat(self, bucket: Bucket, flat: torch.Tensor) -> None:
         bucket.flats.append(flat)
         views, start = [], 0
         for member in bucket.members:
@@ -119,6 +124,7 @@ class Exchange:
         bucket = self._bucket_of[member]
         bucket.waiting -= 1
         if bucket.waiting == 0:
+            bucket.started = perf_counter()
             self._scatter(bucket)
             while self._done < bucket.index and self._buckets[self._done].waiting == 0:
                 self._reduce(self._buckets[self._done])
@@ -128,51 +134,66 @@ class Exchange:
         while self._done < len(self._buckets):
             self._reduce(self._buckets[self._done])
         for bucket in self._buckets:
-            for transfer in (*bucket.receives, *bucket.sends):
-                transfer.wait()
-            bucket.receives, bucket.sends = [], []
+            self._await_means(bucket)
             self._record(bucket)
 
     def mean(self, member: int) -> torch.Tensor:
         """The mean of a tensor over all workers, after :meth:`finish`; overwritten by the next step."""
         return self._bucket_of[member].views[0][self._place_of[member]]
 
+    def _reduce(self, bucket: Bucket) -> None:
+        """Add up this worker's chunk along the tree, divide, and give it to all others."""
+        self._done += 1
+        self._await_parts(bucket)
+        parts = [
+            (node, self._part(bucket, rank, place))
+            for rank, nodes in enumerate(self._nodes)
+            for place, node in enumerate(nodes)
+        ]
+        mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
+        torch.div(total(parts, torch.Tensor.add_), self._divisor(), out=mean)
+        self._deliver(bucket, mean)
+
     def _scatter(self, bucket: Bucket) -> None:
-        bucket.started = perf_counter()
-        world, chunk = self._world, bucket.chunk
-        inbox = iter(bucket.inbox)
-        tag = self._tag(bucket)
+        """Send each worker its chunk of this worker's nodes."""
+        world, tag = self._world, self._tag(bucket)
         sends, receives = [], []
         for peer in range(world.size):
             if peer == world.rank:
                 continue
             for place in range(len(self._nodes[peer])):
-                receives.append(Message(next(inbox), peer, tag + place))
+                receives.append(Message(bucket.inbox[place * world.size + peer], peer, tag + place))
             for place in range(len(self._nodes[world.rank])):
-                sends.append(Message(bucket.flats[place][peer * chunk : (peer + 1) * chunk], peer, tag + place))
+                sends.append(Message(bucket.flats[place][self._chunk(bucket, peer)], peer, tag + place))
         transfers = world.post(sends, receives)
         bucket.receives, bucket.sends = transfers[: len(receives)], transfers[len(receives) :]
 
-    def _reduce(self, bucket: Bucket) -> None:
-        """Add up this worker's chunk along the tree, divide, and send it to all others."""
-        self._done += 1
+    def _await_parts(self, bucket: Bucket) -> None:
         for transfer in bucket.receives:
             transfer.wait()
-        world, chunk = self._world, bucket.chunk
-        mine = slice(world.rank * chunk, (world.rank + 1) * chunk)
-        inbox = iter(bucket.inbox)
-        parts = []
-        for rank, nodes in enumerate(self._nodes):
-            for place, node in enumerate(nodes):
-                parts.append((node, bucket.flats[place][mine] if rank == world.rank else next(inbox)))
-        torch.div(total(parts, torch.Tensor.add_), self._divisor(), out=bucket.flats[0][mine])
-        peers = [peer for peer in range(world.size) if peer != world.rank]
+
+    def _part(self, bucket: Bucket, rank: int, place: int) -> torch.Tensor:
+        """This worker's chunk of a node of some rank; it may be overwritten."""
+        if rank == self._world.rank:
+            return bucket.flats[place][self._chunk(bucket, rank)]
+        return bucket.inbox[place * self._world.size + rank]
+
+    def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
+        """Send the mean of this worker's chunk to all others, and get theirs."""
+        peers = [peer for peer in range(self._world.size) if peer != self._world.rank]
         tag = self._tag(bucket) + _TAGS - 1
-        out = bucket.flats[0]
-        receives = [Message(out[peer * chunk : (peer + 1) * chunk], peer, tag) for peer in peers]
-        transfers = world.post([Message(out[mine], peer, tag) for peer in peers], receives)
+        receives = [Message(bucket.flats[0][self._chunk(bucket, peer)], peer, tag) for peer in peers]
+        transfers = self._world.post([Message(mean, peer, tag) for peer in peers], receives)
         bucket.receives = transfers[: len(receives)]
         bucket.sends += transfers[len(receives) :]
+
+    def _await_means(self, bucket: Bucket) -> None:
+        for transfer in (*bucket.receives, *bucket.sends):
+            transfer.wait()
+        bucket.receives, bucket.sends = [], []
+
+    def _chunk(self, bucket: Bucket, rank: int) -> slice:
+        return slice(rank * bucket.chunk, (rank + 1) * bucket.chunk)
 
     def _tag(self, bucket: Bucket) -> int:
         return self._tags + bucket.index * _TAGS

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
+from paceline.comm.memory import Memory
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import DisagreementError
 
@@ -11,42 +14,109 @@ LOSSES, MISSING = 1, 2
 """Tags of the two notes."""
 
 
-class Note:
-    """One tensor of the same shape from each worker to each other one."""
-
-    def __init__(self, world: World, own: torch.Tensor, tag: int) -> None:
-        self._world = world
-        self._all = [own if rank == world.rank else torch.empty_like(own) for rank in range(world.size)]
-        peers = [rank for rank in range(world.size) if rank != world.rank]
-        sends = [Message(own, peer, tag) for peer in peers]
-        self._transfers: list[Transfer] = world.post(sends, [Message(self._all[peer], peer, tag) for peer in peers])
+class Note(Protocol):
+    """One tensor of the same shape from each worker."""
 
     def wait(self) -> list[torch.Tensor]:
         """The tensors of all workers, in the order of ranks."""
+        ...
+
+
+class Notes:
+    """Sends the notes of a kind, one after the other.
+
+    Args:
+        world: the workers.
+        tag: of the kind.
+        size: bytes of the largest note.
+    """
+
+    def __init__(self, world: World, tag: int, size: int) -> None:
+        self._world = world
+        self._tag = tag
+        self._board = Board(world.memory, size) if world.memory else None
+
+    def send(self, own: torch.Tensor) -> Note:
+        """Tell all other workers; they tell something of the same shape."""
+        return self._board.write(self._world.rank, own) if self._board else Letters(self._world, own, self._tag)
+
+
+class Letters:
+    """A note over the network."""
+
+    def __init__(self, world: World, own: torch.Tensor, tag: int) -> None:
+        self._all = [own if rank == world.rank else torch.empty_like(own) for rank in range(world.size)]
+        peers = [rank for rank in range(world.size) if rank != world.rank]
+        receives = [Message(self._all[peer], peer, tag) for peer in peers]
+        self._transfers: list[Transfer] = world.post([Message(own, peer, tag) for peer in peers], receives)
+
+    def wait(self) -> list[torch.Tensor]:
         for transfer in self._transfers:
             transfer.wait()
         self._transfers = []
         return self._all
 
 
+class Board:
+    """Notes through shared memory.
+
+    A worker writes its next note of a kind only after an exchange in which all others took part, and they took part
+    after reading this one: so one place for each worker is enough.
+    """
+
+    def __init__(self, memory: Memory, size: int) -> None:
+        self._memory = memory
+        self._blocks = memory.share(size)
+        self._flag = memory.reserve(1)
+        self._written = 0
+
+    def write(self, rank: int, own: torch.Tensor) -> Note:
+        self._written += 1
+        torch.frombuffer(self._blocks[rank], dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))
+        self._memory.announce(self._flag, self._written)
+        return _Written(self, own, self._written)
+
+    def read(self, example: torch.Tensor, written: int) -> list[torch.Tensor]:
+        """A copy of what each worker wrote, once all have."""
+        self._memory.wait(self._flag, written)
+        count = example.numel()
+        return [
+            torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone() for block in self._blocks
+        ]
+
+
+class _Written:
+    def __init__(self, board: Board, own: torch.Tensor, written: int) -> None:
+        self._board = board
+        self._own = own
+        self._written = written
+        self._read: list[torch.Tensor] | None = None
+
+    def wait(self) -> list[torch.Tensor]:
+        if self._read is None:
+            self._read = self._board.read(self._own, self._written)
+        return self._read
+
+
 class Losses:
     """The sums of losses and counts of all pieces of a step.
 
     Args:
-        world: the workers.
+        notes: sends them.
         step: the number of the step.
         pieces: how many pieces each rank computes.
         pairs: for each piece of this worker a float64 tensor [sum, count].
+        device: of the worker.
     """
 
-    def __init__(self, world: World, step: int, pieces: list[int], pairs: list[torch.Tensor]) -> None:
+    def __init__(self, notes: Notes, step: int, pieces: list[int], pairs: list[torch.Tensor], device: torch.device) -> None:
         self._step = step
         self._pieces = pieces
-        own = torch.zeros(max(pieces) + 1, 2, dtype=torch.float64, device=world.device)
+        own = torch.zeros(max(pieces) + 1, 2, dtype=torch.float64, device=device)
         own[0] = torch.tensor([step, len(pairs)])
         if pairs:
             own[1 : len(pairs) + 1] = torch.stack(pairs)
-        self._note = Note(world, own, LOSSES)
+        self._note = notes.send(own)
         self._table: torch.Tensor | None = None
 
     def table(self) -> torch.Tensor:

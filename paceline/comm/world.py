@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import env
+from paceline.comm.memory import shared_memory
 from paceline.errors import StartError, WorkerLost
 
 _log = logging.getLogger("paceline")
@@ -27,6 +28,7 @@ class World:
         size: how many workers there are.
         device: where this worker computes.
         timeout: seconds that a worker waits for another one.
+        memory: what workers on one machine share; none if they are on several, or on GPUs.
     """
 
     def __init__(self, who: env.Identity, timeout: float) -> None:
@@ -37,6 +39,7 @@ class World:
         self.device = _device(who)
         if self.size > 1 and not dist.is_initialized():
             self._join(who)
+        self.memory = shared_memory(self)
 
     def _join(self, who: env.Identity) -> None:
         address = env.rendezvous_address(who)

@@ -78,7 +78,8 @@ def explain(diagnosis: Diagnosis, workers: int) -> list[str]:
     lines += [f"{name_ranks((one.rank,))} failed too: {one.message}" for one in diagnosis.others]
     if diagnosis.lost:
         lost = name_ranks(diagnosis.lost)
-        lines.append(f"{lost} stopped because {_it_lost(diagnosis.lost)} {name_ranks(diagnosis.ranks)}")
+        why = f"because {_it_lost(diagnosis.lost)} {name_ranks(diagnosis.ranks)}"
+        lines.append(f"{lost} stopped {'after that' if cause.consequence else why}")
     return lines
 
 

@@ -29,7 +29,7 @@ _AFTER_FAILURE = ((1.0, signal.SIGTERM), (3.0, signal.SIGKILL))
 _AFTER_SIGNAL = ((0.0, signal.SIGTERM), (10.0, signal.SIGKILL))
 _AT_ONCE = ((0.0, signal.SIGKILL),)
 _PR_SET_PDEATHSIG = 1
-_REAPER = 'read line; [ "$line" = done ] || for group; do kill -KILL -- "-$group"; done'
+_REAPER = 'read line; [ "$line" = done ] || for group; do kill -KILL "-$group"; done'
 
 
 @dataclass(frozen=True)

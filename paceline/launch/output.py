@@ -58,14 +58,24 @@ class Stream:
 
     @staticmethod
     def _copy(name: str, pipe: IO[bytes], log: int, show: Show) -> None:
-        lines = Lines()
+        lines, kept = Lines(), b""
         with pipe:
             while data := os.read(pipe.fileno(), 1 << 16):
-                _write(log, data)
+                kept = _write_lines(log, kept + data)
                 for line in lines.take(data):
                     show(name, line)
+        _write(log, kept)
         for line in lines.rest():
             show(name, line)
+
+
+def _write_lines(log: int, data: bytes) -> bytes:
+    """Write whole lines, so that those of stdout and stderr do not tear each other apart; gives the rest."""
+    end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+    if len(data) - end > _LONGEST_LINE:
+        end = len(data)
+    _write(log, data[:end])
+    return data[end:]
 
 
 def _write(log: int, data: bytes) -> None:

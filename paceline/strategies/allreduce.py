@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from paceline.comm.exchange import Exchange
-from paceline.comm.notes import MISSING, Losses, Note
+from paceline.comm.notes import LOSSES, MISSING, Losses, Notes
+from paceline.comm.shared import exchange_for
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
@@ -42,6 +43,9 @@ class AllReduce:
         self._parameters = list(job.update.parameters.values())
         self._leaving = Leaving(job, self._parameters)
         self._statistics: Exchange | None = None
+        rows = job.order.microbatches + 1
+        self._losses = Notes(job.world, LOSSES, 16 * rows)
+        self._missing = Notes(job.world, MISSING, rows * len(self._parameters))
 
     @property
     def decided(self) -> bool:
@@ -86,7 +90,7 @@ class AllReduce:
         return conclude(job, step, parts, means)
 
     def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor]) -> Losses:
-        return Losses(self._job.world, step, [len(row) for row in layout], pairs)
+        return Losses(self._losses, step, [len(row) for row in layout], pairs, self._job.world.device)
 
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
@@ -94,7 +98,7 @@ class AllReduce:
         own = torch.zeros(max(map(len, layout)), len(self._parameters), dtype=torch.uint8, device=self._job.world.device)
         for row, places in enumerate(missing):
             own[row, places] = 1
-        tables = Note(self._job.world, own, MISSING).wait()
+        tables = self._missing.send(own).wait()
         if any(table.any() for table in tables):
             without = [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
         else:
@@ -115,7 +119,7 @@ class AllReduce:
             return []
         examples = buffers.examples()
         if self._statistics is None:
-            self._statistics = Exchange(self._job.world, examples, self._job.events, "buffers", _STATISTICS_TAGS)
+            self._statistics = exchange_for(self._job.world, examples, self._job.events, "buffers", _STATISTICS_TAGS)
         samples = self._job.order.samples_of(step)
         self._statistics.begin(nodes, lambda: samples)
         for member in range(len(examples)):
@@ -138,7 +142,7 @@ class Leaving:
     def __init__(self, job: Job, parameters: list[nn.Parameter]) -> None:
         self._world = job.world
         self._parameters = parameters
-        self._exchange = Exchange(job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients")
+        self._exchange = exchange_for(job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients")
         self._armed = False
         for place, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from paceline.testing.trace import Trace
+from paceline.testing.recorded import Record, Recorded, Tensor
 
 if TYPE_CHECKING:
     from paceline.testing.compare import Place
 
 _JUMP = 100
+_NEAR = 1e3  # times epsilon
 
 _MODEL = (
     "The model is not the same before the first step. It is built with other random numbers in each run, "
@@ -34,7 +36,7 @@ _FORWARD = (
     "that mixes the samples of a batch."
 )
 _DATA = (
-    "The weights are equal up to here but this step's loss is not. The data set gives another sample for "
+    "The weights agree up to here but this step's loss is not. The data set gives another sample for "
     "the same index when another worker asks (its own counter or random generator), or the forward pass "
     "keeps state of its own."
 )
@@ -64,15 +66,15 @@ _DRIFT = (
 )
 
 
-def of_difference(reference: Trace, other: Trace, bits: Place, beyond: Place) -> str:
+def of_difference(reference: Recorded, other: Recorded, bits: Place, beyond: Place) -> str:
     """Why the first difference beyond rounding is there."""
     if beyond.reference in (True, False) and beyond.kind in ("gradient", "parameter", "buffer", "optimizer"):
         return _NAMES
-    if beyond.step < 0:
-        return _MODEL
     by_kind = {"end": _END, "samples": _SAMPLES, "learning rate": _RATE}
     if beyond.kind in by_kind:
         return _BATCH if beyond.kind == "samples" and reference.batch != other.batch else by_kind[beyond.kind]
+    if beyond.step < 0:
+        return _MODEL
     if bits.step < beyond.step and beyond.kind != "buffer" and not _sudden(reference, other, beyond):
         return _DRIFT
     if beyond.kind == "loss":
@@ -82,23 +84,30 @@ def of_difference(reference: Trace, other: Trace, bits: Place, beyond: Place) ->
     ]
 
 
-def _sudden(reference: Trace, other: Trace, beyond: Place) -> bool:
-    """Whether the difference was far smaller one step before; amplified rounding grows little by little."""
-    now, before = (_gap(reference, other, beyond, step) for step in (beyond.step, beyond.step - 1))
-    return now > _JUMP * before
-
-
-def _gap(reference: Trace, other: Trace, beyond: Place, step: int) -> float:
-    one, two = (
-        next(record for record in trace.records if record.step == step) for trace in (reference, other)
+def _sudden(reference: Recorded, other: Recorded, beyond: Place) -> bool:
+    """Whether the difference came from one step to the next; amplified rounding grows little by little."""
+    (before, twin), (now, now_twin) = (
+        [next(record for record in trace.records if record.step == step) for trace in (reference, other)]
+        for step in (beyond.step - 1, beyond.step)
     )
     if beyond.kind == "loss":
-        return abs((one.loss or 0.0) - (two.loss or 0.0))
-    mine, theirs = (one.gradient, two.gradient) if beyond.kind == "gradient" else (one.state, two.state)
-    return math.hypot(*(mine[name].projection - theirs[name].projection for name in mine if name in theirs))
+        size = math.hypot(*(tensor.norm for tensor in before.state.values()))
+        weights_agree = _gap(before.state, twin.state) <= _NEAR * reference.epsilon * size
+        return weights_agree and _loss_gap(now, now_twin) > _JUMP * _loss_gap(before, twin)
+    if beyond.kind == "gradient":
+        return _gap(now.gradient, now_twin.gradient) > _JUMP * _gap(before.gradient, twin.gradient)
+    return _gap(now.state, now_twin.state) > _JUMP * _gap(before.state, twin.state)
 
 
-def of_rounding(reference: Trace, other: Trace) -> str:
+def _loss_gap(one: Record, two: Record) -> float:
+    return abs((one.loss or 0.0) - (two.loss or 0.0))
+
+
+def _gap(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+    return math.hypot(*(one[name].projection - two[name].projection for name in one if name in two))
+
+
+def of_rounding(reference: Recorded, other: Recorded) -> str:
     """Why runs that train the same still differ in bits."""
     if reference.exact and other.exact:
         return (

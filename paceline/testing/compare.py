@@ -9,6 +9,9 @@ Two runs that add the same numbers in another order differ by rounding. How much
   square root of epsilon. Training amplifies what is there: the limit doubles every five steps.
 * Adam turns a gradient that is nothing but rounding (a bias before a normalisation) into a full step, so
   weights are held against how far they have moved.
+
+Tried on small MLPs, CNNs and transformers, SGD and Adam, float32 and bfloat16, 30 steps, four orders: no
+false alarm. Found: a gradient off by 0.1 % in step 0 or 5 % in step 7, half a batch in the statistics, noise.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.testing import causes
-from paceline.testing.trace import Record, Tensor, Trace
+from paceline.testing.recorded import Record, Recorded, Tensor
 
 Verdict = Literal["identical", "rounding", "different"]
 Kind = Literal["end", "samples", "learning rate", "loss", "gradient", "parameter", "buffer", "optimizer"]
@@ -29,6 +32,7 @@ _LATER_LOSS = 3.0  # times the square root of epsilon, doubling every _DOUBLING 
 _LATER_TENSORS = 30.0
 _DOUBLING = 5
 _CEILING = 0.25
+_FIRST_CEILING = 0.02  # bfloat16: a thousand epsilon would allow anything
 _OF_MOVEMENT = 0.1  # the part of their way that weights may differ by
 _OF_OPTIMIZER = 0.1
 _SMALL = 0.1  # a tensor much smaller than the largest one is held against this part of the largest
@@ -60,7 +64,7 @@ class Comparison:
     cause: str = ""
 
 
-def compare(reference: Trace, other: Trace) -> Comparison:
+def compare(reference: Recorded, other: Recorded) -> Comparison:
     """Compare two runs that should have trained the same."""
     places = list(_places(reference, other))
     if not places:
@@ -73,7 +77,7 @@ def compare(reference: Trace, other: Trace) -> Comparison:
     return Comparison("rounding", places[0], None, causes.of_rounding(reference, other))
 
 
-def _places(reference: Trace, other: Trace) -> Iterator[Place]:
+def _places(reference: Recorded, other: Recorded) -> Iterator[Place]:
     """Every place where the two differ, in the order in which a step computes."""
     movement = 0.0
     start = reference.records[0].state
@@ -108,10 +112,10 @@ class _Limits:
     def __init__(self, epsilon: float, step: int) -> None:
         self.epsilon = epsilon
         growth = math.sqrt(epsilon) * 2.0 ** (max(0, step) / _DOUBLING)
-        first = _FIRST_STEP * epsilon
+        first = min(_FIRST_CEILING, _FIRST_STEP * epsilon)
         self.step = step
-        self.loss = min(_CEILING, first if step <= 0 else _LATER_LOSS * growth)
-        self.tensors = min(_CEILING, first if step <= 0 else _LATER_TENSORS * growth)
+        self.loss = first if step <= 0 else min(_CEILING, _LATER_LOSS * growth)
+        self.tensors = first if step <= 0 else min(_CEILING, _LATER_TENSORS * growth)
 
 
 def _tensors(
@@ -194,7 +198,7 @@ def _both_nan(one: float | None, two: float | None) -> bool:
     return one is not None and two is not None and math.isnan(one) and math.isnan(two)
 
 
-def _scale(loss: float | None, reference: Trace) -> float:
+def _scale(loss: float | None, reference: Recorded) -> float:
     """What a loss is held against: itself, but not less than a part of the first one."""
     first = next((record.loss for record in reference.records if record.loss is not None), 0.0)
     return max(abs(loss or 0.0), 0.01 * abs(first))

@@ -1,0 +1,54 @@
+"""The files of tensors, through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+EXTRA = "extra"
+"""The name under which everything that is no tensor is stored, as bytes."""
+
+
+def write(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors by name into a directory; one process does."""
+    with _alone():
+        dcp.save(dict(state), checkpoint_id=directory, no_dist=True)
+
+
+def read(directory: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    """The tensors of these names; every process reads for itself."""
+    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.empty(known[name].size, dtype=known[name].properties.dtype)  # type: ignore[union-attr]
+        for name in names
+    }
+    with _alone():
+        dcp.load(state, checkpoint_id=directory, no_dist=True)
+    return state
+
+
+def as_tensor(value: Any) -> torch.Tensor:
+    """Anything that can be pickled, as bytes."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def from_tensor(stored: torch.Tensor) -> Any:
+    """The value that :func:`as_tensor` was given."""
+    return torch.load(io.BytesIO(stored.numpy().tobytes()), weights_only=False)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Without the warning that a single process reads and writes, which is what is wanted."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
+        yield

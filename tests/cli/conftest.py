@@ -1,0 +1,85 @@
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from paceline.cli.main import main
+
+
+def processes_of(directory: Path) -> list[str]:
+    """The command lines of running processes that name this directory."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if str(directory) in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """Every test ends with all its processes gone. The scripts are named by their whole path for this."""
+    yield
+    deadline = time.monotonic() + 5
+    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture
+def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a ``paceline`` command in this process, with tmp_path as the current directory."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object) -> Result:
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Result(code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], Path]:
+    """Write a script into tmp_path; ``rank`` and ``run`` are known in it."""
+
+    def write(body: str, name: str = "train.py") -> Path:
+        path = tmp_path / name
+        path.write_text(HEAD + textwrap.dedent(body))
+        return path
+
+    return write
+
+
+HEAD = """\
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+rank = int(os.environ.get("RANK", 0))
+run = Path(os.environ.get("PACELINE_RUN", "."))
+
+def fail(kind, message, consequence=False, code=1):
+    report = {"rank": rank, "host": "here", "pid": os.getpid(), "type": kind, "message": message, "step": 3}
+    report |= {"traceback": f"Traceback of rank {rank}", "consequence": consequence, "time": time.time()}
+    (run / "errors" / f"rank-{rank}.json").write_text(json.dumps(report))
+    os._exit(code)
+"""

@@ -1,0 +1,45 @@
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli import demo
+
+Script = Callable[..., Path]
+Paceline = Callable[..., Any]
+
+TRAINS = """
+epochs = [{"loss": 2.0, "accuracy": 0.5}, {"loss": 0.5, "accuracy": 0.961}]
+fingerprint = "abc" if len(sys.argv) < 3 else os.environ["WORLD_SIZE"]
+if rank == 0:
+    Path(sys.argv[1]).write_text(json.dumps({"epochs": epochs, "fingerprint": fingerprint}))
+"""
+
+
+def test_the_demo_shows_curve_accuracy_and_hashes(
+    paceline: Paceline, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SCRIPT", script(TRAINS))
+    result = paceline("demo", "-n", 2)
+    assert result.code == 0
+    assert "test accuracy: 96.1%" in result.out
+    assert "2 workers  abc\n1 worker   abc\nthe same bits" in result.out
+    assert "█" * 24 in result.out or "#" * 24 in result.out
+
+
+def test_the_demo_fails_when_the_hashes_differ(
+    paceline: Paceline, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SCRIPT", script(TRAINS.replace("len(sys.argv) < 3", "False")))
+    result = paceline("demo", "-n", 2)
+    assert result.code == 1
+    assert "differ" in result.err
+
+
+def test_without_scikit_learn(paceline: Paceline, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    result = paceline("demo")
+    assert result.code == 2
+    assert 'pip install "paceline[demo]"' in result.err

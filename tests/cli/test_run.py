@@ -1,0 +1,174 @@
+import json
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Script = Callable[..., Path]
+Paceline = Callable[..., Any]
+
+
+def only_run(tmp_path: Path) -> Path:
+    (run,) = (tmp_path / "runs").iterdir()
+    return run
+
+
+def test_a_run(paceline: Paceline, script: Script, tmp_path: Path) -> None:
+    path = script("print('hello from', rank, sys.argv[1:])")
+    result = paceline("run", "-n", 2, path, "-n", "7", "--set", "a_b", "--", "--my_option")
+    assert result.code == 0
+    assert result.out == "[rank 0] hello from 0 ['-n', '7', '--set', 'a_b', '--', '--my_option']\n"
+    run = only_run(tmp_path)
+    assert re.fullmatch(r"train-\d{8}-\d{6}", run.name)
+    assert f"runs/{run.name}" in result.err
+    facts = json.loads((run / "launch.json").read_text())
+    assert (facts["workers"], facts["script"], facts["arguments"][0]) == (2, str(path), "-n")
+    assert {"paceline", "torch", "numpy"} == facts["versions"].keys()
+    assert sorted(path.name for path in (run / "output").iterdir()) == ["rank-0.log", "rank-1.log"]
+
+
+@pytest.mark.parametrize("option", ["-n", "-np", "--workers", "--nproc-per-node", "--nproc_per_node"])
+def test_every_spelling_of_the_number_of_workers(paceline: Paceline, script: Script, option: str) -> None:
+    path = script("print(os.environ['WORLD_SIZE'])")
+    assert paceline("run", option, 2, "--runs_dir", "mine", path).out == "[rank 0] 2\n"
+
+
+def test_settings_reach_the_script(paceline: Paceline, script: Script, tmp_path: Path) -> None:
+    (tmp_path / "plan.toml").write_text("seed = 3\n")
+    path = script("print(os.environ['PACELINE_SET'], os.environ['PACELINE_PLAN'])")
+    result = paceline("run", "--set", "batch=64", "--set", "clip-norm=1", "--plan", "plan.toml", path)
+    assert result.out == f'[rank 0] {{"batch": "64", "clip_norm": "1"}} {tmp_path / "plan.toml"}\n'
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nowhere.py"], "There is no script nowhere.py"),
+        (["."], "is a directory"),
+        (["-n", "0", "train.py"], "--workers 0: at least one"),
+        (["--set", "batc=3", "train.py"], "Did you mean 'batch'?"),
+        (["--set", "batch=-3", "train.py"], "batch = -3"),
+        (["--set", "batch", "train.py"], "write --set key=value"),
+        (["--plan", "nowhere.toml", "train.py"], "plan file nowhere.toml cannot be read"),
+        (["--name", "a/b", "train.py"], "cannot be the name"),
+        (["--port", "0", "train.py"], "1 to 65535"),
+        (["-n", "many", "train.py"], "--workers"),
+        (["--nme", "x", "train.py"], "--name"),
+        ([], "SCRIPT"),
+    ],
+)
+def test_wrong_usage(
+    paceline: Paceline, script: Script, tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    script("print('never')")
+    result = paceline("run", *arguments)
+    assert result.code == 2
+    assert says in result.err
+    assert "Traceback" not in result.err
+    assert result.out == ""
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_port_in_use(paceline: Paceline, script: Script) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        result = paceline("run", "--port", taken.getsockname()[1], script("print('never')"))
+    assert (result.code, result.out) == (3, "")
+    assert "cannot be used" in result.err
+
+
+def test_the_scripts_exit_code_passes_through(paceline: Paceline, script: Script) -> None:
+    result = paceline("run", "-n", 3, script("sys.exit(7) if rank == 1 else time.sleep(600)"))
+    assert result.code == 7
+    lines = result.err.splitlines()
+    assert lines[0] == "rank 1: ended with exit code 7"
+    assert "ranks 0, 2 stopped because they lost rank 1" in lines
+
+
+def test_an_error_before_start_shows_its_traceback_once(paceline: Paceline, script: Script) -> None:
+    result = paceline("run", "-n", 2, script("if rank == 1: raise ValueError('bad')\ntime.sleep(600)"))
+    assert result.code == 1
+    assert result.err.count("ValueError: bad") == 1
+    assert result.err.splitlines()[0] == "rank 1: ended with exit code 1"
+
+
+def test_the_cause_is_told_before_its_consequences(paceline: Paceline, script: Script) -> None:
+    path = script(
+        """
+        if rank == 1:
+            fail("CheckpointError", "step-10 is damaged", code=4)
+        time.sleep(0.2)
+        fail("WorkerLost", "rank 1 went away", consequence=True, code=5)
+        """
+    )
+    result = paceline("run", "-n", 3, path)
+    assert result.code == 4
+    assert result.err.splitlines()[:2] == [
+        "rank 1: step-10 is damaged",
+        "ranks 0, 2 stopped because they lost rank 1",
+    ]
+    assert "Traceback" not in result.err
+
+
+def test_a_worker_ended_by_a_signal(paceline: Paceline, script: Script) -> None:
+    path = script("if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)")
+    result = paceline("run", "-n", 2, path)
+    assert result.code == 128 + 11
+    assert result.err.startswith("rank 1: was ended by signal 11 (SIGSEGV)")
+
+
+SAVES = """
+if "PACELINE_SET" in os.environ and "resume" in os.environ["PACELINE_SET"]:
+    print("resumed")
+    sys.exit(0)
+manifest = run / "checkpoints" / "step-5" / "manifest.json"
+manifest.parent.mkdir(parents=True)
+manifest.touch()
+fail("ValueError", "bad")
+"""
+
+
+def test_a_failed_run_says_how_to_resume_and_resumes(
+    paceline: Paceline, script: Script, tmp_path: Path
+) -> None:
+    path = script(SAVES)
+    failed = paceline("run", "--set", "batch=4", "--runs-dir", "my runs", path, "an argument")
+    (run,) = (tmp_path / "my runs").iterdir()
+    (advice,) = re.findall("resume with: paceline (.*)", failed.err)
+    assert advice == (
+        f"run -n 1 --name {run.name} --resume auto --runs-dir 'my runs' --set batch=4 {path} 'an argument'"
+    )
+    assert list((run / "errors").iterdir())
+    output = (run / "output" / "rank-0.log").read_text()
+
+    resumed = paceline("run", "--runs-dir", "my runs", "--resume", "auto", path)
+    assert (resumed.code, resumed.out) == (0, "[rank 0] resumed\n")
+    assert [path.name for path in (tmp_path / "my runs").iterdir()] == [run.name]
+    assert not list((run / "errors").iterdir())
+    assert (run / "output" / "rank-0.log").read_text() == output + "resumed\n"
+
+
+def test_a_taken_name(paceline: Paceline, script: Script) -> None:
+    path = script("print('done')")
+    assert paceline("run", "--name", "mine", path).code == 0
+    again = paceline("run", "--name", "mine", path)
+    assert (again.code, again.out) == (2, "")
+    assert "--resume auto" in again.err
+    assert paceline("run", "--name", "mine", "--resume", "auto", path).code == 0
+
+
+def test_quiet(paceline: Paceline, script: Script) -> None:
+    result = paceline("run", "--quiet", script("print('done')"))
+    assert (result.code, result.out, result.err) == (0, "[rank 0] done\n", "")
+
+
+def test_hostile_paths(paceline: Paceline, script: Script, tmp_path: Path) -> None:
+    name = "it's a [bold]ä %s $HOME.py"
+    result = paceline("run", script("print(Path(__file__).name)", name))
+    assert (result.code, result.out) == (0, f"[rank 0] {name}\n")
+    assert os.path.basename(only_run(tmp_path)).startswith("it's a [bold]ä %s $HOME-")

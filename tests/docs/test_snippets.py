@@ -1,0 +1,186 @@
+"""The pages say what is true: their Python runs, their links lead somewhere, and nothing public is left out."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline import config, errors
+from paceline.cli.main import COMMANDS
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+
+BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
+NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
+LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
+OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
+
+# For each page: a process with torch already imported, that runs the blocks one after the other in one namespace.
+RUNNER = """
+import json, os, sys
+import torch._dynamo, paceline.session
+for page, (folder, blocks) in json.load(sys.stdin).items():
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        output = os.open("output", os.O_WRONLY | os.O_CREAT)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        namespace = {"__name__": "__main__"}
+        for line, source in blocks:
+            exec(compile("\\n" * line + source, page, "exec"), namespace)
+        break
+    print(page, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def snippets(page: Path) -> list[tuple[int, str]]:
+    """The Python of a page that runs: lines before it, source."""
+    text = page.read_text()
+    found = []
+    for match in BLOCK.finditer(text):
+        if NOT_RUN.search(text[: match.start()]):
+            continue
+        indent = match[1]
+        source = "".join(line.removeprefix(indent) for line in match[2].splitlines(keepends=True))
+        found.append((text[: match.start()].count("\n") + 1, source))
+    return found
+
+
+def run(command: list[str], cwd: Path, given: str = "") -> subprocess.CompletedProcess[str]:
+    """Run Python with the package that is tested, and nothing of a launcher around."""
+    clean = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("PACELINE_")
+        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    }
+    package = str(Path(paceline.__file__).parents[1])
+    environment = {**clean, "PYTHONPATH": package, "COLUMNS": "200", "NO_COLOR": "1"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        input=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as the documentation and code hosts make them."""
+    titles = re.findall(r"^#+ +(.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", title.strip().lower())) for title in titles}
+
+
+WITH_SNIPPETS = [page.name for page in PAGES if snippets(page)]
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
+    """For each page with Python: the exit code of running it, and what it printed."""
+    folders = {page.name: tmp_path_factory.mktemp(page.stem) for page in PAGES if snippets(page)}
+    given = {page.name: (str(folders[page.name]), snippets(page)) for page in PAGES if snippets(page)}
+    shown = run(["-c", RUNNER], tmp_path_factory.getbasetemp(), json.dumps(given))
+    assert shown.returncode == 0, shown.stdout
+    codes = dict(line.rsplit(" ", 1) for line in shown.stdout.splitlines())
+    return {name: (codes[name], (folder / "output").read_text()) for name, folder in folders.items()}
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS)
+def test_snippets_run(page: str, ended: dict[str, tuple[str, str]]) -> None:
+    code, output = ended[page]
+    assert code == "0", output
+
+
+def test_pages_with_snippets_are_found() -> None:
+    assert {"README.md", "train.md", "data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(
+        WITH_SNIPPETS
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in LINK.findall(FENCE.sub("", page.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name}: {link} does not exist"
+        if anchor:
+            assert anchor in anchors(target), f"{page.name}: {target.name} has no heading for #{anchor}"
+
+
+def test_pages_link_inside_docs_only() -> None:
+    for page in DOCS:
+        for link in LINK.findall(FENCE.sub("", page.read_text())):
+            assert not link.startswith(("/", "../")), f"{page.name}: {link} is not part of the built pages"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {page.name for page in DOCS}
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    headings = re.findall(r"^#+ .*$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    for name in paceline.__all__:
+        assert any(f"`{name}" in heading or f".{name}" in heading for heading in headings), name
+
+
+def test_every_argument_method_and_field_is_in_the_reference() -> None:
+    text = (ROOT / "docs/api.md").read_text()
+    methods = {name: value for name, value in vars(paceline.Session).items() if not name.startswith("_")}
+    wanted = {*methods, *inspect.signature(paceline.start).parameters}
+    for value in methods.values():
+        if inspect.isfunction(value):
+            wanted |= inspect.signature(value).parameters.keys() - {"self"}
+    for record in (paceline.Batch, paceline.Report):
+        wanted |= {field.name for field in fields(record)}
+    missing = {name for name in wanted if not re.search(rf"`(Session\.)?{name}\b", text)}
+    assert not missing
+
+
+def test_every_setting_is_described_with_its_default() -> None:
+    rows = re.findall(
+        r"^\| `([\w.]+)` \| `([^`]*)` \| .+ \|$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
+    )
+    written = {"None": "none", "False": "false", "True": "true"}
+    defaults = {key: written.get(str(value), str(value)) for key, value in config.flat_keys().items()}
+    assert dict(rows) == defaults
+
+
+def test_every_error_is_described_with_its_exit_code() -> None:
+    text = (ROOT / "docs/errors.md").read_text()
+    for name, kind in vars(errors).items():
+        if isinstance(kind, type) and issubclass(kind, errors.PacelineError):
+            assert f"| `{name}` | {kind.exit_code} |" in text, name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_on_the_page_of_the_command_line(command: str, tmp_path: Path) -> None:
+    shown = run(["-m", "paceline.cli.main", command, "--help"], tmp_path)
+    assert shown.returncode == 0, shown.stdout
+    section = re.search(
+        rf"^## paceline {command}\n(.*?)(?=^## |\Z)", (ROOT / "docs/cli.md").read_text(), re.M | re.S
+    )
+    assert section is not None
+    options = set(OPTION.findall(shown.stdout.partition("Options:")[2])) - {"--help"}
+    assert options
+    missing = {option for option in options if f"`{option}" not in section[1]}
+    assert not missing

@@ -1,0 +1,157 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import StartError
+from paceline.launch import prepare as preparation
+from paceline.launch.base import Launch, Request
+from paceline.launch.local import Outcome, Workers
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Callable[..., Launch]:
+    def make(body: str, workers: int = 2, **fields: object) -> Launch:
+        path = tmp_path / "train.py"
+        path.write_text("import os, signal, subprocess, sys, time\n" + textwrap.dedent(body))
+        request = Request(path, workers=workers, runs=tmp_path / "runs", **fields)  # type: ignore[arg-type]
+        return preparation.prepare(request)
+
+    return make
+
+
+def run(launch: Launch) -> tuple[Outcome, list[tuple[str, str]]]:
+    shown: list[tuple[str, str]] = []
+    with Workers(launch, lambda name, line: shown.append((name, line))) as workers:
+        outcome = workers.wait()
+    return outcome, shown
+
+
+def test_all_workers_run_and_everything_is_kept(prepare: Callable[..., Launch]) -> None:
+    launch = prepare(
+        """
+        print("out", os.environ["RANK"], os.environ["WORLD_SIZE"], sys.argv[1:])
+        print("err", file=sys.stderr)
+        """,
+        workers=3,
+        arguments=("--set", "x=1"),
+    )
+    outcome, shown = run(launch)
+    assert [one.code for one in outcome.ended] == [0, 0, 0]
+    assert sorted(shown) == [("stderr", "err"), ("stdout", "out 0 3 ['--set', 'x=1']")]
+    for rank in range(3):
+        assert sorted(launch.output(rank).read_text().splitlines()) == [
+            "err",
+            f"out {rank} 3 ['--set', 'x=1']",
+        ]
+
+
+def test_output_is_raw_and_complete(prepare: Callable[..., Launch]) -> None:
+    launch = prepare("sys.stdout.buffer.write(bytes(range(256)) * 4096); sys.exit(int(os.environ['RANK']))")
+    run(launch)
+    for rank in (0, 1):
+        assert launch.output(rank).read_bytes() == bytes(range(256)) * 4096
+
+
+def test_one_failure_ends_all(prepare: Callable[..., Launch]) -> None:
+    outcome, _ = run(
+        prepare(
+            """
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if os.environ["RANK"] == "1":
+                sys.exit(3)
+            time.sleep(600)
+            """,
+            workers=3,
+        )
+    )
+    assert [(one.code, one.stopped) for one in outcome.ended] == [(-9, True), (3, False), (-9, True)]
+
+
+def test_families_end_with_their_worker(prepare: Callable[..., Launch], tmp_path: Path) -> None:
+    child = f"subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', {str(tmp_path)!r}])"
+    run(prepare(child))  # the fixture looks for what is left
+
+
+def test_leaving_the_block_ends_the_workers(prepare: Callable[..., Launch]) -> None:
+    with pytest.raises(ZeroDivisionError), Workers(prepare("time.sleep(600)"), lambda name, line: None):
+        raise ZeroDivisionError
+
+
+def test_a_worker_that_cannot_start(prepare: Callable[..., Launch], monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = prepare("time.sleep(600)")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    with pytest.raises(StartError, match="Worker 0 of 2 could not be started"):
+        run(launch)
+
+
+def test_signal_handlers_are_put_back(prepare: Callable[..., Launch]) -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    run(prepare("pass", workers=1))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+LAUNCHER = """
+import sys
+from pathlib import Path
+from paceline.launch.base import Request
+from paceline.launch.local import Workers
+from paceline.launch.prepare import prepare
+
+launch = prepare(Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2])))
+with Workers(launch, lambda name, line: print(line, flush=True)) as workers:
+    print("signal", workers.wait().signal)
+"""
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Callable[[str], "subprocess.Popen[str]"]:
+    """A launcher in a process of its own, once its rank 0 has said that it is up with a child of its own."""
+
+    def start(body: str) -> "subprocess.Popen[str]":
+        script = tmp_path / "train.py"
+        child = f"[sys.executable, '-c', 'import time; time.sleep(600)', {str(tmp_path)!r}]"
+        head = f"import os, signal, subprocess, sys, time\nsubprocess.Popen({child})\n"
+        script.write_text(head + textwrap.dedent(body) + "\nprint('up')\ntime.sleep(600)\n")
+        process = subprocess.Popen(
+            [sys.executable, "-c", LAUNCHER, str(script), str(tmp_path / "runs")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])},
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        return process
+
+    return start
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_reaches_the_workers(
+    launcher: Callable[[str], "subprocess.Popen[str]"], number: signal.Signals
+) -> None:
+    says = "signal.signal(signal.SIGTERM, lambda *_: (print('asked', flush=True), os._exit(0)))"
+    with launcher(says) as process:
+        process.send_signal(number)
+        assert process.stdout is not None
+        assert process.stdout.read().splitlines() == ["asked", f"signal {number.value}"]
+
+
+def test_a_second_signal_does_not_wait(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
+    with launcher("signal.signal(signal.SIGTERM, signal.SIG_IGN)") as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.read() == f"signal {signal.SIGTERM.value}\n"
+
+
+def test_nothing_outlives_a_killed_launcher(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
+    with launcher("") as process:
+        process.kill()  # the fixture looks for what is left
