@@ -1,8 +1,9 @@
 """Step time of Paceline beside raw DistributedDataParallel, Accelerate and Lightning Fabric.
 
-All candidates live in the same worker processes and take turns, one step each, so that a noisy machine treats them alike;
-the ratio is taken within each round, and the median over rounds is printed. Each step loads its batch, computes, averages
-and updates. ``accumulating`` computes the same microbatches as ``exact``; ``one pass`` computes a worker's share at once.
+All candidates live in the same worker processes and take turns, one step each, so that a noisy machine treats them
+alike; the ratio is taken within each round, and the median over rounds is printed. Each step loads its batch, computes,
+averages and updates. ``accumulating`` computes the same microbatches as ``exact``; ``one pass`` computes a worker's
+share at once.
 
     python bench/step_time.py                    # all models, 2 workers
     python bench/step_time.py --tasks mlp-2M --rounds 200
@@ -68,7 +69,14 @@ def pace(task: Task, data: Any, **settings: Any) -> Step:
     torch.manual_seed(0)
     batch = task.microbatch * task.per_worker * dist.get_world_size()
     session = paceline.start(
-        model=task.build(), optimizer=OPTIMIZER, loss=task.loss, data=data, batch=batch, drop_last=True, threads=1, **settings
+        model=task.build(),
+        optimizer=OPTIMIZER,
+        loss=task.loss,
+        data=data,
+        batch=batch,
+        drop_last=True,
+        threads=1,
+        **settings,
     )
     batches = session.batches(epochs=1_000_000)
     return lambda: session.step(next(batches)) and None
@@ -153,7 +161,10 @@ def show(task: Task, seconds: dict[str, list[float]]) -> None:
             statistics.median(a / b for a, b in zip(values, seconds[base], strict=True))
             for base in ("DDP, one pass", "DDP, accumulating")
         ]
-        print(f"{name:30} {1e3 * statistics.median(values):10.2f} {ratios[0]:15.3f} {ratios[1]:19.3f}", flush=True)
+        print(
+            f"{name:30} {1e3 * statistics.median(values):10.2f} {ratios[0]:15.3f} {ratios[1]:19.3f}",
+            flush=True,
+        )
 
 
 def work(options: argparse.Namespace) -> None:
@@ -161,7 +172,11 @@ def work(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for name in options.tasks.split(","):
-        seconds = measure(TASKS[name], options.rounds if name.startswith("mlp") else max(options.rounds // 10, 5), options.peers)
+        seconds = measure(
+            TASKS[name],
+            options.rounds if name.startswith("mlp") else max(options.rounds // 10, 5),
+            options.peers,
+        )
         if dist.get_rank() == 0:
             show(TASKS[name], seconds)
     dist.destroy_process_group()

@@ -47,9 +47,7 @@ model = nn.Sequential(
 
 optimizer = partial(torch.optim.AdamW, lr=2e-3)
 schedule = partial(CosineAnnealingLR, T_max=steps)
-session = paceline.start(
-    model=model, optimizer=optimizer, schedule=schedule, loss=cross_entropy, data=train, batch=64
-)
+session = paceline.start(model=model, optimizer=optimizer, schedule=schedule, loss=cross_entropy, data=train, batch=64)
 for batch in session.batches(epochs=arguments.epochs):
     loss = session.step(batch).loss
     if batch.last:

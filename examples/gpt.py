@@ -15,7 +15,7 @@ import paceline
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("text", nargs="?", help="a text file; a module of Python's library if none")
-parser.add_argument("--epochs", type=int, default=3, help="passes over the text")
+parser.add_argument("--epochs", type=int, default=2, help="passes over the text")
 arguments = parser.parse_args()
 
 CONTEXT, LAYERS, HEADS, WIDTH, DROPOUT = 64, 4, 4, 128, 0.05  # 0.8 million parameters
@@ -105,7 +105,7 @@ def factor(step):
     return 0.55 + 0.45 * math.cos(math.pi * (step - WARM_UP) / max(1, steps - WARM_UP))
 
 
-text = Path(arguments.text).read_text() if arguments.text else inspect.getsource(argparse)
+text = Path(arguments.text).read_text(encoding="utf-8") if arguments.text else inspect.getsource(argparse)
 number_of = {character: number for number, character in enumerate(sorted(set(text)))}
 characters = torch.tensor([number_of[character] for character in text])
 cut = len(text) * 9 // 10

@@ -13,7 +13,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+)
 
 from paceline import env
 from paceline.errors import ConfigError
@@ -24,7 +32,9 @@ class CheckpointSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    directory: Path | None = Field(None, description="folder of the checkpoints; the run's own when started by paceline run")
+    directory: Path | None = Field(
+        None, description="folder of the checkpoints; the run's own when started by paceline run"
+    )
     every: PositiveInt | None = Field(None, description="save after every so many steps; none: only session.save()")
     keep: PositiveInt = Field(2, description="how many of the newest checkpoints stay")
 
@@ -37,22 +47,38 @@ class Settings(BaseModel):
     strategy: str = Field("allreduce", description="who computes which microbatch and how gradients come together")
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")
     batch_per_worker: PositiveInt | None = Field(None, description="samples per step and worker, instead of batch")
-    microbatches: PositiveInt | None = Field(None, description="into how many microbatches a batch is cut; none: 8, or fewer for a small batch")
+    microbatches: PositiveInt | None = Field(
+        None, description="into how many microbatches a batch is cut; none: 8, or fewer for a small batch"
+    )
     seed: int = Field(0, ge=0, description="of the order of samples and of all randomness inside a step")
     exact: bool = Field(False, description="the same bits for any number of workers")
     drop_last: bool = Field(False, description="leave out the short batch at the end of an epoch")
-    scale_lr: Literal["linear", "sqrt"] | None = Field(None, description="scale the learning rate with the number of workers; needs batch_per_worker")
+    scale_lr: Literal["linear", "sqrt"] | None = Field(
+        None, description="scale the learning rate with the number of workers; needs batch_per_worker"
+    )
     warmup_steps: int = Field(0, ge=0, description="steps from the base learning rate up to the scaled one")
     clip_norm: PositiveFloat | None = Field(None, description="clip gradients to this global norm")
     autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this type")
-    recompute: tuple[str, ...] = Field((), description="module classes whose activations are computed again in the backward pass")
+    recompute: tuple[str, ...] = Field(
+        (), description="module classes whose activations are computed again in the backward pass"
+    )
     compile: bool = Field(False, description="compile the model with torch.compile")
-    workers_per_loader: int = Field(0, ge=0, description="processes that load data for each worker; 0: the worker itself")
+    workers_per_loader: int = Field(
+        0, ge=0, description="processes that load data for each worker; 0: the worker itself"
+    )
     checkpoint: CheckpointSettings = CheckpointSettings()
-    resume: str | None = Field(None, description="auto: from the newest good checkpoint if there is one; or the path of a checkpoint")
-    nonfinite: Literal["stop", "skip"] = Field("stop", description="what a NaN or infinite loss does to the run or to the step")
-    missing_gradient: Literal["stop", "zero"] = Field("stop", description="what to do about a parameter that only some microbatches use")
-    threads: PositiveInt | None = Field(None, description="threads of each worker; none: 1 with exact, else cores / workers on this machine")
+    resume: str | None = Field(
+        None, description="auto: from the newest good checkpoint if there is one; or the path of a checkpoint"
+    )
+    nonfinite: Literal["stop", "skip"] = Field(
+        "stop", description="what a NaN or infinite loss does to the run or to the step"
+    )
+    missing_gradient: Literal["stop", "zero"] = Field(
+        "stop", description="what to do about a parameter that only some microbatches use"
+    )
+    threads: PositiveInt | None = Field(
+        None, description="threads of each worker; none: 1 with exact, else cores / workers on this machine"
+    )
     timeout_seconds: PositiveFloat = Field(600.0, description="how long a worker waits for another one")
 
     @field_validator("checkpoint", mode="before")

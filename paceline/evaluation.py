@@ -83,7 +83,9 @@ def _sum_and_count(value: Any, samples: int) -> tuple[float, float]:
             return float(total), float(count)
         return float(value) * samples, float(samples)
     except (TypeError, ValueError, RuntimeError):
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        got = (
+            f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+        )
         raise InputError(
             f"The metric must return a number, the mean over the samples it is given, or a pair (sum, count), "
             f"but it returned {got}."

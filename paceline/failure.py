@@ -35,6 +35,7 @@ def install(rank: int, size: int, directory: Path | None, step: Callable[[], int
         if issubclass(kind, KeyboardInterrupt):
             before(kind, error, trace)
             return
+        sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed holds back what its hook's predecessors print
         if directory is not None:
             _write(directory / f"rank-{rank}.json", _record(rank, step(), error, trace))
         elif isinstance(error, PacelineError):

@@ -113,9 +113,13 @@ def _order(data: Any, settings: Settings, workers: int) -> Order:
     batch = _batch(settings, workers)
     parts = settings.microbatches or default_microbatches(batch)
     if batch < workers:
-        raise ConfigError(f"batch = {batch} is smaller than the number of workers, {workers}: use a larger batch or fewer workers.")
+        raise ConfigError(
+            f"batch = {batch} is smaller than the number of workers, {workers}: use a larger batch or fewer workers."
+        )
     if batch < parts:
-        raise ConfigError(f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches.")
+        raise ConfigError(
+            f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches."
+        )
     if workers > parts:
         raise ConfigError(
             f"{workers} workers are more than the {parts} microbatches of a batch: set microbatches to {workers} or "
@@ -124,14 +128,18 @@ def _order(data: Any, settings: Settings, workers: int) -> Order:
     if len(data) == 0:
         raise InputError("The data set is empty.")
     if settings.drop_last and len(data) < batch:
-        raise InputError(f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing.")
+        raise InputError(
+            f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing."
+        )
     return Order(len(data), batch, parts, settings.seed, settings.drop_last)
 
 
 def _batch(settings: Settings, workers: int) -> int:
     if (settings.batch is None) == (settings.batch_per_worker is None):
         given = "neither" if settings.batch is None else "both"
-        raise ConfigError(f"Give either batch (samples per step over all workers) or batch_per_worker; {given} is given.")
+        raise ConfigError(
+            f"Give either batch (samples per step over all workers) or batch_per_worker; {given} is given."
+        )
     return settings.batch or (settings.batch_per_worker or 0) * workers
 
 
@@ -155,14 +163,18 @@ def _threads(settings: Settings, who: env.Identity) -> int:
     return env.thread_limit() or max(1, cores // who.local_world_size)
 
 
-def _facts(settings: Settings, order: Order, update: Update, threads: int, initial: dict[str, str]) -> dict[str, object]:
+def _facts(
+    settings: Settings, order: Order, update: Update, threads: int, initial: dict[str, str]
+) -> dict[str, object]:
     facts: dict[str, object] = {f"code of {name}": value for name, value in agreement.code_hashes().items()}
     facts.update({f"version of {name}": value for name, value in agreement.versions().items()})
     facts.update({f"setting {key}": value for key, value in settings.model_dump(mode="json").items()})
     facts["data length"] = order.length
     facts["optimizer class"] = type(update.optimizer).__name__
     for place, group in enumerate(update.optimizer.param_groups):
-        facts.update({f"optimizer {key} of group {place}": str(value) for key, value in group.items() if key != "params"})
+        facts.update(
+            {f"optimizer {key} of group {place}": str(value) for key, value in group.items() if key != "params"}
+        )
     facts.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:
         facts["threads"] = threads

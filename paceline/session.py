@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -96,15 +95,15 @@ def start(
 ) -> Session:
     """Bring the workers together to train a model.
 
-    Alone, the script trains in one process; under ``paceline run`` or ``torchrun`` every worker calls this with the same
-    arguments, and they train together.
+    Alone, the script trains in one process; under ``paceline run`` or ``torchrun`` every worker calls this with the
+    same arguments, and they train together.
 
     Args:
         model: the model, built alike on every worker (seed before you build it). It is moved to the worker's device.
         optimizer: a factory, called with the model's parameters, such as ``partial(torch.optim.SGD, lr=0.1)``.
         data: a map-style data set; with ``loss`` its items are pairs (input, target).
-        loss: ``loss(output, target)``: a scalar, the mean over the samples given, or a pair (sum, count), for a mean over
-            something else than samples, such as tokens.
+        loss: ``loss(output, target)``: a scalar, the mean over the samples given, or a pair (sum, count), for a mean
+            over something else than samples, such as tokens.
         forward: ``forward(model, microbatch)``, instead of ``loss``, with the same choice of results.
         schedule: a factory, called with the optimizer, that returns a torch learning-rate scheduler; stepped once for
             each update.
@@ -261,8 +260,8 @@ class Session:
 
         Args:
             data: a map-style data set like the one trained on. Each sample is visited exactly once.
-            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a number,
-                the mean over the samples given, or a pair (sum, count). None: the loss.
+            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a
+                number, the mean over the samples given, or a pair (sum, count). None: the loss.
         """
         if metric is None:
             forward = self._job.compute.forward

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 EXTRA = "extra"
 """The name under which everything that is no tensor is stored, as bytes."""
@@ -19,18 +21,18 @@ EXTRA = "extra"
 def write(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
     """Write tensors by name into a directory; one process does."""
     with _alone():
-        dcp.save(dict(state), checkpoint_id=directory, no_dist=True)
+        save(dict(state), checkpoint_id=directory, no_dist=True)
 
 
 def read(directory: Path, names: list[str]) -> dict[str, torch.Tensor]:
     """The tensors of these names; every process reads for itself."""
-    known = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    known = FileSystemReader(directory).read_metadata().state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(known[name].size, dtype=known[name].properties.dtype)  # type: ignore[union-attr]
         for name in names
     }
     with _alone():
-        dcp.load(state, checkpoint_id=directory, no_dist=True)
+        load(state, checkpoint_id=directory, no_dist=True)
     return state
 
 

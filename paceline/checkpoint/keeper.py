@@ -107,7 +107,12 @@ class State:
     """
 
     def __init__(
-        self, model: nn.Module, update: Updating, order: dict[str, int], numerics: dict[str, object], versions: dict[str, str]
+        self,
+        model: nn.Module,
+        update: Updating,
+        order: dict[str, int],
+        numerics: dict[str, object],
+        versions: dict[str, str],
     ) -> None:
         self._model = model
         self._update = update
@@ -122,13 +127,16 @@ class State:
     def manifest(self, step: int) -> Manifest:
         """The description of the state after so many steps."""
         tensors = self.tensors()
-        kinds: dict[str, list[object]] = {name: [str(value.dtype), list(value.shape)] for name, value in tensors.items()}
+        kinds: dict[str, list[object]] = {
+            name: [str(value.dtype), list(value.shape)] for name, value in tensors.items()
+        }
         return Manifest(step, self._order, kinds, fingerprint(tensors), self._numerics, self._versions)
 
     def extra(self) -> dict[str, Any]:
         """What is no tensor: the optimizer's groups and the schedule."""
         groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._update.optimizer.param_groups
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self._update.optimizer.param_groups
         ]
         schedule = self._update.schedule
         return {"groups": groups, "schedule": None if schedule is None else schedule.state_dict()}

@@ -36,7 +36,7 @@ def check_model(manifest: Manifest, model: nn.Module, where: Path) -> None:
     Raises:
         CheckpointError: names the first tensor that is missing, unknown or of another shape.
     """
-    here = {f"parameter/{name}": value for name, value in model.named_parameters()}
+    here: dict[str, torch.Tensor] = {f"parameter/{name}": value for name, value in model.named_parameters()}
     here.update({f"buffer/{name}": value for name, value in model.named_buffers()})
     saved = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("optimizer/")}
     for name, tensor in here.items():
@@ -62,7 +62,7 @@ def load(directory: Path, manifest: Manifest) -> tuple[dict[str, torch.Tensor], 
     try:
         state = files.read(directory, [*manifest.tensors, files.EXTRA])
         extra = files.from_tensor(state.pop(files.EXTRA))
-    except Exception as error:  # noqa: BLE001  torch raises many kinds for a damaged file
+    except Exception as error:  # torch raises many kinds for a damaged file
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CheckpointError(f"{directory} is damaged and cannot be read: {reason}") from error
     if fingerprint(state) != manifest.fingerprint:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.files import EXTRA, as_tensor, write
@@ -52,7 +52,7 @@ def save(folder: Path, manifest: Manifest, state: Mapping[str, torch.Tensor], ex
             shutil.rmtree(final)
         partial.rename(final)
         _write_latest(folder, final.name)
-    except (OSError, dcp.CheckpointException) as error:
+    except (OSError, CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _failed(folder, manifest.step, error) from error
     for old in manifests.complete(folder)[keep:]:
@@ -67,7 +67,7 @@ def _check_space(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
         raise OSError(f"No space left on device: {needed:,} bytes are needed, {free:,} are free")
 
 
-def _failed(folder: Path, step: int, error: Exception) -> CheckpointError:
+def _failed(folder: Path, step: int, error: BaseException) -> CheckpointError:
     before = manifests.complete(folder)
     kept = f"The last good one is {before[0]}." if before else "There is no earlier one."
     reason = _innermost(error)

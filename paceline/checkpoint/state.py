@@ -32,7 +32,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor
 def hash_of(tensor: torch.Tensor) -> bytes:
     """SHA-256 over type, shape and the bytes of the elements in row-major order."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
@@ -47,7 +47,7 @@ def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
 def put_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
     """Give the optimizer the tensors that :func:`optimizer_state` named."""
     parameters = dict(model.named_parameters())
-    loaded: dict[nn.Parameter, dict[str, Any]] = {}
+    loaded: dict[torch.Tensor, Any] = {}
     for full, value in state.items():
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         if name not in parameters:

@@ -27,9 +27,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
     from paceline.launch.base import Request
     from paceline.launch.prepare import check, known_settings
 
-    request = Request(
-        script, tuple(arguments or ()), settings=config.parse_command_line(set_ or []), plan=plan
-    )
+    request = Request(script, tuple(arguments or ()), settings=config.parse_command_line(set_ or []), plan=plan)
     check(request)
     known_settings(request)
     shown = ask_script(request)
@@ -67,9 +65,7 @@ def ask_script(request: Request) -> dict[str, dict[str, object]]:
     if ended.returncode == 0:
         print(f"paceline: {request.script} ended without calling paceline.start.", file=sys.stderr)
         raise typer.Exit(1)
-    print(
-        f"paceline: {request.script} failed before paceline.start; its output stands above.", file=sys.stderr
-    )
+    print(f"paceline: {request.script} failed before paceline.start; its output stands above.", file=sys.stderr)
     raise typer.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)
 
 

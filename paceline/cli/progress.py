@@ -88,9 +88,7 @@ class Progress:
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
         if self._speed is not None:
-            parts.append(
-                f"{self._speed:.0f} samples/s" if self._speed >= 10 else f"{self._speed:.2g} samples/s"
-            )
+            parts.append(f"{self._speed:.0f} samples/s" if self._speed >= 10 else f"{self._speed:.2g} samples/s")
         left = self.seconds_left()
         if left is not None:
             parts.append(f"time left {datetime.timedelta(seconds=round(max(0.0, left)))}")

@@ -34,14 +34,10 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         str | None,
         typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint."),
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the run.", show_default="script-date-time")
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the directories of the runs stand.")] = Path("runs"),
     plan: Plan = None,
-    port: Annotated[
-        int | None, typer.Option(help="Where the workers meet.", show_default="a free one")
-    ] = None,
+    port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Train with a script on many workers."""

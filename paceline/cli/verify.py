@@ -104,9 +104,7 @@ def _tell(sizes: list[Size]) -> int:
     causes: dict[str, list[str]] = {}
     for size, comparison in found:
         if comparison.verdict != "identical":
-            causes.setdefault(comparison.cause, []).append(
-                f"  {_workers(size.workers)}: {_where(comparison)}"
-            )
+            causes.setdefault(comparison.cause, []).append(f"  {_workers(size.workers)}: {_where(comparison)}")
     for cause, where in causes.items():
         print("\n".join([*where, cause]))
     if not causes:

@@ -56,7 +56,7 @@ def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]
     """A short hash of each tensor by name."""
     hashes = {}
     for name, tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         hashes[name] = hashlib.sha256(data).hexdigest()[:16]
     return hashes
 

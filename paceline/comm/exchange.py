@@ -202,7 +202,11 @@ class Exchange:
         own = len(self._nodes[self._world.rank])
         sent = (own + 1) * (self._world.size - 1) * bucket.chunk * bucket.flats[0].element_size()
         self._events.mark(
-            "exchange", what=self._name, bucket=bucket.index, bytes=sent, seconds=perf_counter() - bucket.started
+            "exchange",
+            what=self._name,
+            bucket=bucket.index,
+            bytes=sent,
+            seconds=perf_counter() - bucket.started,
         )
 
 

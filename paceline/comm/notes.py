@@ -81,7 +81,8 @@ class Board:
         self._memory.wait(self._flag, written)
         count = example.numel()
         return [
-            torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone() for block in self._blocks
+            torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone()
+            for block in self._blocks
         ]
 
 
@@ -109,7 +110,9 @@ class Losses:
         device: of the worker.
     """
 
-    def __init__(self, notes: Notes, step: int, pieces: list[int], pairs: list[torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, notes: Notes, step: int, pieces: list[int], pairs: list[torch.Tensor], device: torch.device
+    ) -> None:
         self._step = step
         self._pieces = pieces
         own = torch.zeros(max(pieces) + 1, 2, dtype=torch.float64, device=device)

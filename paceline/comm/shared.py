@@ -25,9 +25,7 @@ class SharedExchange(Exchange):
     worker q has announced the mean.
     """
 
-    def __init__(
-        self, world: World, memory: Memory, tensors: list[torch.Tensor], events: EventLog, name: str
-    ) -> None:
+    def __init__(self, world: World, memory: Memory, tensors: list[torch.Tensor], events: EventLog, name: str) -> None:
         super().__init__(world, tensors, events, name)
         self._memory = memory
         self._flag = memory.reserve(2 * len(self._buckets))

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.memory import shared_memory
@@ -48,18 +49,18 @@ class World:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=dist.PrefixStore(f"paceline/{who.generation}", store),
+            store=PrefixStore(f"paceline/{who.generation}", store),
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=self.timeout),
         )
         atexit.register(_leave)
 
-    def _open_store(self, address: str, who: env.Identity) -> dist.Store:
+    def _open_store(self, address: str, who: env.Identity) -> Store:
         host, _, port = address.rpartition(":")
         opens = self.rank == 0 and not env.has_agent_store()
         try:
-            return dist.TCPStore(
+            return TCPStore(
                 host,
                 int(port),
                 self.size,
@@ -75,9 +76,11 @@ class World:
                 ) from None
             reason = str(error).splitlines()[0]
             doing = "open the meeting point" if opens else "reach rank 0"
-            raise StartError(f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}") from None
+            raise StartError(
+                f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}"
+            ) from None
 
-    def _await_everyone(self, store: dist.Store, address: str, who: env.Identity) -> None:
+    def _await_everyone(self, store: Store, address: str, who: env.Identity) -> None:
         """Wait until each rank has said that it is here; name those that have not."""
         keys = [f"paceline/{who.generation}/here/{rank}" for rank in range(self.size)]
         store.set(keys[self.rank], "here")
@@ -127,8 +130,7 @@ class World:
         else:
             what = f"the connection to {_ranks(peers)} broke"
         return WorkerLost(
-            f"Rank {self.rank}: {what} in exchange {tag}. The cause stands in the output of {_ranks(peers)}. "
-            f"[{reason}]"
+            f"Rank {self.rank}: {what} in exchange {tag}. The cause stands in the output of {_ranks(peers)}. [{reason}]"
         )
 
 
@@ -171,8 +173,8 @@ def _device(who: env.Identity) -> torch.device:
         return torch.device("cpu")
     if torch.cuda.device_count() < who.local_world_size:
         raise StartError(
-            f"{who.local_world_size} workers on this machine but {torch.cuda.device_count()} GPUs: start as many workers "
-            f"as GPUs, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
+            f"{who.local_world_size} workers on this machine but {torch.cuda.device_count()} GPUs: start as many "
+            f"workers as GPUs, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
         )
     device = torch.device("cuda", who.local_rank)
     torch.cuda.set_device(device)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 from paceline.data.keys import SAMPLE, seed_all, seed_of
 from paceline.data.order import Order
@@ -87,7 +87,7 @@ def to_device(data: Any, device: torch.device) -> Any:
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
-class _Requests:
+class _Requests(Sampler[Any]):
     """The batch sampler: what ``make`` yields, made anew for each pass."""
 
     make: Callable[[], Iterator[Request]]
@@ -96,7 +96,7 @@ class _Requests:
         return self.make()
 
 
-class KeyedDataset:
+class KeyedDataset(Dataset[Any]):
     """A map-style data set whose random draws are keyed by (seed, epoch, sample).
 
     A data set that draws nothing costs nothing: a request is first read as it is, and read again with keys for each

@@ -121,9 +121,7 @@ def _unreported(launch: Launch, ended: Ended, seen: int | None) -> Failure:
     tail = _tail(launch, ended.rank)
     details = "the last lines it printed:\n" + "\n".join(tail) if tail and ended.rank != seen else ""
     last_line = tail[-1] if tail else ""
-    return Failure(
-        ended.rank, ended.exit_code, ended.time, _ending(ended, tail), details, last_line=last_line
-    )
+    return Failure(ended.rank, ended.exit_code, ended.time, _ending(ended, tail), details, last_line=last_line)
 
 
 def _ending(ended: Ended, tail: list[str]) -> str:

@@ -134,9 +134,7 @@ class Workers:
                     preexec_fn=_prepare(libc, os.getpid(), self._cores(rank)),
                 )
             except (OSError, subprocess.SubprocessError) as error:
-                raise StartError(
-                    f"Worker {rank} of {self._launch.workers} could not be started: {error}."
-                ) from None
+                raise StartError(f"Worker {rank} of {self._launch.workers} could not be started: {error}.") from None
             self._running[rank] = worker
             if worker.stdout is not None and worker.stderr is not None:
                 pipes = [("stdout", worker.stdout, log.fileno()), ("stderr", worker.stderr, log.fileno())]

@@ -52,7 +52,6 @@ def choose_port(wanted: int | None) -> int:
             probe.bind(("", wanted or 0))
         except OSError as error:
             raise StartError(
-                f"--port {wanted} cannot be used: {error.strerror}. Choose another, or leave --port out "
-                "for a free one."
+                f"--port {wanted} cannot be used: {error.strerror}. Choose another, or leave --port out for a free one."
             ) from None
         return int(probe.getsockname()[1])

@@ -42,14 +42,10 @@ def choose(request: Request, now: float | None = None) -> Path:
 
 def _named(runs: Path, name: str, resumes: bool) -> Path:
     if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise ConfigError(
-            f"--name {name!r} cannot be the name of a directory; --runs-dir says where it stands."
-        )
+        raise ConfigError(f"--name {name!r} cannot be the name of a directory; --runs-dir says where it stands.")
     run = runs / name
     if run.exists() and not resumes:
-        raise ConfigError(
-            f"The run {run} exists already. Continue it with --resume auto, or choose another --name."
-        )
+        raise ConfigError(f"The run {run} exists already. Continue it with --resume auto, or choose another --name.")
     return run
 
 

@@ -21,19 +21,19 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree; its sum belongs to microbatches ``index * 2**level`` and the following."""
+    """A node of the tree; its sum belongs to microbatches ``place * 2**level`` and the following."""
 
     level: int
-    index: int
+    place: int
 
 
 def whole_nodes(share: range) -> list[Node]:
     """The fewest nodes that cover the share of one worker exactly, from left to right.
 
     >>> whole_nodes(range(0, 4))
-    [Node(level=2, index=0)]
+    [Node(level=2, place=0)]
     >>> whole_nodes(range(3, 6))
-    [Node(level=0, index=3), Node(level=1, index=2)]
+    [Node(level=0, place=3), Node(level=1, place=2)]
     """
     nodes = []
     start = share.start
@@ -54,7 +54,7 @@ def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T]
     while stack and _are_siblings(stack[-1][0], node):
         left, left_value = stack.pop()
         value = add(left_value, value)
-        node = Node(left.level + 1, left.index >> 1)
+        node = Node(left.level + 1, left.place >> 1)
     stack.append((node, value))
 
 
@@ -62,13 +62,13 @@ def merges(stack: Sequence[Node], node: Node) -> int:
     """How many of the topmost nodes of the stack the next node will be added to."""
     count = 0
     while count < len(stack) and _are_siblings(stack[-1 - count], node):
-        node = Node(node.level + 1, node.index >> 1)
+        node = Node(node.level + 1, node.place >> 1)
         count += 1
     return count
 
 
 def _are_siblings(left: Node, right: Node) -> bool:
-    return left.level == right.level and left.index % 2 == 0 and right.index == left.index + 1
+    return left.level == right.level and left.place % 2 == 0 and right.place == left.place + 1
 
 
 def total(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> T:

@@ -70,6 +70,7 @@ class AllReduce:
         statistics = Sums(exact)
         pairs: list[torch.Tensor] = []
         self._leaving.begin(nodes, exact)
+        job.compute.buffers.begin()
         for piece in pieces:
             computed = job.compute.forward_pass(piece, step)
             pairs.append(computed.pair)
@@ -77,7 +78,7 @@ class AllReduce:
             if piece is pieces[-1]:
                 losses = self._tell_losses(step, layout, pairs)
                 self._leaving.last(piece.microbatches.start, losses)
-            computed.total.backward()  # type: ignore[no-untyped-call]
+            computed.total.backward()
             if piece is not pieces[-1]:
                 self._leaving.push(piece.microbatches.start)
         if not pieces:
@@ -95,7 +96,9 @@ class AllReduce:
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
         losses.check_step()
-        own = torch.zeros(max(map(len, layout)), len(self._parameters), dtype=torch.uint8, device=self._job.world.device)
+        own = torch.zeros(
+            max(map(len, layout)), len(self._parameters), dtype=torch.uint8, device=self._job.world.device
+        )
         for row, places in enumerate(missing):
             own[row, places] = 1
         tables = self._missing.send(own).wait()
@@ -142,7 +145,9 @@ class Leaving:
     def __init__(self, job: Job, parameters: list[nn.Parameter]) -> None:
         self._world = job.world
         self._parameters = parameters
-        self._exchange = exchange_for(job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients")
+        self._exchange = exchange_for(
+            job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients"
+        )
         self._armed = False
         for place, parameter in enumerate(parameters):
             parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))

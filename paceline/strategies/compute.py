@@ -16,11 +16,12 @@ from paceline.data.feed import Piece
 from paceline.data.keys import STEP, generator_states, same_states, seed_all, seed_of
 from paceline.errors import InputError
 
+
 class Computed(NamedTuple):
     """The forward pass of a piece, ready for its backward pass.
 
-    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it is
-    to be divided by. ``buffers``: what the piece made of the buffers, times its samples.
+    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it
+    is to be divided by. ``buffers``: what the piece made of the buffers, times its samples.
     """
 
     total: torch.Tensor
@@ -154,6 +155,14 @@ class Buffers:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""
         return [_summable(self._start[name]) for name in self.live]
 
+    def begin(self) -> None:
+        """Take the buffers as they are for the start of the step, whoever has changed them since the last one."""
+        for name, buffer in self._all.items():
+            if name in self.live or buffer._version != self._versions[name]:
+                self._start[name].copy_(buffer)
+                self._versions[name] = buffer._version
+        self._dirty = False
+
     def reset(self) -> None:
         """Put the buffers back to the start of the step."""
         if self._dirty:
@@ -215,7 +224,7 @@ def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:
     for module in model.modules():
         if type(module).__name__ in classes:
             found.add(type(module).__name__)
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)  # type: ignore[method-assign]
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     missing = [name for name in classes if name not in found]
     if missing:
         present = sorted({type(module).__name__ for module in model.modules()})

@@ -58,7 +58,11 @@ class Joining:
         self._job.compute.watches_random = False
         obstacles = [reason for reason in self._job.world.gather(obstacle) if reason]
         self.joined = not obstacles
-        text = f"microbatches stay apart: {obstacles[0]}" if obstacles else "each worker computes its microbatches in one pass"
+        text = (
+            f"microbatches stay apart: {obstacles[0]}"
+            if obstacles
+            else "each worker computes its microbatches in one pass"
+        )
         _log.info(text)
         self._job.events.mark("note", text=text)
 

@@ -27,7 +27,9 @@ def conclude(job: Job, step: int, parts: list[Part], statistics: list[torch.Tens
     if error is not None:
         job.compute.buffers.reset()
         job.events.mark("skipped", step=step, reason=str(error))
-        return Outcome(mean_loss(parts, job.settings.exact), torch.tensor(float("nan")), job.update.learning_rate, False)
+        return Outcome(
+            mean_loss(parts, job.settings.exact), torch.tensor(float("nan")), job.update.learning_rate, False
+        )
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
         check_gradients(parts, list(parameters))

@@ -43,9 +43,10 @@ class Single:
         gradients, statistics = Sums(exact), Sums(exact)
         pairs, missing = [], []
         self._take_gradients()
+        job.compute.buffers.begin()
         for piece in pieces:
             computed = job.compute.forward_pass(piece, step)
-            computed.total.backward()  # type: ignore[no-untyped-call]
+            computed.total.backward()
             values = self._take_gradients()
             gradients.push(piece.microbatches.start, values)
             statistics.push(piece.microbatches.start, [*computed.buffers])

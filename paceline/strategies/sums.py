@@ -14,9 +14,9 @@ Values: TypeAlias = "list[torch.Tensor | None]"
 
 def add(left: Values, right: Values) -> Values:
     """Add the right list into the left one, in place."""
-    both = [place for place, value in enumerate(right) if value is not None and left[place] is not None]
+    both = [(before, now) for before, now in zip(left, right, strict=True) if before is not None and now is not None]
     if both:
-        torch._foreach_add_([left[place] for place in both], [right[place] for place in both])  # type: ignore[arg-type]
+        torch._foreach_add_([before for before, _ in both], [now for _, now in both])
     return [value if value is not None else right[place] for place, value in enumerate(left)]
 
 

@@ -23,8 +23,7 @@ _BATCH = (
     "over all workers."
 )
 _SAMPLES = (
-    "The steps do not take the same number of samples: the data set, or the batch, depends on the number "
-    "of workers."
+    "The steps do not take the same number of samples: the data set, or the batch, depends on the number of workers."
 )
 _RATE = (
     "The learning rate depends on the number of workers: scale_lr asks for that, or the script computes "
@@ -53,13 +52,8 @@ _BUFFERS = (
     "Only buffers differ by more than rounding: a normalisation layer keeps statistics of the samples its "
     "own worker saw, or a buffer counts forward passes."
 )
-_END = (
-    "One run ended before the other: the number of steps depends on the number of workers (the script's "
-    "own loop?)."
-)
-_NAMES = (
-    "A tensor is in one run only: the model is built differently, or a parameter is used in one run only."
-)
+_END = "One run ended before the other: the number of steps depends on the number of workers (the script's own loop?)."
+_NAMES = "A tensor is in one run only: the model is built differently, or a parameter is used in one run only."
 _DRIFT = (
     "The runs differ by rounding first and then by more: the training amplifies rounding (a large "
     "learning rate), or something small differs. `--set exact=true` decides: it removes the rounding."
@@ -79,9 +73,7 @@ def of_difference(reference: Recorded, other: Recorded, bits: Place, beyond: Pla
         return _DRIFT
     if beyond.kind == "loss":
         return _FORWARD if beyond.step == 0 else _DATA
-    return {"gradient": _GRADIENT, "parameter": _UPDATE, "optimizer": _UPDATE, "buffer": _BUFFERS}[
-        beyond.kind
-    ]
+    return {"gradient": _GRADIENT, "parameter": _UPDATE, "optimizer": _UPDATE, "buffer": _BUFFERS}[beyond.kind]
 
 
 def _sudden(reference: Recorded, other: Recorded, beyond: Place) -> bool:

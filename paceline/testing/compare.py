@@ -71,9 +71,7 @@ def compare(reference: Recorded, other: Recorded) -> Comparison:
         return Comparison("identical")
     beyond = next((place for place in places if place.beyond), None)
     if beyond is not None:
-        return Comparison(
-            "different", places[0], beyond, causes.of_difference(reference, other, places[0], beyond)
-        )
+        return Comparison("different", places[0], beyond, causes.of_difference(reference, other, places[0], beyond))
     return Comparison("rounding", places[0], None, causes.of_rounding(reference, other))
 
 

@@ -71,8 +71,7 @@ def read(path: Path) -> Recorded:
         )
     except FileNotFoundError:
         raise InputError(
-            "The script recorded nothing: it must call paceline.start and train with session.batches and "
-            "session.step."
+            "The script recorded nothing: it must call paceline.start and train with session.batches and session.step."
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise InputError(f"{path} is not the record of a run: {error!r}.") from None

@@ -22,11 +22,7 @@ class Trace:
         self._parameters = job.update.parameters
         self._file = (wanted.directory / "trace.jsonl").open("w") if job.world.rank == 0 else None
         epsilon = max(
-            (
-                torch.finfo(value.dtype).eps
-                for value in self._parameters.values()
-                if value.is_floating_point()
-            ),
+            (torch.finfo(value.dtype).eps for value in self._parameters.values() if value.is_floating_point()),
             default=0.0,
         )
         self._write(

@@ -123,9 +123,7 @@ def test_a_sudden_difference_after_rounding_is_told_from_drift() -> None:
 
 
 def test_other_batch_other_length_other_names() -> None:
-    assert (
-        "batch_per_worker" in compare(recorded(batch=8), recorded(lambda one: replace(one, samples=9))).cause
-    )
+    assert "batch_per_worker" in compare(recorded(batch=8), recorded(lambda one: replace(one, samples=9))).cause
     shorter = compare(recorded(), recorded(steps=9))
     assert (shorter.verdict, str(shorter.beyond)) == ("different", "end of step 9")
     unnamed = compare(recorded(), recorded(lambda one: replace(one, gradient={})))

@@ -27,9 +27,7 @@ print([name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
 
 def imported_by(*arguments: str) -> str:
     command = [sys.executable, "-c", IMPORTED, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr.splitlines()[
-        -1
-    ]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)])

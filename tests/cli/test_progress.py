@@ -69,9 +69,7 @@ def test_without_a_terminal_a_line_is_told_now_and_then(
     assert capsys.readouterr().err == "step 5  loss 0.3125  4100 samples/s\n"
 
 
-def test_a_reader_that_goes_away_does_not_stop_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as stream:

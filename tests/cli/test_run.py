@@ -61,9 +61,7 @@ def test_settings_reach_the_script(paceline: Paceline, script: Script, tmp_path:
         ([], "SCRIPT"),
     ],
 )
-def test_wrong_usage(
-    paceline: Paceline, script: Script, tmp_path: Path, arguments: list[str], says: str
-) -> None:
+def test_wrong_usage(paceline: Paceline, script: Script, tmp_path: Path, arguments: list[str], says: str) -> None:
     script("print('never')")
     result = paceline("run", *arguments)
     assert result.code == 2
@@ -133,9 +131,7 @@ fail("ValueError", "bad")
 """
 
 
-def test_a_failed_run_says_how_to_resume_and_resumes(
-    paceline: Paceline, script: Script, tmp_path: Path
-) -> None:
+def test_a_failed_run_says_how_to_resume_and_resumes(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     path = script(SAVES)
     failed = paceline("run", "--set", "batch=4", "--runs-dir", "my runs", path, "an argument")
     (run,) = (tmp_path / "my runs").iterdir()

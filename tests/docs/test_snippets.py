@@ -1,4 +1,4 @@
-"""The pages say what is true: their Python runs, their links lead somewhere, and nothing public is left out."""
+"""The pages are true: their Python runs, their links lead somewhere, nothing public is left out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
-# For each page: a process with torch already imported, that runs the blocks one after the other in one namespace.
+# For each page a process, forked after the import of torch, runs its blocks in one namespace.
 RUNNER = """
 import json, os, sys
 import torch._dynamo, paceline.session
@@ -64,8 +64,7 @@ def run(command: list[str], cwd: Path, given: str = "") -> subprocess.CompletedP
     clean = {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("PACELINE_")
-        and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        if not name.startswith("PACELINE_") and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     }
     package = str(Path(paceline.__file__).parents[1])
     environment = {**clean, "PYTHONPATH": package, "COLUMNS": "200", "NO_COLOR": "1"}
@@ -109,9 +108,7 @@ def test_snippets_run(page: str, ended: dict[str, tuple[str, str]]) -> None:
 
 
 def test_pages_with_snippets_are_found() -> None:
-    assert {"README.md", "train.md", "data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(
-        WITH_SNIPPETS
-    )
+    assert {"README.md", "train.md", "data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(WITH_SNIPPETS)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -157,9 +154,7 @@ def test_every_argument_method_and_field_is_in_the_reference() -> None:
 
 
 def test_every_setting_is_described_with_its_default() -> None:
-    rows = re.findall(
-        r"^\| `([\w.]+)` \| `([^`]*)` \| .+ \|$", (ROOT / "docs/api.md").read_text(), re.MULTILINE
-    )
+    rows = re.findall(r"^\| `([\w.]+)` \| `([^`]*)` \| .+ \|$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
     written = {"None": "none", "False": "false", "True": "true"}
     defaults = {key: written.get(str(value), str(value)) for key, value in config.flat_keys().items()}
     assert dict(rows) == defaults
@@ -176,9 +171,7 @@ def test_every_error_is_described_with_its_exit_code() -> None:
 def test_every_option_is_on_the_page_of_the_command_line(command: str, tmp_path: Path) -> None:
     shown = run(["-m", "paceline.cli.main", command, "--help"], tmp_path)
     assert shown.returncode == 0, shown.stdout
-    section = re.search(
-        rf"^## paceline {command}\n(.*?)(?=^## |\Z)", (ROOT / "docs/cli.md").read_text(), re.M | re.S
-    )
+    section = re.search(rf"^## paceline {command}\n(.*?)(?=^## |\Z)", (ROOT / "docs/cli.md").read_text(), re.M | re.S)
     assert section is not None
     options = set(OPTION.findall(shown.stdout.partition("Options:")[2])) - {"--help"}
     assert options

@@ -25,7 +25,7 @@ NAMES = ["mlp", "convnet", "gpt"]
 
 # Lines of a Paceline script that the plain one does not have: those that train, `start` to `evaluate`,
 # and all, with imports and with printing by one worker. Docstring and indentation do not count.
-MOST_CHANGES = {"mlp": (4, 9), "convnet": (9, 16), "gpt": (9, 16)}
+MOST_CHANGES = {"mlp": (4, 8), "convnet": (9, 16), "gpt": (9, 16)}
 
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"MNIST's test files are not in {MNIST}")
 
@@ -99,7 +99,9 @@ def test_few_lines_change(name: str) -> None:
     reports = [line for line in new if re.search(r"print\(|fingerprint|session\.rank", line)]
     imports = [line for line in new if re.match(r"import|from", line)]
     training = [line for line in new if line not in reports + imports]
-    assert (len(training), len(new)) <= MOST_CHANGES[name], new
+    most_training, most = MOST_CHANGES[name]
+    assert len(training) <= most_training, training
+    assert len(new) <= most, new
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -108,9 +110,7 @@ def test_a_session_replaces_the_training_only(name: str) -> None:
     plain, ours = code(f"{name}_plain"), code(name)
     start = plain.index("def evaluate(model, data, metric):")
     plain = plain[:start] + plain[start + 6 :]
-    before = ours[
-        : next(place for place, line in enumerate(ours) if line.startswith(("optimizer =", "session =")))
-    ]
+    before = ours[: next(place for place, line in enumerate(ours) if line.startswith(("optimizer =", "session =")))]
     kept = [line for line in before if line not in ("import paceline", "from functools import partial")]
     until = plain.index(next(line for line in plain if line.startswith("loader =")))
     assert kept == [line for line in plain[:until] if line != "from torch.utils.data import DataLoader"]

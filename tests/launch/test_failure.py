@@ -18,16 +18,12 @@ class Scene:
         (run / "errors").mkdir()
         (run / "output").mkdir()
 
-    def ends(
-        self, rank: int, code: int, time: float = 0.0, stopped: bool = False, output: str = ""
-    ) -> "Scene":
+    def ends(self, rank: int, code: int, time: float = 0.0, stopped: bool = False, output: str = "") -> "Scene":
         self._ended.append(Ended(rank, code, time, stopped))
         self._launch.output(rank).write_text(output)
         return self
 
-    def reports(
-        self, rank: int, kind: str, message: str, time: float = 0.0, consequence: bool = False
-    ) -> "Scene":
+    def reports(self, rank: int, kind: str, message: str, time: float = 0.0, consequence: bool = False) -> "Scene":
         report = {
             "type": kind,
             "message": message,
@@ -128,8 +124,6 @@ def test_no_failure_no_diagnosis(tmp_path: Path) -> None:
     assert diagnose(launch, Outcome((Ended(0, 0, 1.0, False),), None, 1.0)) is None
 
 
-@pytest.mark.parametrize(
-    ("ranks", "name"), [((1,), "rank 1"), ((2, 0), "ranks 0, 2"), ((0, 1, 2), "all 3 workers")]
-)
+@pytest.mark.parametrize(("ranks", "name"), [((1,), "rank 1"), ((2, 0), "ranks 0, 2"), ((0, 1, 2), "all 3 workers")])
 def test_names_of_ranks(ranks: tuple[int, ...], name: str) -> None:
     assert name_ranks(ranks, 3) == name

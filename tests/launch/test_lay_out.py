@@ -30,9 +30,7 @@ def test_workers_are_bound_to_memory_domains(
 
 def laid_out(request: Request, inherited: dict[str, str] | None = None, **settings: object) -> Launch:
     machine = Machine(frozenset(range(8)))
-    return lay_out(
-        request, Settings.model_validate(settings), machine, inherited or {}, Path("/runs/a"), 1234
-    )
+    return lay_out(request, Settings.model_validate(settings), machine, inherited or {}, Path("/runs/a"), 1234)
 
 
 def test_a_worker_gets_torchruns_variables() -> None:

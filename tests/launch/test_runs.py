@@ -38,9 +38,7 @@ def test_a_taken_name_is_refused_unless_the_run_resumes(tmp_path: Path) -> None:
     run = made(tmp_path, "mine")
     with pytest.raises(ConfigError, match=r"exists already.*--resume auto, or choose another"):
         runs.choose(Request(Path("train.py"), runs=tmp_path, name="mine"))
-    assert (
-        runs.choose(Request(Path("train.py"), runs=tmp_path, name="mine", settings={"resume": "auto"})) == run
-    )
+    assert runs.choose(Request(Path("train.py"), runs=tmp_path, name="mine", settings={"resume": "auto"})) == run
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])
