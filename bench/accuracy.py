@@ -1,6 +1,6 @@
-"""What the examples reach with their default settings: accuracy on MNIST, validation loss on Tiny Shakespeare.
+"""What the examples reach with their default settings: accuracy on MNIST, loss on Tiny Shakespeare.
 
-Both run as a user would run them, under ``paceline run``. Data that is not there is left out with a word about it.
+Both run as a user would run them, under ``paceline run``. An example whose data is not there is left out.
 
     python bench/accuracy.py                     # data in ../shared/data beside the repository
     python bench/accuracy.py path/to/data        # a folder with mnist/ and tinyshakespeare/input.txt

@@ -212,7 +212,8 @@ class Session:
             last = (step + 1) % order.steps_per_epoch == 0
             self._move_to(step)
             yield Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited)
-            self._move_to(step + 1)
+            if self._position == step:  # left out by the script
+                self._move_to(step + 1)
             before = time.perf_counter()
 
     def step(self, batch: Batch) -> Report:

@@ -99,6 +99,11 @@ class _Written:
         return self._read
 
 
+def plain(value: torch.Tensor) -> torch.Tensor | float:
+    """A scalar tensor as a number where that costs no waiting for a device."""
+    return value.item() if value.device.type == "cpu" else value
+
+
 class Losses:
     """The sums of losses and counts of all pieces of a step.
 
@@ -115,10 +120,9 @@ class Losses:
     ) -> None:
         self._step = step
         self._pieces = pieces
-        own = torch.zeros(max(pieces) + 1, 2, dtype=torch.float64, device=device)
-        own[0] = torch.tensor([step, len(pairs)])
-        if pairs:
-            own[1 : len(pairs) + 1] = torch.stack(pairs)
+        header = torch.tensor((step, len(pairs)), dtype=torch.float64, device=device)
+        nothing = torch.zeros(2, dtype=torch.float64, device=device)
+        own = torch.stack((header, *pairs, *[nothing] * (max(pieces) - len(pairs))))
         self._note = notes.send(own)
         self._table: torch.Tensor | None = None
 
@@ -129,9 +133,9 @@ class Losses:
             self._table = torch.cat([note[1 : held + 1] for note, held in zip(notes, self._pieces, strict=True)])
         return self._table
 
-    def count(self) -> torch.Tensor:
-        """What the sum of all gradients is to be divided by: a float64 scalar tensor."""
-        return self.table()[:, 1].sum()
+    def count(self) -> torch.Tensor | float:
+        """What the sum of all gradients is to be divided by; on the CPU a number, which torch divides by faster."""
+        return plain(self.table()[:, 1].sum())
 
     def check_step(self) -> None:
         """Refuse workers that are at different steps.

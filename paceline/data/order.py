@@ -64,7 +64,7 @@ class Order:
         samples = _permutation(self.length, seed_of(ORDER, self.seed, epoch))[start : start + self.batch].tolist()
         return [samples[part.start : part.stop] for part in self.parts_of(step)]
 
-    def parts_of(self, step: int) -> list[range]:
+    def parts_of(self, step: int) -> tuple[range, ...]:
         """The places in its batch that each microbatch of a step takes."""
         return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
 

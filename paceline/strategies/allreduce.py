@@ -54,10 +54,10 @@ class AllReduce:
     def pieces(self, step: int) -> list[range]:
         return self._joining.pieces(self._shares(step)[self._job.world.rank])
 
-    def _shares(self, step: int) -> list[range]:
+    def _shares(self, step: int) -> tuple[range, ...]:
         return even(len(self._job.order.parts_of(step)), self._job.world.size)
 
-    def _nodes(self, shares: list[range]) -> list[list[Node]]:
+    def _nodes(self, shares: tuple[range, ...]) -> list[list[Node]]:
         if self._job.settings.exact:
             return [whole_nodes(share) for share in shares]
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
@@ -96,21 +96,26 @@ class AllReduce:
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
         losses.check_step()
-        own = torch.zeros(
-            max(map(len, layout)), len(self._parameters), dtype=torch.uint8, device=self._job.world.device
-        )
-        for row, places in enumerate(missing):
-            own[row, places] = 1
-        tables = self._missing.send(own).wait()
-        if any(table.any() for table in tables):
-            without = [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
-        else:
-            without = [frozenset()] * sum(map(len, layout))
+        without = self._without_gradient(layout, missing)
         owners = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         return [
             Part(piece, rank, loss, count, places)
             for (piece, rank), (loss, count), places in zip(owners, losses.table().tolist(), without, strict=True)
         ]
+
+    def _without_gradient(self, layout: list[list[range]], missing: list[list[int]]) -> list[frozenset[int]]:
+        """For each piece of all workers the places of the parameters to which it gave no gradient."""
+        if self._job.world.size == 1:
+            return [frozenset(places) for places in missing]
+        rows, device = max(map(len, layout)), self._job.world.device
+        own = torch.zeros(rows, len(self._parameters), dtype=torch.uint8, device=device)
+        for row, places in enumerate(missing):
+            if places:
+                own[row, places] = 1
+        tables = self._missing.send(own).wait()
+        if not any(table.any() for table in tables):
+            return [frozenset()] * sum(map(len, layout))
+        return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
 
     def _mean_statistics(self, step: int, nodes: list[list[Node]], sums: list[Values]) -> list[torch.Tensor]:
         """The means over all samples of the batch of the buffers that the forward pass changes."""

@@ -84,6 +84,8 @@ class Compute:
 
 
 def _pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    if total.device.type == "cpu":
+        return torch.tensor((total.item(), float(count)), dtype=torch.float64)
     counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
     return torch.stack((total.detach().double(), counted))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import torch
 
+from paceline.comm.notes import plain
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.strategies.base import Job, Outcome
@@ -57,7 +58,7 @@ class Single:
             Part(piece.microbatches, 0, loss, count, without)
             for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
         ]
-        count = table[:, 1].sum()
+        count = plain(table[:, 1].sum())
         for parameter, value in zip(self._parameters, gradients.total(), strict=True):
             parameter.grad = None if value is None else value.div_(count)
         self._joining.decide(pieces, table)

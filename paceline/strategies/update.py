@@ -123,7 +123,9 @@ class Update:
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""
         gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
-        return torch.nn.utils.get_total_norm(gradients)
+        norms = torch._foreach_norm(gradients)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
     def advance(self) -> None:
         """Let the schedule go one step on."""

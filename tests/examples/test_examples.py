@@ -22,6 +22,7 @@ MNIST = ROOT.parent / "shared" / "data" / "mnist"
 PICTURES, LABELS = "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
 
 NAMES = ["mlp", "convnet", "gpt"]
+WORKERS = {"mlp": 3, "convnet": 2, "gpt": 2}
 
 # Lines of a Paceline script that the plain one does not have: those that train, `start` to `evaluate`,
 # and all, with imports and with printing by one worker. Docstring and indentation do not count.
@@ -73,12 +74,10 @@ def test_plain_script(name: str, arguments: dict[str, list[object]]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_fingerprint_in_one_process_and_on_three_workers(
-    name: str, arguments: dict[str, list[object]], tmp_path: Path
-) -> None:
+def test_same_output_on_any_number_of_workers(name: str, arguments: dict[str, list[object]], tmp_path: Path) -> None:
     script = EXAMPLES / f"{name}.py"
     alone = output_of(script, *arguments[name], PACELINE_EXACT="true")
-    together = on_workers(3, tmp_path / "runs", script, *arguments[name])
+    together = on_workers(WORKERS[name], tmp_path / "runs", script, *arguments[name])
     assert fingerprint(together) == fingerprint(alone)
     assert together.count("fingerprint") == 1, "one worker prints"
     assert together.replace("[rank 0] ", "") == alone

@@ -1,0 +1,61 @@
+"""With ``exact`` a run has the same bits on any number of workers."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from subjects import CASES
+
+STEPS = 52
+SCRIPT = f"""
+import os
+from subjects import CASES, tell, train
+for name, arguments in CASES.items():
+    tell(**{{name: train(arguments() | {{"exact": True, "strategy": os.environ["STRATEGY"]}}, {STEPS})}})
+"""
+
+Told = Callable[..., list[dict[str, Any]]]
+WAYS = [("allreduce", workers, True) for workers in range(1, 9)] + [("allreduce", workers, False) for workers in (2, 3, 5)]
+
+
+@pytest.fixture(scope="module")
+def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, bool], list[dict[str, Any]]]:
+    """What each worker found for all cases, for a strategy and a number of workers; each computed once."""
+    known: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
+
+    def of(strategy: str, workers: int, one_machine: bool) -> list[dict[str, Any]]:
+        way = strategy, workers, one_machine
+        if way not in known:
+            directory = tmp_path_factory.mktemp("exact")
+            known[way] = told(
+                SCRIPT, workers, directory, one_machine=one_machine, environment={"STRATEGY": strategy}, deadline=200
+            )
+        return known[way]
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[1]}{'' if way[2] else ' over the network'}")
+def test_the_bits_do_not_depend_on_the_workers(way: tuple[str, int, bool], case: str, results: Any) -> None:
+    (alone,) = results("single", 1, True)
+    everyone = results(*way)
+    assert len(everyone) == way[1]
+    assert [one[case]["shared"] for one in everyone] == [way[2] and way[1] > 1] * way[1]
+    for one in everyone:
+        assert one[case]["steps"] == STEPS
+        assert one[case]["losses"] == alone[case]["losses"]
+        assert one[case]["fingerprint"] == alone[case]["fingerprint"]
+
+
+def test_recomputing_does_not_change_the_bits(results: Any) -> None:
+    (alone,) = results("single", 1, True)
+    kept, again = "transformer, tied weights, clipping, schedule", "transformer, recomputed"
+    assert alone[kept]["fingerprint"] == alone[again]["fingerprint"]
+
+
+def test_the_cases_differ(results: Any) -> None:
+    (alone,) = results("single", 1, True)
+    fingerprints = [values["fingerprint"] for values in alone.values()]
+    assert len(set(fingerprints)) == len(CASES) - 1  # recomputing changes nothing
