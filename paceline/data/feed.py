@@ -8,8 +8,9 @@ computed in one pass (mostly a single one). What a data set draws for a sample (
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,18 @@ class Piece:
     microbatches: range
     samples: int
     data: Any
+
+
+def apart(piece: Piece, parts: Sequence[range]) -> list[Piece]:
+    """The single microbatches of a piece of tensors; ``parts`` are the places of all microbatches in their batch."""
+    first = parts[piece.microbatches.start].start
+    pieces = []
+    for microbatch in piece.microbatches:
+        place, samples = parts[microbatch].start - first, len(parts[microbatch])
+        rows: Callable[[torch.Tensor], torch.Tensor] = partial(torch.narrow, dim=0, start=place, length=samples)
+        data = tree_map_only(torch.Tensor, rows, piece.data)
+        pieces.append(Piece(range(microbatch, microbatch + 1), samples, data))
+    return pieces
 
 
 class Request(NamedTuple):

@@ -88,7 +88,7 @@ class AllReduce:
         parts = self._parts(layout, losses, missing)
         self._joining.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
         means = self._mean_statistics(step, nodes, [values for _, values in statistics.nodes()])
-        return conclude(job, step, parts, means)
+        return conclude(job, step, pieces, parts, means)
 
     def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor]) -> Losses:
         return Losses(self._losses, step, [len(row) for row in layout], pairs, self._job.world.device)

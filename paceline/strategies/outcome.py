@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import torch
 
+from paceline.data.feed import Piece, apart
 from paceline.strategies.base import Job, Outcome
-from paceline.strategies.verdict import Part, check_gradients, mean_loss, not_finite, unused
+from paceline.strategies.verdict import Part, check_gradients, mean_loss, not_finite, refusal, unused
 
 
-def conclude(job: Job, step: int, parts: list[Part], statistics: list[torch.Tensor]) -> Outcome:
+def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statistics: list[torch.Tensor]) -> Outcome:
     """Judge a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
         job: what is trained.
         step: its number.
+        pieces: what this worker computed.
         parts: the outcome of all pieces of all workers, in the order of microbatches.
         statistics: the means of the buffers that the forward pass changes.
 
@@ -21,15 +23,15 @@ def conclude(job: Job, step: int, parts: list[Part], statistics: list[torch.Tens
         NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
         InputError: a parameter has a gradient from some microbatches only, and the run is to stop.
     """
-    error = not_finite(parts, step)
-    if error is not None and job.settings.nonfinite == "stop":
-        raise error
-    if error is not None:
+    bad = not_finite(parts)
+    if bad is not None:
+        error = refusal(bad, _located(job, step, pieces, bad), step)
+        if job.settings.nonfinite == "stop":
+            raise error
         job.compute.buffers.reset()
         job.events.mark("skipped", step=step, reason=str(error))
-        return Outcome(
-            mean_loss(parts, job.settings.exact), torch.tensor(float("nan")), job.update.learning_rate, False
-        )
+        loss = mean_loss(parts, job.settings.exact)
+        return Outcome(loss, torch.tensor(float("nan")), job.update.learning_rate, applied=False)
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
         check_gradients(parts, list(parameters))
@@ -41,3 +43,18 @@ def conclude(job: Job, step: int, parts: list[Part], statistics: list[torch.Tens
     loss = mean_loss(parts, job.settings.exact)
     norm, rate = job.update.apply(step)
     return Outcome(loss, norm, rate)
+
+
+def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+    """The one microbatch of a piece whose loss is not finite; the worker that has the data looks, and tells all."""
+    if len(bad.microbatches) == 1:
+        return bad.microbatches
+    found = bad.microbatches
+    if bad.rank == job.world.rank:
+        (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
+        for part in apart(piece, job.order.parts_of(step)):
+            if not job.compute.loss_only(part).isfinite().all():
+                found = part.microbatches
+                break
+    located: range = job.world.gather(found)[bad.rank]
+    return located

@@ -63,7 +63,7 @@ class Single:
             parameter.grad = None if value is None else value.div_(count)
         self._joining.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
-        return conclude(job, step, parts, [value.div_(samples) for value in self._changed(statistics.total())])
+        return conclude(job, step, pieces, parts, [value.div_(samples) for value in self._changed(statistics.total())])
 
     def _changed(self, sums: Values) -> list[torch.Tensor]:
         buffers = self._job.compute.buffers

@@ -36,16 +36,18 @@ def mean_loss(parts: Sequence[Part], exact: bool) -> float:
     return sum(part.loss for part in parts) / count
 
 
-def not_finite(parts: Sequence[Part], step: int) -> NonFiniteLoss | None:
-    """The error for the first piece whose loss is NaN or infinite, if there is one."""
-    for part in parts:
-        if not math.isfinite(part.loss):
-            return NonFiniteLoss(
-                f"The loss is {part.loss} at step {step}, {_named(part.microbatches)}, computed by rank {part.rank}. "
-                f"No update was made. Look at the data of this step and at the learning rate; "
-                f"nonfinite='skip' leaves such steps out."
-            )
-    return None
+def not_finite(parts: Sequence[Part]) -> Part | None:
+    """The first piece whose loss is NaN or infinite, if there is one."""
+    return next((part for part in parts if not math.isfinite(part.loss)), None)
+
+
+def refusal(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
+    """The error for a piece whose loss is not finite, and the microbatches of it to which that goes back."""
+    return NonFiniteLoss(
+        f"The loss is {part.loss} at step {step}, {_named(microbatches)}, computed by rank {part.rank}. "
+        f"No update was made. Look at the data of this step and at the learning rate; "
+        f"nonfinite='skip' leaves such steps out."
+    )
 
 
 def unused(parts: Sequence[Part]) -> frozenset[int]:

@@ -115,9 +115,7 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
     Raises:
         TimeoutError: not all workers ended before the deadline; shows what they printed.
     """
-    started = [
-        _worker(rank, workers, _path_of(script, directory), directory, one_machine) for rank in range(workers)
-    ]
+    started = [_worker(rank, workers, _path_of(script, directory), directory, one_machine) for rank in range(workers)]
     port = str(choose_port(None))
     for worker in started:
         worker.environment.update({"MASTER_PORT": port, **(environment or {})})
