@@ -174,7 +174,7 @@ def _of_mlp(**more: Any) -> Arguments:
 CASES: dict[str, Callable[[], Arguments]] = {
     "mlp, momentum": _of_mlp,
     # the last batch has 4 samples: one microbatch, so all workers but one have nothing to do
-    "batch norm, dropout, short last batch": lambda: {
+    "batch norm, dropout, short batch": lambda: {
         "model": convnet(),
         "optimizer": partial(torch.optim.AdamW, lr=1e-2),
         "loss": functional.cross_entropy,
@@ -196,6 +196,15 @@ CASES: dict[str, Callable[[], Arguments]] = {
     },
     "layer used sometimes": lambda: _of_mlp(model=gated(), missing_gradient="zero"),
 }
+
+LONG = [name for name in CASES if name.split(",")[0] in ("mlp", "batch norm", "not divisible")] + [
+    "transformer, tied weights, clipping, schedule"
+]
+
+
+def steps_of(case: str) -> int:
+    """How long to train; the variants less long."""
+    return 52 if case in LONG else 14
 
 
 def train(arguments: Arguments, steps: int) -> dict[str, Any]:

@@ -5,18 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from subjects import CASES
+from subjects import CASES, steps_of
 
-STEPS = 52
-SCRIPT = f"""
+SCRIPT = """
 import os
-from subjects import CASES, tell, train
+from subjects import CASES, steps_of, tell, train
 for name, arguments in CASES.items():
-    tell(**{{name: train(arguments() | {{"exact": True, "strategy": os.environ["STRATEGY"]}}, {STEPS})}})
+    exact = {"exact": True, "strategy": os.environ["STRATEGY"]}
+    tell(**{name: train(arguments() | exact, steps_of(name))})
 """
 
 Told = Callable[..., list[dict[str, Any]]]
-WAYS = [("allreduce", workers, True) for workers in range(1, 9)] + [("allreduce", workers, False) for workers in (2, 3, 5)]
+WAYS = [("allreduce", workers, True) for workers in range(1, 9)]
+WAYS += [("allreduce", workers, False) for workers in (2, 5)]
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def test_the_bits_do_not_depend_on_the_workers(way: tuple[str, int, bool], case:
     assert len(everyone) == way[1]
     assert [one[case]["shared"] for one in everyone] == [way[2] and way[1] > 1] * way[1]
     for one in everyone:
-        assert one[case]["steps"] == STEPS
+        assert one[case]["steps"] == steps_of(case)
         assert one[case]["losses"] == alone[case]["losses"]
         assert one[case]["fingerprint"] == alone[case]["fingerprint"]
 
