@@ -42,7 +42,7 @@ class CheckpointSettings(BaseModel):
 class Settings(BaseModel):
     """How to train; see each field's description."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     strategy: str = Field("allreduce", description="who computes which microbatch and how gradients come together")
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")
@@ -174,9 +174,10 @@ def parse_value(text: str) -> object:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+    return value if isinstance(value, int | float | str | list) else text
 
 
 def parse_command_line(pairs: list[str]) -> dict[str, str]:

@@ -7,7 +7,7 @@
     ├── InputError (ValueError)         the model, the loss or the data cannot be used as given
     │   └── NonFiniteLoss               a loss is NaN or infinite: step, microbatch, rank
     ├── StartError                      the workers could not be brought together
-    │   └── DisagreementError           workers differ in code, configuration, versions or weights
+    │   └── DisagreementError           workers differ in code, configuration, versions, weights or step
     ├── CheckpointError                 a checkpoint could not be written, read or matched
     └── WorkerLost                      another worker went away or stayed silent past the deadline
 

@@ -25,7 +25,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> f
     """The mean of ``forward(model, samples)`` over a data set.
 
     The data set is cut into chunks that do not depend on the number of workers, and each chunk is computed by one
-    worker; so the result has the same bits on any number of workers.
+    worker; so the result has the same bits on any number of workers (with as many threads each).
 
     Args:
         job: what is trained, and with whom.

@@ -68,6 +68,9 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
         raise InputError(f"model must be a torch.nn.Module, but it is a {type(given.model).__name__}.")
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
+    if settings.exact and torch.cuda.is_available():
+        torch.backends.cudnn.benchmark = False
+        torch.use_deterministic_algorithms(True, warn_only=True)
     _keep_memory()
     world = World(who, settings.timeout_seconds)
     given.model.to(world.device)
@@ -87,6 +90,7 @@ def numerics(settings: Settings) -> dict[str, object]:
         "exact": settings.exact,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 
 

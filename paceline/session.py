@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Unpack
@@ -151,6 +151,7 @@ class Session:
             _log.info(note)
             job.events.mark("note", text=note)
         self._position = self._target = 0
+        self._running: Generator[Batch, None, None] | None = None
         self._move_to(self._keeper.resume(self._state, None if traced else job.settings.resume))
         self._trace = self._start_trace(job)
 
@@ -175,7 +176,7 @@ class Session:
         return self._job.order.steps_per_epoch
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """The batches of the next epochs or steps; calls add up.
+        """The batches of the next epochs or steps; calls add up, and each call ends the one before.
 
         A resumed run goes through the same calls and gets nothing from those that are already done, so a loop over
         epochs with one call in each continues where it was. A batch not given to :meth:`step` is left out.
@@ -188,10 +189,13 @@ class Session:
         count = steps if steps is not None else (epochs or 0) * self.steps_per_epoch
         if count < 0:
             raise ConfigError(f"batches() cannot give {count} steps.")
+        if self._running is not None:
+            self._running.close()
         self._target += count
-        return self._until(self._target)
+        self._running = self._until(self._target)
+        return self._running
 
-    def _until(self, target: int) -> Iterator[Batch]:
+    def _until(self, target: int) -> Generator[Batch, None, None]:
         job = self._job
         if self._trace is not None:
             target = min(target, self._trace.steps)
@@ -210,7 +214,7 @@ class Session:
         for step, pieces in enumerate(self._feed.steps(start, stop, self._strategy.pieces), start):
             waited = time.perf_counter() - before
             last = (step + 1) % order.steps_per_epoch == 0
-            self._move_to(step)
+            self._move_to(step, before=True)
             yield Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited)
             if self._position == step:  # left out by the script
                 self._move_to(step + 1)
@@ -222,7 +226,9 @@ class Session:
         Raises:
             NonFiniteLoss: a loss is NaN or infinite (unless ``nonfinite`` is ``skip``).
             InputError: the loss is no scalar, or a parameter gets no gradient from some microbatches.
+            DisagreementError: the workers are not at the same step.
             WorkerLost: another worker went away or stayed silent.
+            CheckpointError: a checkpoint was due and could not be written.
         """
         begin = time.perf_counter()
         outcome = self._strategy.step(batch.step, batch.pieces)
@@ -282,13 +288,16 @@ class Session:
         return self._keeper.save(self._state, self._position)
 
     def fingerprint(self) -> str:
-        """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits; the same on every rank."""
+        """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
+
+        It is the same on every rank; any rank may call it alone.
+        """
         return fingerprint(self._state.tensors())
 
-    def _move_to(self, position: int) -> None:
-        """Set the position, and with it the random numbers that the script's own loop draws."""
+    def _move_to(self, position: int, before: bool = False) -> None:
+        """Set the position, and with it the random numbers that the script draws now: after a step, or before one."""
         self._position = self._progress[0] = position
-        seed_all(seed_of(LOOP, self._job.settings.seed, position))
+        seed_all(seed_of(LOOP, self._job.settings.seed, position, before))
 
     def _start_trace(self, job: Job) -> Trace | None:
         wanted = env.trace()

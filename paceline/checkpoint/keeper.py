@@ -139,7 +139,11 @@ class State:
             for group in self._update.optimizer.param_groups
         ]
         schedule = self._update.schedule
-        return {"groups": groups, "schedule": None if schedule is None else schedule.state_dict()}
+        return {
+            "optimizer": type(self._update.optimizer).__name__,
+            "groups": groups,
+            "schedule": None if schedule is None else schedule.state_dict(),
+        }
 
     def restore(self, path: Path, saved: Manifest) -> int:
         """Take over a checkpoint; returns its step.
@@ -150,6 +154,11 @@ class State:
         load.check_model(saved, self._model, path)
         self._check_same(path, saved)
         tensors, extra = load.load(path, saved)
+        made = type(self._update.optimizer).__name__
+        if extra["optimizer"] != made:
+            raise CheckpointError(
+                f"{path} was made with the optimizer {extra['optimizer']}, not {made}: use the same one, or start anew."
+            )
         with torch.no_grad():
             for name, value in self.tensors().items():
                 if not name.startswith("optimizer/"):
@@ -167,7 +176,8 @@ class State:
         if difference:
             raise CheckpointError(
                 f"{path} was made with another order of samples: {difference}. A position in the data has no meaning "
-                f"then; use the same value (batch_per_worker: set batch to the product of that run)."
+                f"then; use the same value. (With batch_per_worker on another number of workers: set batch to the "
+                f"product of that run, scale_lr to none and warmup_steps to 0.)"
             )
         if not self._numerics["exact"]:
             return

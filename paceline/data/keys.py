@@ -1,8 +1,9 @@
 """Random numbers keyed by what they are for, so that no worker's history matters.
 
 A key is the tuple of whole numbers that names a use: ``(seed, step, microbatch)`` for what happens inside a
-microbatch, ``(seed, epoch, sample)`` for what a data set draws for a sample, ``(seed, step)`` for the script's own
-loop between two steps. As every stream follows from the position, a checkpoint needs no generator states.
+microbatch, ``(seed, epoch, sample)`` for what a data set draws for a sample, ``(seed, step, before)`` for the
+script's own loop, before or after a step. As every stream follows from the position, a checkpoint needs no generator
+states.
 """
 
 from __future__ import annotations

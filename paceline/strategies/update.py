@@ -123,6 +123,8 @@ class Update:
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""
         gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
+        if not gradients:
+            return torch.zeros(())
         norms = torch._foreach_norm(gradients)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total

@@ -55,7 +55,10 @@ class Warm:
 
     def __enter__(self) -> Warm:
         package = Path(__file__).resolve().parents[2]
-        environment = os.environ | {"PYTHONPATH": f"{package}:{Path(__file__).resolve().parent}", "OMP_NUM_THREADS": "1"}
+        environment = os.environ | {
+            "PYTHONPATH": f"{package}:{Path(__file__).resolve().parent}",
+            "OMP_NUM_THREADS": "1",
+        }
         modules = ("torch._dynamo", "torch.distributed.checkpoint", "paceline.session", "subjects")
         self._parent = subprocess.Popen(
             [sys.executable, "-c", PARENT, *modules],

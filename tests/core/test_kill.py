@@ -1,0 +1,122 @@
+"""A run that is killed at any moment goes on from its newest checkpoint, on any number of workers, to the same bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.testing.ranks import Ended, Kill
+
+STEPS = 36
+SCRIPT = f"""
+import os
+from pathlib import Path
+import torch
+from torch.optim.lr_scheduler import StepLR
+import paceline
+from subjects import CASES, RANK, tell
+
+if RANK == 0 and "DYING" in os.environ:
+    # end as in a power cut, before or after this call of this function
+    from paceline.checkpoint import save
+    name, call, when = os.environ["DYING"].split()
+    home = Path if name == "rename" else save
+    function, calls = getattr(home, name), []
+    def deadly(*arguments):
+        if name != "rename" or arguments[0].name.startswith(".partial"):
+            calls.append(arguments)
+        if len(calls) == int(call) and when == "before":
+            os.kill(os.getpid(), 9)
+        value = function(*arguments)
+        if len(calls) == int(call):
+            os.kill(os.getpid(), 9)
+        return value
+    setattr(home, name, deadly)
+
+given = CASES["batch norm, dropout, short batch"]()
+session = paceline.start(
+    **given,
+    exact=True,
+    schedule=lambda optimizer: StepLR(optimizer, 9, 0.7),
+    checkpoint={{"directory": os.environ["SAVED"], "every": 3}},
+    resume="auto",
+    timeout_seconds=60,
+)
+start = session.position
+drawn = []
+for epoch in range(STEPS // 4):
+    for batch in session.batches(epochs=1):
+        drawn.append(torch.rand(()).item())
+        report = session.step(batch)
+        print("step", report.step, report.samples, flush=True)
+tell(start=start, fingerprint=session.fingerprint(), loss=report.loss.hex(), drawn=drawn[-1], samples=report.samples)
+""".replace("STEPS", str(STEPS))
+
+Run = Callable[..., list[Ended]]
+Told = Callable[..., list[dict[str, Any]]]
+Train = Callable[..., list[dict[str, Any]]]
+KILLED = ["SIGKILL"]
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> dict[str, str]:
+    return {"SAVED": str(tmp_path / "saved")}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What comes out on one worker that nobody kills."""
+    directory = tmp_path_factory.mktemp("whole")
+    (result,) = told(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved")})
+    assert result.pop("start") == 0
+    return result
+
+
+def check_the_end(results: list[dict[str, Any]], started_from: range, uninterrupted: dict[str, Any]) -> None:
+    for result in results:
+        assert result.pop("start") in started_from
+        assert result == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "third"),
+    [(3, 2, 4), (2, 5, 1), (1, 4, 2)],
+)
+def test_killed_twice(
+    ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, first: int, second: int, third: int
+) -> None:
+    ended = ranks(SCRIPT, first, tmp_path, environment=saved, kill=Kill(f"step {6 + first}"))
+    assert [one.signal for one in ended] == KILLED * first
+    ended = ranks(SCRIPT, second, tmp_path, environment=saved, kill=Kill(f"step {18 + second}", by=second - 1))
+    assert [one.signal for one in ended] == KILLED * second
+    last = told(SCRIPT, third, tmp_path, environment=saved)
+    check_the_end(last, range(15, STEPS), uninterrupted)
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+def test_one_killed(ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, one_machine: bool) -> None:
+    kill = Kill("step 10", ranks=(1,), by=1)
+    ended = ranks(SCRIPT, 3, tmp_path, environment=saved, kill=kill, one_machine=one_machine)
+    assert [one.signal for one in ended] == ["", "SIGKILL", ""]
+    for one in (ended[0], ended[2]):
+        assert one.code == 5
+        assert one.err.startswith(f"paceline: rank {one.rank}: WorkerLost: ")
+        assert "rank 1" in one.err.removeprefix(f"paceline: rank {one.rank}")
+    check_the_end(told(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
+
+
+@pytest.mark.parametrize(
+    "moment",
+    ["write 2 before", "_write_synced 3 before", "rename 2 before", "rename 2 after", "_write_synced 4 after"],
+)
+def test_killed_while_saving(
+    ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, moment: str
+) -> None:
+    ended = ranks(SCRIPT, 2, tmp_path, environment=saved | {"DYING": moment})
+    assert [one.signal for one in ended] == ["SIGKILL", ""]
+    assert "WorkerLost" in ended[1].err
+    results = told(SCRIPT, 3, tmp_path, environment=saved)
+    check_the_end(results, range(3, 7), uninterrupted)
+    left = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert left == {"step-000033", "step-000036", "latest"}
