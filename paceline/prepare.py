@@ -60,7 +60,7 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
         ConfigError, InputError: an argument cannot be used; before the workers meet.
         StartError: the workers did not come together, or do not agree.
     """
-    strategy_named(settings.strategy)
+    strategy_named(settings.strategy, who.world_size)
     order = _order(given.data, settings, who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)

@@ -138,7 +138,7 @@ class Session:
     def __init__(self, job: Job, run: Path | None, progress: list[int], by_loss: bool) -> None:
         self._job = job
         self._by_loss = by_loss
-        self._strategy = strategy_named(job.settings.strategy)(job)
+        self._strategy = strategy_named(job.settings.strategy, job.world.size)(job)
         self._feed = Feed(job.data, job.order, job.world.device, job.settings.workers_per_loader, job.collate)
         numerics = prepare.numerics(job.settings)
         self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions())

@@ -12,8 +12,8 @@ from paceline.strategies.single import Single
 STRATEGIES: dict[str, type[Strategy]] = {"allreduce": AllReduce, "single": Single}
 
 
-def strategy_named(name: str) -> type[Strategy]:
-    """The strategy of that name.
+def strategy_named(name: str, workers: int) -> type[Strategy]:
+    """The strategy of that name; for one worker, who has nobody to average with, the reference does the same.
 
     Raises:
         ConfigError: there is none; says which there are.
@@ -22,4 +22,4 @@ def strategy_named(name: str) -> type[Strategy]:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(sorted(STRATEGIES))}.")
-    return STRATEGIES[name]
+    return Single if workers == 1 else STRATEGIES[name]
