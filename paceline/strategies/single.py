@@ -59,8 +59,12 @@ class Single:
             for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
         ]
         count = plain(table[:, 1].sum())
-        for parameter, value in zip(self._parameters, gradients.total(), strict=True):
-            parameter.grad = None if value is None else value.div_(count)
+        means = gradients.total()
+        given = [value for value in means if value is not None]
+        if given:
+            torch._foreach_div_(given, count)
+        for parameter, value in zip(self._parameters, means, strict=True):
+            parameter.grad = value
         self._joining.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
         return conclude(job, step, pieces, parts, [value.div_(samples) for value in self._changed(statistics.total())])
