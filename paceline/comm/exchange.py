@@ -83,7 +83,7 @@ class Exchange:
 
         Args:
             nodes: for each rank, the nodes whose sums it holds; from left to right over all ranks.
-            divisor: what the sums are divided by; asked for when the first bucket has come in.
+            divisor: what the sums are divided by; asked for when the first bucket has left.
         """
         self._nodes = nodes
         self._divisor = divisor
@@ -144,6 +144,7 @@ class Exchange:
     def _reduce(self, bucket: Bucket) -> None:
         """Add up this worker's chunk along the tree, divide, and give it to all others."""
         self._done += 1
+        divisor = self._divisor()  # refuses workers at different steps, whose parts would never come
         self._await_parts(bucket)
         parts = [
             (node, self._part(bucket, rank, place))
@@ -151,7 +152,7 @@ class Exchange:
             for place, node in enumerate(nodes)
         ]
         mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
-        torch.div(total(parts, torch.Tensor.add_), self._divisor(), out=mean)
+        torch.div(total(parts, torch.Tensor.add_), divisor, out=mean)
         self._deliver(bucket, mean)
 
     def _scatter(self, bucket: Bucket) -> None:

@@ -34,6 +34,7 @@ class Notes:
     def __init__(self, world: World, tag: int, size: int) -> None:
         self._world = world
         self._tag = tag
+        self.size = size
         self._board = Board(world.memory, size) if world.memory else None
 
     def send(self, own: torch.Tensor) -> Note:
@@ -122,13 +123,19 @@ class Losses:
         self._pieces = pieces
         header = torch.tensor((step, len(pairs)), dtype=torch.float64, device=device)
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
-        own = torch.stack((header, *pairs, *[nothing] * (max(pieces) - len(pairs))))
+        rows = notes.size // 16  # the same in all steps: workers at different steps must be able to tell each other
+        own = torch.stack((header, *pairs, *[nothing] * (rows - 1 - len(pairs))))
         self._note = notes.send(own)
         self._table: torch.Tensor | None = None
 
     def table(self) -> torch.Tensor:
-        """Float64 tensor of shape [pieces of all workers, 2], in the order of microbatches."""
+        """Float64 tensor of shape [pieces of all workers, 2], in the order of microbatches.
+
+        Raises:
+            DisagreementError: workers are at different steps; names the ranks and their steps.
+        """
         if self._table is None:
+            self._check_step()
             notes = self._note.wait()
             self._table = torch.cat([note[1 : held + 1] for note, held in zip(notes, self._pieces, strict=True)])
         return self._table
@@ -137,12 +144,7 @@ class Losses:
         """What the sum of all gradients is to be divided by; on the CPU a number, which torch divides by faster."""
         return plain(self.table()[:, 1].sum())
 
-    def check_step(self) -> None:
-        """Refuse workers that are at different steps.
-
-        Raises:
-            DisagreementError: names the ranks and their steps.
-        """
+    def _check_step(self) -> None:
         steps = [int(note[0, 0]) for note in self._note.wait()]
         if any(step != self._step for step in steps):
             told = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import errno
 import logging
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,8 @@ from paceline.errors import StartError, WorkerLost
 
 _log = logging.getLogger("paceline")
 _POLL_SECONDS = 0.02
+_GRACE_SECONDS = 1.0
+"""For torch to notice by itself that the time is up."""
 
 
 class World:
@@ -60,14 +64,7 @@ class World:
         host, _, port = address.rpartition(":")
         opens = self.rank == 0 and not env.has_agent_store()
         try:
-            return TCPStore(
-                host,
-                int(port),
-                self.size,
-                is_master=opens,
-                timeout=timedelta(seconds=self.timeout),
-                wait_for_workers=False,
-            )
+            return _within(self.timeout, lambda: self._store(host, int(port), opens))
         except (dist.DistError, RuntimeError, ValueError) as error:
             if opens and (errno.errorcode[errno.EADDRINUSE] in str(error) or "in use" in str(error)):
                 raise StartError(
@@ -80,19 +77,30 @@ class World:
                 f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}"
             ) from None
 
+    def _store(self, host: str, port: int, opens: bool) -> Store:
+        limit = timedelta(seconds=self.timeout)
+        return TCPStore(host, port, self.size, is_master=opens, timeout=limit, wait_for_workers=False)
+
     def _await_everyone(self, store: Store, address: str, who: env.Identity) -> None:
         """Wait until each rank has said that it is here; name those that have not."""
         keys = [f"paceline/{who.generation}/here/{rank}" for rank in range(self.size)]
-        store.set(keys[self.rank], "here")
         deadline = time.monotonic() + self.timeout
-        while not store.check(keys):
-            if time.monotonic() > deadline:
-                missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                raise StartError(
-                    f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {_ranks(missing)} of {self.size} "
-                    f"workers did not come. Look at their output; were all of them started with this address?"
-                )
-            time.sleep(_POLL_SECONDS)
+        try:
+            store.set(keys[self.rank], "here")
+            while not store.check(keys):
+                if time.monotonic() > deadline:
+                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+                    raise StartError(
+                        f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {_ranks(missing)} of "
+                        f"{self.size} workers did not come. Look at their output; were all of them started with this "
+                        f"address?"
+                    )
+                time.sleep(_POLL_SECONDS)
+        except dist.DistError as error:
+            raise StartError(
+                f"Rank {self.rank} lost the meeting point at {address} before all workers were there: "
+                f"{_reason(error)}. The cause stands in the output of rank 0."
+            ) from error
 
     def gather(self, value: Any) -> list[Any]:
         """What every worker has to say, in the order of ranks; any value that can be pickled."""
@@ -113,15 +121,22 @@ class World:
         operations += [dist.P2POp(dist.isend, message.tensor, message.peer, tag=message.tag) for message in sends]
         if not operations:
             return []
+        if self.device.type == "cpu":
+            return [self._start(operation) for operation in operations]
+        peers = sorted({operation.peer for operation in operations})
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            peers = sorted({operation.peer for operation in operations})
             raise self._lost(peers, operations[0].tag, error) from error
-        if len(works) == len(operations):
-            return [Transfer(self, work, [op.peer], op.tag) for work, op in zip(works, operations, strict=True)]
-        peers = sorted({operation.peer for operation in operations})
         return [Transfer(self, work, peers, operations[0].tag) for work in works]
+
+    def _start(self, operation: dist.P2POp) -> Transfer:
+        """Start one send or receive, so that an error names the one peer that it is about."""
+        try:
+            work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
+        except RuntimeError as error:
+            raise self._lost([operation.peer], operation.tag, error) from error
+        return Transfer(self, work, [operation.peer], operation.tag)
 
     def _lost(self, peers: list[int], tag: int, error: RuntimeError) -> WorkerLost:
         reason = _reason(error)
@@ -179,6 +194,26 @@ def _device(who: env.Identity) -> torch.device:
     device = torch.device("cuda", who.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _within(seconds: float, connect: Callable[[], Store]) -> Store:
+    """Connect; torch would wait without end for another program that listens there but does not answer."""
+    found: list[Store | Exception] = []
+
+    def connecting() -> None:
+        try:
+            found.append(connect())
+        except (RuntimeError, ValueError) as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connecting, daemon=True)
+    thread.start()
+    thread.join(seconds + _GRACE_SECONDS)
+    if not found:
+        raise ValueError("what listens there does not answer as rank 0 would; is the port used by another program?")
+    if isinstance(found[0], Exception):
+        raise found[0]
+    return found[0]
 
 
 def _leave() -> None:

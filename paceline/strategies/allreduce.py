@@ -95,7 +95,6 @@ class AllReduce:
 
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
-        losses.check_step()
         without = self._without_gradient(layout, missing)
         owners = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         return [

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 
-RANK = int(os.environ.get("RANK", 0))
 Arguments = dict[str, Any]
 
 

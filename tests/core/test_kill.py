@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import StepLR
 import paceline
-from subjects import CASES, RANK, tell
+from subjects import CASES, tell
 
-if RANK == 0 and "DYING" in os.environ:
+if os.environ["RANK"] == "0" and "DYING" in os.environ:
     # end as in a power cut, before or after this call of this function
     from paceline.checkpoint import save
     name, call, when = os.environ["DYING"].split()

@@ -1,0 +1,421 @@
+"""What cannot work ends on every worker, soon, with a message that says what, with which values, and what to do."""
+
+import os
+import socket
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+from warm import Warm
+
+from paceline.testing.ranks import Ended, Worker, run
+
+Run = Callable[..., list[Ended]]
+
+HEAD = """
+import os, sys, time
+from functools import partial
+import torch
+from torch.nn import functional
+import paceline
+from paceline.data.order import Order
+from subjects import *
+
+RANK = int(os.environ["RANK"])
+given = CASES["mlp, momentum"]() | {"timeout_seconds": 30}
+
+def go(steps=4, **changes):
+    session = paceline.start(**(given | changes))
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+    print("done", flush=True)
+
+def spoiled(step, microbatch, value):
+    # data with this value in the first sample of a microbatch of a step
+    data = classes(256)
+    data.tensors[0][Order(256, 64, 8, 0).microbatches_of(step)[microbatch][0]] = value
+    return data
+
+def only(test, *then):
+    # the loss, with an accident on some workers
+    def loss(output, target):
+        if test():
+            accident()
+        return functional.cross_entropy(output, target)
+    return loss
+"""
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A script that must fail: its end, the error, the exit code, words of the message, how many workers."""
+
+    body: str
+    error: str
+    code: int
+    words: Sequence[str]
+    workers: int = 2
+
+
+BEFORE_TRAINING = {
+    "a loss for each sample": Bad(
+        "go(loss=partial(functional.cross_entropy, reduction='none'))", "InputError", 2, ["scalar", "shape [8]", "mean"]
+    ),
+    "a loss that is no tensor": Bad("go(loss=lambda output, target: 3.5)", "InputError", 2, ["scalar", "float"]),
+    "a loss without parameters": Bad(
+        "go(loss=lambda output, target: output.detach().sum())", "InputError", 2, ["does not depend on any parameter"]
+    ),
+    "a stream": Bad("go(data=(item for item in classes(9)))", "InputError", 2, ["generator", "map-style", "__len__"]),
+    "data without length": Bad(
+        "class Endless:\n    def __getitem__(self, place): return place\ngo(data=Endless())",
+        "InputError",
+        2,
+        ["Endless", "no length"],
+    ),
+    "no data": Bad("go(data=[])", "InputError", 2, ["empty"]),
+    "fewer samples than microbatches": Bad(
+        "go(batch=4, microbatches=8)", "ConfigError", 2, ["batch = 4", "8 microbatches"]
+    ),
+    "fewer samples than workers": Bad("go(batch=2)", "ConfigError", 2, ["batch = 2", "workers, 3"], workers=3),
+    "fewer microbatches than workers": Bad(
+        "go(microbatches=2)", "ConfigError", 2, ["3 workers", "2 microbatches"], workers=3
+    ),
+    "an epoch without a batch": Bad(
+        "go(data=classes(50), drop_last=True)", "InputError", 2, ["50 samples", "batch of 64", "drop_last"]
+    ),
+    "an optimizer that is made already": Bad(
+        "go(optimizer=torch.optim.SGD(given['model'].parameters()))", "InputError", 2, ["factory", "SGD", "partial("]
+    ),
+    "a schedule that is made already": Bad(
+        "optimizer = torch.optim.SGD(given['model'].parameters())\n"
+        "go(schedule=torch.optim.lr_scheduler.StepLR(optimizer, 1))",
+        "InputError",
+        2,
+        ["factory", "StepLR", "partial("],
+    ),
+    "a factory of something else": Bad("go(optimizer=list)", "InputError", 2, ["torch optimizer", "list"]),
+    "no batch": Bad("del given['batch']; go()", "ConfigError", 2, ["batch_per_worker", "neither"]),
+    "two batches": Bad("go(batch_per_worker=32)", "ConfigError", 2, ["batch_per_worker", "both"]),
+    "no loss": Bad("del given['loss']; go()", "ConfigError", 2, ["forward(model, microbatch)", "neither"]),
+    "no model": Bad("go(model=lambda value: value)", "InputError", 2, ["torch.nn.Module", "function"]),
+    "an unknown strategy": Bad(
+        "go(strategy='alreduce')", "ConfigError", 2, ["'alreduce'", "Did you mean 'allreduce'?", "single"]
+    ),
+    "one process for two workers": Bad("go(strategy='single')", "ConfigError", 2, ["one process", "2 workers"]),
+    "an unknown setting": Bad("go(microbatch=8)", "ConfigError", 2, ["'microbatch'", "'microbatches'"]),
+    "a setting of the wrong kind": Bad("go(seed=-1)", "ConfigError", 2, ["seed = -1", "script"]),
+    "an unknown class to recompute": Bad("go(recompute=['Block'])", "InputError", 2, ["'Block'", "Linear, Sequential"]),
+    "scaling without a batch that grows": Bad(
+        "go(scale_lr='linear')", "ConfigError", 2, ["scale_lr = 'linear'", "batch_per_worker"]
+    ),
+    "a warm-up to nowhere": Bad("go(warmup_steps=5)", "ConfigError", 2, ["warmup_steps = 5", "scale_lr"]),
+    "checkpoints without a folder": Bad(
+        "go(checkpoint={'every': 5})", "CheckpointError", 4, ["checkpoint.every", "checkpoint.directory"]
+    ),
+    "weights that differ": Bad(
+        "torch.manual_seed(RANK)\ngo(model=torch.nn.Sequential(torch.nn.Linear(12, 4)))",
+        "DisagreementError",
+        3,
+        ["initial value of 0.weight", "rank 0: ", "rank 2: ", "torch.manual_seed"],
+        workers=3,
+    ),
+    "learning rates that differ": Bad(
+        "go(optimizer=partial(torch.optim.SGD, lr=0.1 * (1 + RANK)))",
+        "DisagreementError",
+        3,
+        ["optimizer lr of group 0", "rank 0: 0.1", "rank 1: 0.2"],
+    ),
+    "optimizers that differ": Bad(
+        "go(optimizer=torch.optim.SGD if RANK else torch.optim.AdamW)",
+        "DisagreementError",
+        3,
+        ["optimizer class", "rank 0: AdamW", "rank 1: SGD"],
+    ),
+    "settings that differ": Bad(
+        "go(seed=RANK)", "DisagreementError", 3, ["setting seed", "rank 0: 0", "rank 1: 1", "same settings"]
+    ),
+    "data sets that differ": Bad(
+        "go(data=classes(256 - RANK))", "DisagreementError", 3, ["data length", "rank 0: 256", "rank 1: 255"]
+    ),
+}
+
+WHILE_TRAINING = {
+    "a loss that is not a number": Bad(
+        "go(data=spoiled(2, 5, float('nan')), microbatches=8)",
+        "NonFiniteLoss",
+        1,
+        ["nan", "step 2, microbatch 5,", "rank 1", "nonfinite='skip'"],
+    ),
+    "an infinite loss": Bad(
+        "model = torch.nn.Linear(12, 4)\ntorch.nn.init.ones_(model.weight); torch.nn.init.zeros_(model.bias)\n"
+        "go(model=model, data=spoiled(1, 0, 3e38), exact=True, loss=lambda output, target: output.square().mean())",
+        "NonFiniteLoss",
+        1,
+        ["inf", "step 1, microbatch 0,", "rank 0"],
+    ),
+    "not a number in a joined pass": Bad(
+        "go(data=spoiled(2, 5, float('nan')))", "NonFiniteLoss", 1, ["nan", "step 2, microbatch 5,", "rank 1"]
+    ),
+    "a gradient from some samples only": Bad(
+        "go(model=gated(), exact=True)", "InputError", 2, ["'second.weight'", "microbatch ", "missing_gradient='zero'"]
+    ),
+    "a gradient on some workers only": Bad(
+        "def forward(model, data):\n"
+        "    values, target = data\n"
+        "    output = model.first(values)\n"
+        "    return functional.cross_entropy(output + model.second(values) if RANK == 1 else output, target)\n"
+        "del given['loss']\n"
+        "go(model=gated(), forward=forward, exact=True)",
+        "InputError",
+        2,
+        ["'second.weight'", "microbatch 0 on rank 0", "microbatch 7 on rank 2", "depends on the rank"],
+        workers=3,
+    ),
+    "a loss over nothing": Bad(
+        "del given['loss']\ngo(forward=lambda model, data: (model(data[0]).sum(), 0))",
+        "InputError",
+        2,
+        ["count of 0"],
+    ),
+}
+
+
+def message(one: Ended, error: str) -> str:
+    """What a worker says at its end: the error in one line, and no traceback."""
+    start = f"paceline: rank {one.rank}: {error}: "
+    lines = [line for line in one.err.splitlines() if line.startswith(start)]
+    assert len(lines) == 1, one
+    assert "Traceback" not in one.err
+    return lines[0].removeprefix(start)
+
+
+def check(ended: list[Ended], bad: Bad) -> None:
+    for one in ended:
+        said = message(one, bad.error)
+        assert one.code == bad.code
+        assert "done" not in one.out
+        for word in bad.words:
+            assert word in said
+
+
+@pytest.mark.parametrize("name", BEFORE_TRAINING)
+def test_before_training(ranks: Run, tmp_path: Path, name: str) -> None:
+    bad = BEFORE_TRAINING[name]
+    check(ranks(HEAD + bad.body, bad.workers, tmp_path, deadline=60), bad)
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+@pytest.mark.parametrize("name", WHILE_TRAINING)
+def test_while_training(ranks: Run, tmp_path: Path, name: str, one_machine: bool) -> None:
+    bad = WHILE_TRAINING[name]
+    check(ranks(HEAD + bad.body, bad.workers, tmp_path, deadline=60, one_machine=one_machine), bad)
+
+
+def test_alone_the_message_names_no_rank(ranks: Run, tmp_path: Path) -> None:
+    (one,) = ranks(HEAD + "go(batch=4, microbatches=8)", 1, tmp_path)
+    assert one.code == 2
+    assert one.err.startswith("paceline: ConfigError: batch = 4 ")
+    assert one.err.rstrip().endswith(f"[script.py, line {HEAD[: HEAD.index('paceline.start')].count(chr(10)) + 1}]")
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+@pytest.mark.parametrize("accident", ["raise OSError('boom')", "sys.exit(7)", "os._exit(0)", "os.kill(os.getpid(), 9)"])
+def test_an_accident_on_one_worker(ranks: Run, tmp_path: Path, accident: str, one_machine: bool) -> None:
+    body = f"""
+def accident():
+    {accident}
+calls = []
+go(steps=20, microbatches=8, loss=only(lambda: RANK == 1 and (calls.append(1) or len(calls) == 25)))
+"""
+    ended = ranks(HEAD + body, 3, tmp_path, deadline=60, one_machine=one_machine)
+    assert ended[1].code == {"r": 1, "s": 7}.get(accident[0], -9 if "kill" in accident else 0)
+    if "boom" in accident:
+        assert "OSError: boom" in ended[1].err
+    for one in (ended[0], ended[2]):
+        assert one.code == 5
+        assert "rank 1" in message(one, "WorkerLost").removeprefix(f"Rank {one.rank}")
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+def test_a_worker_that_stays_silent(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
+    body = """
+def accident():
+    time.sleep(7)
+calls = []
+go(steps=20, microbatches=8, timeout_seconds=2, loss=only(lambda: RANK == 1 and (calls.append(1) or len(calls) == 25)))
+"""
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60, one_machine=one_machine)
+    assert [one.code for one in ended] == [5, 5]
+    said = message(ended[0], "WorkerLost")
+    assert "rank 1" in said
+    assert "timeout_seconds" in said
+    message(ended[1], "WorkerLost")
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+@pytest.mark.parametrize("skipped", [1, 2], ids=["inside", "before a short batch"])
+def test_a_worker_that_leaves_out_a_batch(ranks: Run, tmp_path: Path, skipped: int, one_machine: bool) -> None:
+    body = f"""
+session = paceline.start(**given | {{"data": classes(200), "exact": True, "timeout_seconds": 5}})
+for batch in session.batches(epochs=3):
+    if batch.step != {skipped} or RANK != 1:
+        session.step(batch)
+print("done")
+"""
+    ended = ranks(HEAD + body, 3, tmp_path, deadline=60, one_machine=one_machine)
+    for one in ended:
+        assert one.code in (3, 5)
+        said = message(one, "DisagreementError" if one.code == 3 else "WorkerLost")
+        if one.code == 3:
+            assert f"rank 0 at step {skipped}, rank 1 at step {skipped + 1}" in said
+    assert any(one.code == 3 for one in ended)
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+def test_a_worker_that_ends_early(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
+    ended = ranks(HEAD + "go(steps=6 if RANK else 9)", 3, tmp_path, deadline=60, one_machine=one_machine)
+    assert [one.code for one in ended] == [5, 0, 0]
+    assert "rank" in message(ended[0], "WorkerLost")
+
+
+def test_scripts_that_differ(warm: Warm, tmp_path: Path) -> None:
+    other = tmp_path / "other" / "script.py"
+    other.parent.mkdir()
+    other.write_text(HEAD + "go()  # changed")
+
+    def start(workers: list[Worker]) -> Sequence[object]:
+        return warm.start([workers[0], replace(workers[1], script=other)])
+
+    ended = run(HEAD + "go()", 2, tmp_path, start=start, deadline=60)
+    check(ended, Bad("", "DisagreementError", 3, ["code of script.py", "rank 0: ", "same files"]))
+
+
+def test_modules_that_differ(warm: Warm, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("here", "there")]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "script.py").write_text(HEAD + "import part\ngo()")
+        (folder / "part.py").write_text(f"lr = {len(folder.name)}")
+
+    def start(workers: list[Worker]) -> Sequence[object]:
+        pairs = zip(workers, folders, strict=True)
+        return warm.start([replace(worker, script=folder / "script.py") for worker, folder in pairs])
+
+    ended = run("", 2, tmp_path, start=start, deadline=60)
+    check(ended, Bad("", "DisagreementError", 3, ["code of part.py", "rank 0: ", "rank 1: "]))
+
+
+def test_a_port_in_use(ranks: Run, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        body = HEAD + "go(timeout_seconds=3)"
+        ended = ranks(body, 2, tmp_path, environment={"MASTER_PORT": port}, deadline=60)
+    said = message(ended[0], "StartError")
+    assert f"Port {port} on 127.0.0.1 is in use" in said
+    assert "--port" in said
+    assert port in message(ended[1], "StartError")
+    assert [one.code for one in ended] == [3, 3]
+
+
+@pytest.mark.parametrize(("absent", "words"), [((1,), "rank 1 of 3"), ((1, 2), "ranks 1, 2 of 3"), ((0,), "reach rank 0")])
+def test_workers_that_do_not_come(ranks: Run, tmp_path: Path, absent: tuple[int, ...], words: str) -> None:
+    ended = ranks(HEAD + "go(timeout_seconds=2)", 3, tmp_path, absent=absent, deadline=60)
+    assert len(ended) == 3 - len(absent)
+    assert [one.code for one in ended] == [3] * len(ended)
+    said = [message(one, "StartError") for one in ended]
+    assert words in said[0]
+    assert "2 s" in said[0]
+
+
+SKIPPED = """
+from subjects import CASES, images, tell
+import paceline
+from paceline.data.order import Order
+
+data = images(100)
+bad = Order(100, 32, 8, 0).microbatches_of(9)[6][1]
+given = CASES["batch norm, dropout, short batch"]() | {"exact": True, "clip_norm": 1.0}
+
+def train(nan, **more):
+    inputs = data.tensors[0].clone()
+    if nan:
+        inputs[bad] = float("nan")
+    def forward(model, microbatch):
+        values, target = microbatch
+        return torch.nn.functional.cross_entropy(model(values), target)
+    session = paceline.start(**given | {"data": torch.utils.data.TensorDataset(inputs, data.tensors[1])} | more)
+    reports = []
+    for batch in session.batches(steps=12):
+        if nan or not any(bad in part for part in session._job.order.microbatches_of(batch.step)):
+            reports.append(session.step(batch))
+    return session, reports
+
+import torch
+schedule = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+session, reports = train(True, nonfinite="skip", schedule=schedule)
+tell(skipped=[report.step for report in reports if not report.applied], position=session.position)
+tell(nan=[report.step for report in reports if report.loss != report.loss], fingerprint=session.fingerprint())
+given["model"] = CASES["batch norm, dropout, short batch"]()["model"]
+session, reports = train(False, schedule=schedule)
+tell(without=session.fingerprint(), steps=len(reports), rate=reports[-1].learning_rate)
+"""
+
+
+def test_skipping_leaves_no_trace(told: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
+    """The state is that of a run which never saw the bad batches."""
+    found = [one for workers in (1, 2, 3) for one in told(SKIPPED, workers, tmp_path / str(workers))]
+    for one in found:
+        assert one == found[0]
+        assert one["skipped"] == one["nan"] == [0, 5, 9] or one["skipped"]
+        assert one["skipped"] == one["nan"]
+        assert 9 in one["skipped"]  # type: ignore[operator]
+        assert one["position"] == 12
+        assert one["fingerprint"] == one["without"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system with room for 256 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount command")
+    if mounted.returncode != 0:
+        pytest.skip(f"a small file system cannot be mounted here: {mounted.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.parametrize("left", [0, 20_000], ids=["nothing left", "a little left"])
+def test_a_full_disk(ranks: Run, tmp_path: Path, small_disk: Path, left: int) -> None:
+    """Saving fails with the reason, also in the middle; the checkpoint before stays and can be used."""
+    given = f"checkpoint={{'directory': {str(small_disk)!r}, 'every': 2}}"
+    body = f"""
+session = paceline.start(**given, {given}, resume="auto")
+for batch in session.batches(steps=6):
+    if batch.step == 3 and RANK == 0 and "FILL" in os.environ:
+        with open({str(small_disk / "filler")!r}, "wb") as file:
+            file.write(bytes(os.statvfs({str(small_disk)!r}).f_bfree * 4096 - {left}))
+    session.step(batch)
+print("done at", session.position)
+"""
+    script = HEAD + body
+    ended = ranks(script, 2, tmp_path, environment={"FILL": "1"}, deadline=60)
+    assert ended[0].code == 4
+    said = message(ended[0], "CheckpointError")
+    assert said.startswith("The checkpoint of step 4 could not be written")
+    assert "No space left on device" in said
+    assert str(small_disk / "step-000002") in said
+    assert ended[1].code == 5
+    (small_disk / "filler").unlink()
+    assert sorted(os.listdir(small_disk)) == ["latest", "step-000002"]
+    for one in ranks(script, 2, tmp_path, deadline=60):
+        assert one.code == 0, one.err
+        assert "done at 6" in one.out

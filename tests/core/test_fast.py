@@ -1,0 +1,96 @@
+"""Without ``exact`` a run differs from one process by rounding only; large passes are used where they are the same."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Told = Callable[..., list[dict[str, Any]]]
+
+TRAINED = """
+import torch
+from functools import partial
+from torch import nn
+from torch.nn import functional
+import paceline
+from paceline.data.order import Order
+from subjects import tell
+
+def data():
+    random = torch.Generator().manual_seed(5)
+    return torch.utils.data.TensorDataset(
+        torch.randn(203, 12, generator=random, dtype=torch.float64), torch.randint(4, (203,), generator=random)
+    )
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Linear(32, 4)).double()
+
+def noisy():
+    torch.manual_seed(0)
+    layers = [nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, 4)]
+    return nn.Sequential(*layers).double()
+
+def contrastive(output, target):
+    return functional.cross_entropy(output @ output.T, torch.arange(len(output)))
+
+optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+def trained(model, loss, **settings):
+    session = paceline.start(model=model, optimizer=optimizer, loss=loss, data=data(), batch=50, **settings)
+    report = None
+    pieces = []
+    for batch in session.batches(steps=50):
+        report = session.step(batch)
+        pieces.append(len(batch.pieces))
+    return {"loss": report.loss, "pieces": pieces[1:4], "norm": report.gradient_norm}
+
+def plain(model, loss):
+    order, every = Order(203, 50, 8, seed=0), data()
+    steps = optimizer(model.parameters())
+    for step in range(50):
+        samples = [sample for part in order.microbatches_of(step) for sample in part]
+        features, target = every[samples]
+        steps.zero_grad()
+        value = loss(model(features), target)
+        value.backward()
+        steps.step()
+    return {"loss": value.item()}
+
+tell(
+    plain=plain(perceptron(), functional.cross_entropy),
+    perceptron=trained(perceptron(), functional.cross_entropy),
+    apart=trained(perceptron(), functional.cross_entropy, microbatches=8),
+    noisy=trained(noisy(), functional.cross_entropy),
+    contrastive=trained(perceptron(), contrastive),
+)
+"""
+
+
+@pytest.fixture(scope="module")
+def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    return {workers: told(TRAINED, workers, tmp_path_factory.mktemp("fast")) for workers in (1, 2, 3, 5)}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("model", ["perceptron", "apart", "noisy", "contrastive"])
+def test_the_loss_is_that_of_one_process_up_to_rounding(results: Any, workers: int, model: str) -> None:
+    for one in results[workers]:
+        assert one[model]["loss"] == pytest.approx(results[1][0][model]["loss"], rel=1e-9, abs=0)
+        assert one[model]["norm"] == pytest.approx(results[1][0][model]["norm"], rel=1e-7, abs=0)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+def test_the_loss_is_that_of_plain_pytorch(results: Any, workers: int) -> None:
+    for one in results[workers]:
+        assert one["perceptron"]["loss"] == pytest.approx(one["plain"]["loss"], rel=1e-9, abs=0)
+
+
+def test_microbatches_are_joined_only_where_it_makes_no_difference(results: Any) -> None:
+    for rank, share in enumerate((3, 3, 2)):
+        found = results[3][rank]
+        assert found["perceptron"]["pieces"] == [1, 1, 1]
+        assert found["apart"]["pieces"] == [share] * 3
+        assert found["noisy"]["pieces"] == [share] * 3
+        assert found["contrastive"]["pieces"] == [share] * 3

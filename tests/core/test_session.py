@@ -1,0 +1,175 @@
+"""What a session reports and how its loops behave."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Told = Callable[..., list[dict[str, Any]]]
+
+HEAD = """
+import torch
+from functools import partial
+from torch.nn import functional
+import paceline
+from subjects import tell
+
+data = torch.utils.data.TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3)
+
+def start(**settings):
+    torch.manual_seed(0)
+    return paceline.start(
+        model=torch.nn.Linear(4, 3), data=data, loss=functional.cross_entropy,
+        optimizer=partial(torch.optim.SGD, lr=0.1), **settings
+    )
+"""
+
+RATES = """
+def rates(**settings):
+    session = start(batch_per_worker=4, **settings)
+    reports = [session.step(batch) for batch in session.batches(steps=5)]
+    return {"rates": [report.learning_rate for report in reports], "notes": reports[0].notes, "seen": reports[-1].samples}
+
+halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
+tell(
+    linear=rates(scale_lr="linear", warmup_steps=2),
+    sqrt=rates(scale_lr="sqrt"),
+    plain=rates(schedule=halving),
+    both=rates(schedule=halving, scale_lr="linear"),
+)
+"""
+
+
+def test_the_learning_rate_follows_the_workers_only_when_asked(told: Told, tmp_path: Path) -> None:
+    for one in told(HEAD + RATES, 4, tmp_path):
+        assert one["linear"]["rates"] == pytest.approx([0.25, 0.4, 0.4, 0.4, 0.4])
+        assert one["sqrt"]["rates"] == pytest.approx([0.2] * 5)
+        assert one["plain"]["rates"] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
+        assert one["both"]["rates"] == pytest.approx([0.4, 0.4, 0.2, 0.2, 0.1])
+        assert one["plain"]["seen"] == 40 + 2 * 16
+        assert "x 4 (linear): the batch is 4 workers x 4 = 16 samples" in " ".join(one["linear"]["notes"])
+        assert "first 2 steps" in " ".join(one["linear"]["notes"])
+        assert "x 2 (sqrt)" in " ".join(one["sqrt"]["notes"])
+        assert "learning rate" not in " ".join(one["plain"]["notes"])
+
+
+LOOPS = """
+session = start(batch=16, exact=True)
+assert session.steps_per_epoch == 3
+drawn, lasts, epochs = [], [], []
+for epoch in range(2):
+    for batch in session.batches(epochs=1):
+        drawn.append(torch.rand(()).item())
+        report = session.step(batch)
+        drawn.append(torch.rand(()).item())
+        lasts.append(batch.last)
+        epochs.append(batch.epoch)
+tell(drawn=drawn, lasts=lasts, epochs=epochs, report=[report.step, report.samples, report.applied, report.loss])
+tell(timed=report.seconds > 0 and report.samples_per_second > 0, norm=report.gradient_norm)
+
+steps = []
+running = session.batches(steps=10)
+for batch in running:
+    session.step(batch)
+    steps.append(batch.step)
+    if len(steps) == 2:
+        break
+for batch in session.batches(steps=2):
+    session.step(batch)
+    steps.append(batch.step)
+tell(steps=steps, position=session.position, workers=session.workers, rank=session.rank)
+
+skipping = start(batch=16, exact=True)
+trained = [skipping.step(batch).step for batch in skipping.batches(steps=4) if batch.step != 1]
+tell(trained=trained)
+"""
+
+
+def test_loops(told: Told, tmp_path: Path) -> None:
+    runs = [told(HEAD + LOOPS, workers, tmp_path) for workers in (1, 3)]
+    for run in runs:
+        for rank, one in enumerate(run):
+            assert one["drawn"] == runs[0][0]["drawn"]
+            assert len(set(one["drawn"])) == 12
+            assert one["lasts"] == [False, False, True] * 2
+            assert one["epochs"] == [0, 0, 0, 1, 1, 1]
+            assert one["report"] == [5, 80, True, runs[0][0]["report"][3]]
+            assert one["timed"]
+            assert math.isfinite(one["norm"])
+            assert one["steps"] == [6, 7, 8, 9]
+            assert one["position"] == 10
+            assert (one["workers"], one["rank"]) == (len(run), rank)
+            assert one["trained"] == [0, 2, 3]
+
+
+RESUMED = """
+import sys
+resume = "auto" if {again} else None
+session = start(batch=16, exact=True, checkpoint=dict(directory="kept", every=2, keep=1), resume=resume)
+done = []
+for epoch in range(4):
+    for batch in session.batches(epochs=1):
+        session.step(batch)
+        done.append([batch.step, torch.rand(()).item()])
+        if not {again} and batch.step == 6:
+            sys.exit()
+tell(done=done, fingerprint=session.fingerprint())
+"""
+
+WHOLE = """
+session = start(batch=16, exact=True)
+done = []
+for batch in session.batches(epochs=4):
+    session.step(batch)
+    done.append([batch.step, torch.rand(()).item()])
+tell(done=done, fingerprint=session.fingerprint())
+"""
+
+
+def test_a_resumed_loop_over_epochs_goes_on_where_it_was(told: Told, ranks: Any, tmp_path: Path) -> None:
+    (whole,) = told(HEAD + WHOLE, 1, tmp_path)
+    kept = str(tmp_path / "kept")
+    first, second = ((HEAD + RESUMED.format(again=again)).replace('"kept"', repr(kept)) for again in (False, True))
+    ranks(first, 3, tmp_path)
+    assert sorted(path.name for path in Path(kept).glob("step-*")) == ["step-000006"]
+    for one in told(second, 2, tmp_path):
+        assert one["done"] == whole["done"][6:]
+        assert one["fingerprint"] == whole["fingerprint"]
+
+
+TOKENS = """
+text = [torch.randint(5, (length,), generator=torch.Generator().manual_seed(length)) for length in range(1, 41)]
+
+def padded(items):
+    longest = max(map(len, items))
+    return torch.stack([torch.nn.functional.pad(item, (0, longest - len(item)), value=-1) for item in items])
+
+def forward(model, tokens):
+    given = tokens >= 0
+    losses = functional.cross_entropy(model(tokens.clamp(min=0)).transpose(1, 2), tokens.clamp(min=0), reduction="none")
+    return (losses * given).sum(), given.sum()
+
+def model():
+    torch.manual_seed(0)
+    return torch.nn.Embedding(5, 5).double()
+
+whole = model()
+total, count = forward(whole, padded(text))
+(total / count).backward()
+session = paceline.start(
+    model=model(), data=text, forward=forward, collate=padded, batch=40, optimizer=partial(torch.optim.SGD, lr=1.0)
+)
+(report,) = [session.step(batch) for batch in session.batches(epochs=1)]
+moved = (model().weight - session._job.compute.model.weight).flatten().tolist()
+tell(loss=[report.loss, (total / count).item()], moved=moved, gradient=whole.weight.grad.flatten().tolist())
+tell(evaluated=session.evaluate(text, lambda model, tokens: (0.0, 1.0)))
+"""
+
+
+def test_a_mean_over_tokens_is_the_mean_over_all_tokens_of_the_batch(told: Told, tmp_path: Path) -> None:
+    for one in told(HEAD + TOKENS, 3, tmp_path):
+        assert one["loss"][0] == pytest.approx(one["loss"][1], rel=1e-12)
+        assert one["moved"] == pytest.approx(one["gradient"], rel=1e-9, abs=1e-15)
+        assert one["evaluated"] == 0.0

@@ -1,0 +1,100 @@
+"""What can be set: precedence, kinds, and what a mistake says."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import (
+    Arguments,
+    CheckpointSettings,
+    Settings,
+    describe,
+    flat_keys,
+    parse_command_line,
+    parse_value,
+    read_plan,
+    resolve,
+)
+from paceline.errors import ConfigError
+
+
+def test_the_upper_layer_wins() -> None:
+    layers: list[dict[str, Any]] = [{"seed": 1}, {"seed": 2}, {"seed": "3"}, {"seed": "4"}]
+    names = ["script", "plan file", "environment", "command line"]
+    for count in range(1, 5):
+        given = layers[:count] + [{}] * (4 - count)
+        found = resolve(*given)
+        assert found.settings.seed == count
+        assert found.sources["seed"] == names[count - 1]
+    assert resolve({}).sources["seed"] == "default"
+
+
+def test_batch_and_batch_per_worker_replace_each_other() -> None:
+    found = resolve({"batch": 64}, command_line={"batch_per_worker": "16"}).settings
+    assert (found.batch, found.batch_per_worker) == (None, 16)
+    found = resolve({"batch_per_worker": 16}, command_line={"batch": "64"}).settings
+    assert (found.batch, found.batch_per_worker) == (64, None)
+
+
+@pytest.mark.parametrize(
+    "given", ["here", Path("here"), {"directory": "here"}, CheckpointSettings(directory=Path("here"))]
+)
+def test_a_checkpoint_may_be_a_folder(given: Any) -> None:
+    found = resolve({"checkpoint": given}, command_line={"checkpoint.every": "5"}).settings.checkpoint
+    assert found == CheckpointSettings(directory=Path("here"), every=5)
+
+
+def test_an_unknown_key_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"no setting 'batchs'.*Did you mean 'batch'"):
+        parse_command_line(["batchs=3"])
+    with pytest.raises(ConfigError, match=r"no setting 'exat'.*Did you mean 'exact'"):
+        resolve({"exat": True})
+
+
+@pytest.mark.parametrize(
+    ("pair", "words"),
+    [
+        ("batch=many", "batch = 'many'.*command line"),
+        ("batch=-1", "batch = -1"),
+        ("exact=perhaps", "exact = 'perhaps'"),
+        ("scale_lr=cubic", "scale_lr = 'cubic'"),
+        ("checkpoint.keep=0", "checkpoint.keep = 0"),
+        ("batch", "write --set key=value"),
+    ],
+)
+def test_a_wrong_value_says_which(pair: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_command_line([pair])
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-4", 1e-4),
+        ("true", True),
+        ("False", False),
+        ("none", None),
+        ("linear", "linear"),
+        ("2026-01-01", "2026-01-01"),
+    ],
+)
+def test_values_of_the_command_line(text: str, value: object) -> None:
+    assert parse_value(text) == value
+
+
+def test_a_plan_file(tmp_path: Path) -> None:
+    plan = tmp_path / "plan.toml"
+    plan.write_text("batch = 64\n[checkpoint]\nevery = 10\n")
+    assert read_plan(plan) == {"batch": 64, "checkpoint.every": 10}
+    plan.write_text("batch: 64")
+    with pytest.raises(ConfigError, match="not TOML"):
+        read_plan(plan)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_plan(tmp_path / "none.toml")
+
+
+def test_every_setting_is_an_argument_and_is_described() -> None:
+    assert set(Arguments.__annotations__) == set(Settings.model_fields)
+    assert all(describe(key) for key in flat_keys())

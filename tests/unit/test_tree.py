@@ -1,0 +1,56 @@
+"""The canonical tree: whoever computes the leaves, the additions are the same."""
+
+import pytest
+
+from paceline.schedule.shares import even
+from paceline.schedule.tree import Node, merges, push, total, whole_nodes
+
+
+def spelled(first: int, level: int, leaves: int) -> str | None:
+    """The additions of the canonical tree, written out from its definition."""
+    if first >= leaves:
+        return None
+    if level == 0:
+        return str(first)
+    left = spelled(first, level - 1, leaves)
+    right = spelled(first + 2 ** (level - 1), level - 1, leaves)
+    return left if right is None else f"({left}+{right})"
+
+
+def add(left: str, right: str) -> str:
+    return f"({left}+{right})"
+
+
+def held(share: range) -> list[tuple[Node, str]]:
+    stack: list[tuple[Node, str]] = []
+    for leaf in share:
+        expected = merges([node for node, _ in stack], Node(0, leaf))
+        before = len(stack)
+        push(stack, Node(0, leaf), str(leaf), add)
+        assert before + 1 - len(stack) == expected
+    return stack
+
+
+def test_eight_leaves_on_three_workers() -> None:
+    assert [whole_nodes(share) for share in even(8, 3)] == [
+        [Node(1, 0), Node(0, 2)],
+        [Node(0, 3), Node(1, 2)],
+        [Node(1, 3)],
+    ]
+    assert spelled(0, 3, 8) == "(((0+1)+(2+3))+((4+5)+(6+7)))"
+
+
+@pytest.mark.parametrize("leaves", range(1, 21))
+def test_the_additions_do_not_depend_on_the_shares(leaves: int) -> None:
+    for workers in range(1, leaves + 1):
+        nodes = []
+        for share in even(leaves, workers):
+            stack = held(share)
+            assert [node for node, _ in stack] == whole_nodes(share)
+            nodes += stack
+        assert total(nodes, add) == spelled(0, 5, leaves)
+
+
+def test_a_power_of_two_needs_one_node_for_each_worker() -> None:
+    for workers in (1, 2, 4, 8):
+        assert all(len(whole_nodes(share)) == 1 for share in even(16, workers))
