@@ -207,7 +207,7 @@ def read_plan(path: Path) -> dict[str, object]:
         values = _flatten(tomllib.loads(path.read_text()))
     except OSError as error:
         raise ConfigError(f"The plan file {path} cannot be read: {error.strerror}.") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"The plan file {path} is not TOML: {error}.") from None
     check_keys(values, str(path))
     return values

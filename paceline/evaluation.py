@@ -15,8 +15,6 @@ from paceline.errors import InputError
 from paceline.schedule.shares import even
 from paceline.strategies.base import Job
 
-Metric = Callable[[Any, Any], Any]
-
 _LARGEST_CHUNK = 128
 _EPOCH = -1
 
@@ -35,15 +33,20 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> f
     Raises:
         InputError: the data set has no length or no samples, or the value is no number.
     """
-    if not hasattr(data, "__len__") or len(data) == 0:
-        raise InputError(f"evaluate needs a data set with a length and at least one sample, not {type(data).__name__}.")
+    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
+        raise InputError(
+            f"evaluate needs a data set with a length, items by number, and at least one sample, not this "
+            f"{type(data).__name__}."
+        )
     chunks = even(len(data), -(-len(data) // _chunk(job)))
     own = even(len(chunks), job.world.size)[job.world.rank]
-    read = KeyedDataset(data, job.settings.seed)
+    read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
     collate = job.collate or default_collate
     training = {module: module.training for module in job.compute.model.modules()}
     job.compute.model.eval()
     pairs = []
+    buffers = job.compute.buffers
+    buffers.take_all()
     try:
         with torch.no_grad():
             for chunk in chunks[own.start : own.stop]:
@@ -51,24 +54,15 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> f
                 with job.compute.precision():
                     value = forward(job.compute.model, items)
                 pairs.append(_sum_and_count(value, len(chunk)))
+                buffers.put_all_back()
     finally:
         for module, mode in training.items():
             module.training = mode
-    everyone = [pair for told in job.world.gather(pairs) for pair in told]
+    everyone = [pair for told in job.world.gather(pairs, "evaluate") for pair in told]
     count = math.fsum(pair[1] for pair in everyone)
     if count == 0:
         raise InputError("The metric counted nothing in the whole data set: its counts add up to 0.")
     return math.fsum(pair[0] for pair in everyone) / count
-
-
-def metric_of(metric: Metric) -> Callable[[nn.Module, Any], Any]:
-    """The metric of pairs (output, target) as a function of the model and the samples."""
-
-    def forward(model: nn.Module, data: Any) -> Any:
-        features, target = data
-        return metric(model(features), target)
-
-    return forward
 
 
 def _chunk(job: Job) -> int:

@@ -1,8 +1,9 @@
 """What happens, as records: one JSON object per line, one file per rank.
 
-A record has ``time`` (seconds since 1970), ``event``, ``rank``, and what belongs to the event: ``step``, ``seconds``,
-``bytes``, ... Training hands a record over in about a microsecond; a thread writes it. A full disk or a closed file
-loses records, never a step: the number lost stands in the last record.
+A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (how often the workers were started
+anew), and what belongs to the event: ``step``, ``seconds``, ``bytes``, ... Training hands a record over in about a
+microsecond; a thread writes it. A full disk or a closed file loses records, never a step: the number lost stands in the
+last record.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _FLUSH_SECONDS = 0.2
 class EventLog:
     """Writes the records of one rank to ``<directory>/rank-<rank>.jsonl``; without a directory, nowhere."""
 
-    def __init__(self, directory: Path | None, rank: int) -> None:
+    def __init__(self, directory: Path | None, rank: int, generation: int = 0) -> None:
         self.rank = rank
+        self.generation = generation
         self.lost = 0
         self._records: deque[dict[str, object]] = deque()
         self._closed = threading.Event()
@@ -36,7 +38,10 @@ class EventLog:
     def mark(self, event: str, **fields: object) -> None:
         """Record that something happened now."""
         if self._thread is not None:
-            self._records.append({"time": time.time(), "event": event, "rank": self.rank, **fields})
+            self._records.append(self._record(event, fields))
+
+    def _record(self, event: str, fields: dict[str, object]) -> dict[str, object]:
+        return {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation, **fields}
 
     @contextmanager
     def span(self, event: str, **fields: object) -> Iterator[None]:
@@ -58,7 +63,7 @@ class EventLog:
         while not self._closed.wait(_FLUSH_SECONDS):
             self._write_waiting()
         if self.lost:
-            self._records.append({"time": time.time(), "event": "lost-records", "rank": self.rank, "count": self.lost})
+            self._records.append(self._record("lost-records", {"count": self.lost}))
         self._write_waiting()
 
     def _write_waiting(self) -> None:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -18,20 +19,23 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import config, env, evaluation, failure, prepare
+from paceline import config, env, evaluation, excepthook
+from paceline import job as jobs
+from paceline.agreement import versions
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
-from paceline.comm.agreement import versions
 from paceline.config import CheckpointSettings
 from paceline.data.feed import Feed, Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.strategies.base import Job
+from paceline.strategies.compute import loss_of
 from paceline.strategies.registry import strategy_named
 from paceline.testing.trace import Trace
 
 _log = logging.getLogger("paceline")
+_sessions = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -118,16 +122,16 @@ def start(
     """
     who = env.identity()
     run = env.run_directory()
-    log = EventLog(run / "events" if run else None, who.rank)
+    log = EventLog(run / "events" if run else None, who.rank, who.generation)
     progress = [0]
-    failure.install(who.rank, who.world_size, run / "errors" if run else None, lambda: progress[0], log.close)
+    excepthook.install(who.rank, who.world_size, run / "errors" if run else None, lambda: progress[0], log.close)
     resolved = config.resolve_here(settings)
     report_to = env.config_report()
     if report_to is not None:
-        prepare.report_config(resolved, report_to)
+        jobs.report_config(resolved, report_to)
         raise SystemExit(0)
-    given = prepare.Arguments(model, optimizer, data, loss, forward, schedule, collate)
-    job = prepare.job_of(given, resolved.settings, who, log)
+    given = jobs.Arguments(model, optimizer, data, loss, forward, schedule, collate)
+    job = jobs.job_of(given, resolved.settings, who, log)
     atexit.register(log.close)
     return Session(job, run, progress, by_loss=loss is not None)
 
@@ -140,13 +144,15 @@ class Session:
         self._by_loss = by_loss
         self._strategy = strategy_named(job.settings.strategy, job.world.size)(job)
         self._feed = Feed(job.data, job.order, job.world.device, job.settings.workers_per_loader, job.collate)
-        numerics = prepare.numerics(job.settings)
+        numerics = jobs.numerics(job.settings)
         self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions())
         traced = env.trace() is not None
         keeping = CheckpointSettings() if traced else job.settings.checkpoint
-        self._keeper = Keeper(job.world, keeping, run / "checkpoints" if run else None, job.events)
+        place = next(_sessions)
+        name = "checkpoints" if place == 1 else f"checkpoints-{place}"
+        self._keeper = Keeper(job.world, keeping, run / name if run else None, job.events)
         self._progress = progress
-        self._notes = tuple(prepare.notes(job))
+        self._notes = tuple(jobs.notes(job))
         for note in self._notes:
             _log.info(note)
             job.events.mark("note", text=note)
@@ -191,6 +197,7 @@ class Session:
             raise ConfigError(f"batches() cannot give {count} steps.")
         if self._running is not None:
             self._running.close()
+            self._target = min(self._target, self._position)
         self._target += count
         self._running = self._until(self._target)
         return self._running
@@ -200,13 +207,9 @@ class Session:
         if self._trace is not None:
             target = min(target, self._trace.steps)
         job.events.mark("batches", position=self._position, steps=target)
-        try:
-            while self._position < target:
-                stop = target if self._strategy.decided else self._position + 1
-                yield from self._pass(self._position, stop)
-        finally:
-            if self._position < target:
-                self._target = self._position
+        while self._position < target:
+            stop = target if self._strategy.decided else self._position + 1
+            yield from self._pass(self._position, stop)
 
     def _pass(self, start: int, stop: int) -> Iterator[Batch]:
         order = self._job.order
@@ -270,10 +273,9 @@ class Session:
             metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a
                 number, the mean over the samples given, or a pair (sum, count). None: the loss.
         """
-        if metric is None:
-            forward = self._job.compute.forward
-        else:
-            forward = evaluation.metric_of(metric) if self._by_loss else metric
+        forward = metric or self._job.compute.forward
+        if metric is not None and self._by_loss:
+            forward = loss_of(metric)
         with self._job.events.span("evaluate", step=self._position):
             value = evaluation.evaluate(self._job, forward, data)
         self._move_to(self._position)

@@ -48,6 +48,16 @@ def from_tensor(stored: torch.Tensor) -> Any:
     return torch.load(io.BytesIO(stored.numpy().tobytes()), weights_only=False)
 
 
+def reason_of(error: BaseException) -> str:
+    """The first cause of an error of torch, in one line."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
 @contextmanager
 def _alone() -> Iterator[None]:
     """Without the warning that a single process reads and writes, which is what is wanted."""

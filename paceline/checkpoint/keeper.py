@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.checkpoint import load, manifest, save
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.state import fingerprint, put_optimizer_state, tensors_of
+from paceline.checkpoint.state import check_savable, fingerprint, put_optimizer_state, tensors_of
 from paceline.comm.world import World
 from paceline.config import CheckpointSettings
 from paceline.errors import CheckpointError
@@ -67,20 +67,32 @@ class Keeper:
         if resume is None:
             self._refuse_leftovers()
             return 0
-        found = self._world.gather(load.find(resume, self.folder) if self._world.rank == 0 else None)[0]
+        found = self._world.gather(load.find(resume, self.folder), "start")[0]  # what rank 0 sees
         if found is None:
             _log.info("resume: no checkpoint in %s yet, starting from the beginning", self.folder)
             return 0
         path = Path(found)
+        self._refuse_later(path)
         step = state.restore(path, manifest.read(path))
         _log.info("resumed from %s at step %d", path, step)
         self._events.mark("resume", step=step, path=str(path))
         return step
 
+    def _refuse_later(self, path: Path) -> None:
+        """Going on from an earlier step beside later ones would mix two courses of training in one folder."""
+        if self.folder is None or path.resolve().parent != self.folder.resolve():
+            return
+        newest = manifest.complete(self.folder)[0]
+        if newest.name != path.name:
+            raise CheckpointError(
+                f"The checkpoint folder holds {newest.name}, later than {path.name}, from which this run is to go on. "
+                f"Choose another checkpoint.directory, or remove the later ones."
+            )
+
     def _refuse_leftovers(self) -> None:
         """A new run must not mix its checkpoints with those of another one; all workers look before anyone writes."""
         there = manifest.complete(self.folder) if self.folder else []
-        found = self._world.gather(str(there[0]) if there else "")[0]
+        found = self._world.gather(str(there[0]) if there else "", "start")[0]
         if found:
             raise CheckpointError(
                 f"The checkpoint folder already holds {found} of an earlier run. Set resume='auto' to go on from it, "
@@ -126,6 +138,7 @@ class State:
 
     def manifest(self, step: int) -> Manifest:
         """The description of the state after so many steps."""
+        check_savable(self._update.optimizer)
         tensors = self.tensors()
         kinds: dict[str, list[object]] = {
             name: [str(value.dtype), list(value.shape)] for name, value in tensors.items()
@@ -154,11 +167,7 @@ class State:
         load.check_model(saved, self._model, path)
         self._check_same(path, saved)
         tensors, extra = load.load(path, saved)
-        made = type(self._update.optimizer).__name__
-        if extra["optimizer"] != made:
-            raise CheckpointError(
-                f"{path} was made with the optimizer {extra['optimizer']}, not {made}: use the same one, or start anew."
-            )
+        self._check_update(path, extra)
         with torch.no_grad():
             for name, value in self.tensors().items():
                 if not name.startswith("optimizer/"):
@@ -167,9 +176,20 @@ class State:
         put_optimizer_state(self._model, self._update.optimizer, state)
         for group, values in zip(self._update.optimizer.param_groups, extra["groups"], strict=True):
             group.update(values)
-        if self._update.schedule is not None and extra["schedule"] is not None:
+        if self._update.schedule is not None:
             self._update.schedule.load_state_dict(extra["schedule"])
         return saved.step
+
+    def _check_update(self, path: Path, extra: dict[str, Any]) -> None:
+        schedule = extra["schedule"]
+        saved = {"the optimizer": extra["optimizer"], "the number of its groups": len(extra["groups"])}
+        saved["a schedule"] = "none" if schedule is None else "given"
+        optimizer = self._update.optimizer
+        here = {"the optimizer": type(optimizer).__name__, "the number of its groups": len(optimizer.param_groups)}
+        here["a schedule"] = "none" if self._update.schedule is None else "given"
+        difference = manifest.first_difference(saved, here)
+        if difference:
+            raise CheckpointError(f"{path} was made with another update: {difference}. Use the same, or start anew.")
 
     def _check_same(self, path: Path, saved: Manifest) -> None:
         difference = manifest.first_difference(saved.order, self._order)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 
 from paceline.checkpoint import files
 from paceline.checkpoint.manifest import Manifest, complete
@@ -62,9 +63,8 @@ def load(directory: Path, manifest: Manifest) -> tuple[dict[str, torch.Tensor], 
     try:
         state = files.read(directory, [*manifest.tensors, files.EXTRA])
         extra = files.from_tensor(state.pop(files.EXTRA))
-    except Exception as error:  # torch raises many kinds for a damaged file
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CheckpointError(f"{directory} is damaged and cannot be read: {reason}") from error
+    except (Exception, CheckpointException) as error:  # torch raises many kinds for a damaged file
+        raise CheckpointError(f"{directory} is damaged and cannot be read: {files.reason_of(error)}.") from error
     if fingerprint(state) != manifest.fingerprint:
         raise CheckpointError(f"{directory} is damaged: its tensors do not have the hash in its manifest.")
     return state, extra

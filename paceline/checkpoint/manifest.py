@@ -62,7 +62,13 @@ def complete(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
     found = [path for path in directory.glob("step-*") if (path / FILE).is_file()]
-    return sorted(found, key=lambda path: path.name, reverse=True)
+    return sorted(found, key=step_of, reverse=True)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The number of steps in the name of a checkpoint's directory; -1 for another name."""
+    number = checkpoint.name.removeprefix("step-")
+    return int(number) if number.isdecimal() else -1
 
 
 def name_of(step: int) -> str:

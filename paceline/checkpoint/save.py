@@ -15,7 +15,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.files import EXTRA, as_tensor, write
+from paceline.checkpoint.files import EXTRA, as_tensor, reason_of, write
 from paceline.checkpoint.manifest import Manifest
 from paceline.errors import CheckpointError
 
@@ -33,13 +33,14 @@ def save(folder: Path, manifest: Manifest, state: Mapping[str, torch.Tensor], ex
         keep: how many of the newest checkpoints stay.
 
     Returns:
-        the directory of the checkpoint; one of this step that is there already is left as it is.
+        the directory of the checkpoint; one of the same state that is there already is left as it is.
 
     Raises:
         CheckpointError: it could not be written; the checkpoints before are untouched.
     """
     final = folder / manifests.name_of(manifest.step)
     if (final / manifests.FILE).exists():
+        _check_same(final, manifest)
         return final
     partial = folder / f"{_PARTIAL}{final.name}"
     try:
@@ -55,9 +56,18 @@ def save(folder: Path, manifest: Manifest, state: Mapping[str, torch.Tensor], ex
     except (OSError, CheckpointException) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise _failed(folder, manifest.step, error) from error
-    for old in manifests.complete(folder)[keep:]:
+    earlier = [path for path in manifests.complete(folder) if manifests.step_of(path) < manifest.step]
+    for old in earlier[keep - 1 :]:
         shutil.rmtree(old, ignore_errors=True)
     return final
+
+
+def _check_same(there: Path, manifest: Manifest) -> None:
+    if manifests.read(there).fingerprint != manifest.fingerprint:
+        raise CheckpointError(
+            f"{there} holds another state of step {manifest.step}, from another session or run. "
+            f"Give each its own checkpoint.directory."
+        )
 
 
 def _check_space(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -70,20 +80,11 @@ def _check_space(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
 def _failed(folder: Path, step: int, error: BaseException) -> CheckpointError:
     before = manifests.complete(folder)
     kept = f"The last good one is {before[0]}." if before else "There is no earlier one."
-    reason = _innermost(error)
+    reason = reason_of(error)
     return CheckpointError(
         f"The checkpoint of step {step} could not be written to {folder}: {reason}. {kept} "
         f"Free some space or choose another folder with checkpoint.directory."
     )
-
-
-def _innermost(error: BaseException) -> str:
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    while error.__cause__ or error.__context__:
-        error = error.__cause__ or error.__context__ or error
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
 def _remove_partial(folder: Path) -> None:

@@ -21,6 +21,23 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[st
                 yield f"optimizer/{name}/{key}", torch.as_tensor(value)
 
 
+def check_savable(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose state is more than tensors and numbers of its parameters.
+
+    Raises:
+        CheckpointError: names the first such value.
+    """
+    for owner, values in optimizer.state.items():
+        entries = values.items() if isinstance(values, dict) else [("state", values)]
+        for key, value in entries:
+            if isinstance(owner, nn.Parameter) and isinstance(value, torch.Tensor | int | float | bool | None):
+                continue
+            raise CheckpointError(
+                f"The state of {type(optimizer).__name__} cannot be saved: {key!r} is a {type(value).__name__}, "
+                f"neither a tensor nor a number of a parameter."
+            )
+
+
 def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """All tensors of the state by name, in one order for all workers."""
     state = {f"parameter/{name}": value.detach() for name, value in model.named_parameters()}
@@ -32,7 +49,7 @@ def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor
 def hash_of(tensor: torch.Tensor) -> bytes:
     """SHA-256 over type, shape and the bytes of the elements in row-major order."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
-    digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
@@ -47,12 +64,14 @@ def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
 def put_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
     """Give the optimizer the tensors that :func:`optimizer_state` named."""
     parameters = dict(model.named_parameters())
+    group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = {}
     for full, value in state.items():
         name, _, key = full.removeprefix("optimizer/").rpartition("/")
         if name not in parameters:
             raise CheckpointError(f"The checkpoint has optimizer state for {name!r}, which the model does not have.")
-        on_host = key == "step" and value.ndim == 0
+        group = group_of[parameters[name]]
+        on_host = key == "step" and value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
         loaded.setdefault(parameters[name], {})[key] = value if on_host else value.to(parameters[name].device)
     optimizer.state.clear()
     optimizer.state.update(loaded)

@@ -87,7 +87,7 @@ class Exchange:
         """
         self._nodes = nodes
         self._divisor = divisor
-        self._done = 0
+        self._left = self._done = 0
         self._add_flats(max(map(len, nodes)))
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
@@ -120,14 +120,16 @@ class Exchange:
         return [views[place] for views in self._bucket_of[member].views[:own]]
 
     def written(self, member: int) -> None:
-        """The slots of a tensor are filled; a bucket with all its tensors leaves at once."""
+        """The slots of a tensor are filled; a bucket leaves when all its tensors are, and those before it have left."""
         bucket = self._bucket_of[member]
         bucket.waiting -= 1
-        if bucket.waiting == 0:
-            bucket.started = perf_counter()
-            self._scatter(bucket)
-            while self._done < bucket.index and self._buckets[self._done].waiting == 0:
-                self._reduce(self._buckets[self._done])
+        while self._left < len(self._buckets) and self._buckets[self._left].waiting == 0:
+            leaving = self._buckets[self._left]
+            leaving.started = perf_counter()
+            self._scatter(leaving)
+            self._left += 1
+            if self._left > 1:
+                self._reduce(self._buckets[self._left - 2])
 
     def finish(self) -> None:
         """Wait until the means are in :meth:`mean`."""

@@ -11,6 +11,7 @@ import os
 import platform
 import select
 import time
+import weakref
 from typing import TYPE_CHECKING
 
 from paceline.errors import WorkerLost
@@ -22,6 +23,7 @@ _SLOTS = 1 << 15
 _SPINS = 200
 """Looks before the first sleep: about 0.1 ms, what a short wait takes."""
 _NAP_SECONDS = 5e-5
+_TOKEN_BYTES = 16
 _LOOK_SECONDS = 0.02
 """How often a waiting worker looks whether the others still live."""
 
@@ -31,10 +33,10 @@ def shared_memory(world: World) -> Memory | None:
     ordered = platform.machine() in ("x86_64", "AMD64")  # stores become visible in the order they are made
     able = ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
     one_machine = world.size == world.local_size and world.device.type == "cpu"
-    if world.size == 1 or not all(world.gather(able and one_machine)):
+    if world.size == 1 or not all(world.gather(able and one_machine, "start")):
         return None
     blocks = _share(world, _SLOTS * 8)
-    pids = world.gather(os.getpid() if blocks else None)
+    pids = world.gather(os.getpid() if blocks else None, "start")
     return Memory(world, blocks, pids) if blocks and None not in pids else None
 
 
@@ -45,6 +47,7 @@ class Memory:
         self._world = world
         self._flags = [memoryview(block).cast("q") for block in flags]
         self._handles = {rank: os.pidfd_open(pid) for rank, pid in enumerate(pids) if rank != world.rank}
+        weakref.finalize(self, _close, list(self._handles.values()))
         self._pids = pids
         self._reserved = 0
 
@@ -102,26 +105,35 @@ class Memory:
             )
 
 
+def _close(handles: list[int]) -> None:
+    for handle in handles:
+        os.close(handle)
+
+
 def _share(world: World, size: int) -> list[mmap.mmap] | None:
     """One block of each worker; none on a worker that cannot see the blocks of all others.
 
     The blocks have no name in any file system, so nothing is left behind however the workers end.
     """
-    own = os.memfd_create("paceline")
-    os.ftruncate(own, size)
-    told = world.gather((os.getpid(), own, os.fstat(own).st_ino))
-    blocks = [_open(pid, handle, inode, size) for pid, handle, inode in told]
-    everyone = world.gather(None not in blocks)
+    own, token = os.memfd_create("paceline"), os.urandom(_TOKEN_BYTES)
+    os.ftruncate(own, size + _TOKEN_BYTES)
+    os.pwrite(own, token, size)
+    told = world.gather((os.getpid(), own, token), "sharing memory")
+    blocks = [_open(pid, handle, token, size) for pid, handle, token in told]
+    everyone = world.gather(None not in blocks, "sharing memory")
     os.close(own)
     return [block for block in blocks if block is not None] if all(everyone) else None
 
 
-def _open(pid: int, handle: int, inode: int, size: int) -> mmap.mmap | None:
+def _open(pid: int, handle: int, token: bytes, size: int) -> mmap.mmap | None:
+    """The block of a worker, recognised by its token: another machine may have the same process and file numbers."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
     except OSError:
         return None
     try:
-        return mmap.mmap(opened, size) if os.fstat(opened).st_ino == inode else None
+        return mmap.mmap(opened, size) if os.pread(opened, _TOKEN_BYTES, size) == token else None
+    except (OSError, ValueError):
+        return None
     finally:
         os.close(opened)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.memory import shared_memory
-from paceline.errors import StartError, WorkerLost
+from paceline.errors import DisagreementError, StartError, WorkerLost
 
 _log = logging.getLogger("paceline")
 _POLL_SECONDS = 0.02
@@ -102,18 +103,29 @@ class World:
                 f"{_reason(error)}. The cause stands in the output of rank 0."
             ) from error
 
-    def gather(self, value: Any) -> list[Any]:
-        """What every worker has to say, in the order of ranks; any value that can be pickled."""
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """What every worker has to say, in the order of ranks; any value that can be pickled.
+
+        Raises:
+            DisagreementError: the workers are at different places in the script; ``what`` names this one's.
+            WorkerLost: another worker went away or stayed silent.
+        """
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, (what, value))
         except RuntimeError as error:
             raise WorkerLost(
                 f"Rank {self.rank} lost contact while all workers compared notes: {_reason(error)}"
             ) from error
-        return values
+        if any(told != what for told, _ in values):
+            places = ", ".join(f"rank {rank} in {told}" for rank, (told, _) in enumerate(values))
+            raise DisagreementError(
+                f"The workers are at different places: {places}. All must call the same methods in the same order; "
+                f"look for code that only some ranks run."
+            )
+        return [told for _, told in values]
 
     def post(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for."""
@@ -225,5 +237,7 @@ def _ranks(ranks: list[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
 
 
-def _reason(error: RuntimeError) -> str:
-    return str(error).splitlines()[0].strip()
+def _reason(error: BaseException) -> str:
+    """The first sentence of what torch or gloo says, without its place in their source."""
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return re.sub(r"^\[[^\]]*:\d+\] ", "", first.strip()).split(". ")[0]

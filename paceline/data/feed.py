@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
-from paceline.data.keys import SAMPLE, seed_all, seed_of
+from paceline.data.keys import COLLATE, SAMPLE, seed_all, seed_of
 from paceline.data.order import Order
 
 
@@ -64,7 +64,7 @@ class Feed:
         self._device = device
         self._requests = _Requests()
         self._loader: DataLoader[Any] = DataLoader(
-            KeyedDataset(data, order.seed),
+            KeyedDataset(data, order.seed, collates=collate is not None),
             batch_sampler=self._requests,
             num_workers=loaders,
             collate_fn=collate or default_collate,
@@ -116,12 +116,19 @@ class KeyedDataset(Dataset[Any]):
     sample only if it used one of the global generators of torch, Python or NumPy.
     """
 
-    def __init__(self, data: Any, seed: int) -> None:
+    def __init__(self, data: Any, seed: int, collates: bool) -> None:
         self._data = data
         self._seed = seed
+        self._collates = collates
         self._draws = False
 
     def __getitems__(self, request: Request) -> list[Any]:
+        items = self._items(request)
+        if self._collates:  # it may draw, too
+            seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
+        return items
+
+    def _items(self, request: Request) -> list[Any]:
         if not self._draws:
             seed_all(_UNTOUCHED)
             items = self._read(request.samples)

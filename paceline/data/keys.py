@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-ORDER, STEP, SAMPLE, LOOP = 1, 2, 3, 4
+ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE = 1, 2, 3, 4, 5, 6
 """First number of a key: the use, so that equal numbers of different uses never share a stream."""
 
 

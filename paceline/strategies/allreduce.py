@@ -23,6 +23,7 @@ from paceline.comm.exchange import Exchange
 from paceline.comm.notes import LOSSES, MISSING, Losses, Notes
 from paceline.comm.shared import exchange_for
 from paceline.data.feed import Piece
+from paceline.errors import InputError
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
 from paceline.strategies.base import Job, Outcome
@@ -31,7 +32,7 @@ from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import Sums, Values, add_one
 from paceline.strategies.verdict import Part
 
-_STATISTICS_TAGS = 1 << 20
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 10, 1 << 20
 
 
 class AllReduce:
@@ -41,7 +42,7 @@ class AllReduce:
         self._job = job
         self._joining = Joining(job)
         self._parameters = list(job.update.parameters.values())
-        self._leaving = Leaving(job, self._parameters)
+        self._leaving = Leaving(job, job.update.parameters)
         self._statistics: Exchange | None = None
         rows = job.order.microbatches + 1
         self._losses = Notes(job.world, LOSSES, 16 * rows)
@@ -71,6 +72,7 @@ class AllReduce:
         pairs: list[torch.Tensor] = []
         self._leaving.begin(nodes, exact)
         job.compute.buffers.begin()
+        job.update.check_frozen()
         for piece in pieces:
             computed = job.compute.forward_pass(piece, step)
             pairs.append(computed.pair)
@@ -104,8 +106,6 @@ class AllReduce:
 
     def _without_gradient(self, layout: list[list[range]], missing: list[list[int]]) -> list[frozenset[int]]:
         """For each piece of all workers the places of the parameters to which it gave no gradient."""
-        if self._job.world.size == 1:
-            return [frozenset(places) for places in missing]
         rows, device = max(map(len, layout)), self._job.world.device
         own = torch.zeros(rows, len(self._parameters), dtype=torch.uint8, device=device)
         for row, places in enumerate(missing):
@@ -120,7 +120,7 @@ class AllReduce:
         """The means over all samples of the batch of the buffers that the forward pass changes."""
         buffers = self._job.compute.buffers
         if not buffers.settled:
-            places = buffers.settle(chain.from_iterable(self._job.world.gather(buffers.live)))
+            places = buffers.settle(chain.from_iterable(self._job.world.gather(buffers.live, "step")))
             sums = [[values[place] for place in places] for values in sums]
         if not buffers.live:
             return []
@@ -146,11 +146,11 @@ class Leaving:
     ``finish`` after it.
     """
 
-    def __init__(self, job: Job, parameters: list[nn.Parameter]) -> None:
-        self._world = job.world
-        self._parameters = parameters
+    def __init__(self, job: Job, named: dict[str, nn.Parameter]) -> None:
+        self._names = list(named)
+        self._parameters = parameters = list(named.values())
         self._exchange = exchange_for(
-            job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients"
+            job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients", _GRADIENT_TAGS
         )
         self._armed = False
         for place, parameter in enumerate(parameters):
@@ -158,6 +158,7 @@ class Leaving:
 
     def begin(self, nodes: list[list[Node]], exact: bool) -> None:
         """Start a step; ``nodes`` are what each rank will send."""
+        self._armed = False
         self._nodes = nodes
         self._sums = Sums(exact)
         self._missing: list[list[int]] = []
@@ -209,6 +210,11 @@ class Leaving:
 
     def _ready(self, place: int) -> None:
         if self._armed:
+            if place not in self._waiting:
+                raise InputError(
+                    f"The parameter {self._names[place]!r} got its gradient in two parts in one backward pass, as in "
+                    f"reentrant checkpointing of a shared layer. Use checkpoint(..., use_reentrant=False)."
+                )
             gradient = self._parameters[place].grad
             self._parameters[place].grad = None
             self._waiting.discard(place)
@@ -219,13 +225,13 @@ class Leaving:
         slots = self._exchange.slots(self._member(place))
         for slot, values in zip(slots, self._kept, strict=False):
             if add_one(values[place], None, slot) is None:
-                slot.zero_()
+                slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
         for values in self._nearest[:-1]:
             before = values[place]
             gradient = gradient if before is None else add_one(before, gradient, before)
         before = self._nearest[-1][place] if self._nearest else None
         if add_one(before, gradient, slots[-1]) is None:
-            slots[-1].zero_()
+            slots[-1].fill_(-0.0)
         self._exchange.written(self._member(place))
 
 

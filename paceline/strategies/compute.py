@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, generator_states, same_states, seed_all, seed_of
 from paceline.errors import InputError
+from paceline.strategies.buffers import Buffers
 
 
 class Computed(NamedTuple):
@@ -111,109 +111,19 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
-    """The forward pass of ``loss(model(input), target)``."""
+    """The forward pass of ``loss(model(input), target)``; also of a metric."""
 
     def forward(model: nn.Module, data: Any) -> Any:
         try:
             features, target = data
         except (TypeError, ValueError):
             raise InputError(
-                f"With loss= the data set must give pairs (input, target); a batch of it is a {type(data).__name__}. "
-                f"Use forward(model, microbatch) for anything else."
+                f"With a loss or metric of (output, target) the data set must give pairs (input, target); a batch of "
+                f"it is a {type(data).__name__}. Use forward(model, microbatch) for anything else."
             ) from None
         return loss(model(features), target)
 
     return forward
-
-
-class Buffers:
-    """The buffers that the forward pass changes (running statistics), kept apart for each microbatch.
-
-    Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
-    samples of what the microbatches made of it (rounded, for a counter): so it does not depend on who computed what.
-    Statistics of batch-norm layers are known to change; other buffers are watched during the first step.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._all = {name: buffer for name, buffer in model.named_buffers() if buffer is not None}
-        self._start = {name: buffer.detach().clone() for name, buffer in self._all.items()}
-        self._versions = {name: buffer._version for name, buffer in self._all.items()}
-        self.live = _statistics(model)
-        self.settled = False
-        self._dirty = False
-
-    def settle(self, live: Iterable[str]) -> list[int]:
-        """From now on exactly these buffers change; all workers say so together after the first step.
-
-        Until then :meth:`collect` returns all buffers; the places of the changing ones among them are returned.
-        """
-        known = set(live)
-        self.live = [name for name in self._all if name in known]
-        self.settled = True
-        return [place for place, name in enumerate(self._all) if name in known]
-
-    def examples(self) -> list[torch.Tensor]:
-        """One tensor like each sum of :meth:`collect`, for the changing buffers."""
-        return [_summable(self._start[name]) for name in self.live]
-
-    def begin(self) -> None:
-        """Take the buffers as they are for the start of the step, whoever has changed them since the last one."""
-        for name, buffer in self._all.items():
-            if name in self.live or buffer._version != self._versions[name]:
-                self._start[name].copy_(buffer)
-                self._versions[name] = buffer._version
-        self._dirty = False
-
-    def reset(self) -> None:
-        """Put the buffers back to the start of the step."""
-        if self._dirty:
-            for name in self.live:
-                self._set(name, self._start[name])
-        self._dirty = False
-
-    def collect(self, samples: int) -> list[torch.Tensor]:
-        """What a microbatch made of the buffers, times its samples, right after its forward pass."""
-        if not self._all:
-            return []
-        changed = [name for name, buffer in self._all.items() if buffer._version != self._versions[name]]
-        unknown = [name for name in changed if name not in self.live]
-        if unknown and self.settled:
-            raise InputError(
-                f"The forward pass changed the buffer {unknown[0]!r}, which it did not change in the first step. "
-                f"Let it change from the first step on, or keep such values outside the model's buffers."
-            )
-        self.live = [name for name in self._all if name in self.live or name in unknown]
-        self._dirty = bool(self.live)
-        names = self.live if self.settled else self._all
-        return [_summable(self._all[name].detach()) * samples for name in names]
-
-    def accept(self, means: list[torch.Tensor]) -> None:
-        """Set the changing buffers to their means; the next step starts from them."""
-        for name, mean in zip(self.live, means, strict=True):
-            start = self._start[name]
-            start.copy_(mean if start.is_floating_point() else mean.round())
-            self._set(name, start)
-        self._dirty = False
-
-    def _set(self, name: str, value: torch.Tensor) -> None:
-        self._all[name].data.copy_(value)
-        self._versions[name] = self._all[name]._version
-
-
-def _summable(buffer: torch.Tensor) -> torch.Tensor:
-    return buffer if buffer.is_floating_point() else buffer.double()
-
-
-def _statistics(model: nn.Module) -> list[str]:
-    """The running statistics of batch-norm layers; torch does not count their changes."""
-    return [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if isinstance(module, _NormBase) and module.track_running_stats
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer is not None
-    ]
 
 
 def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:

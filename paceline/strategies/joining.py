@@ -56,7 +56,7 @@ class Joining:
         self._open = False
         obstacle = self._obstacle(pieces, pairs)
         self._job.compute.watches_random = False
-        obstacles = [reason for reason in self._job.world.gather(obstacle) if reason]
+        obstacles = [reason for reason in self._job.world.gather(obstacle, "step") if reason]
         self.joined = not obstacles
         text = (
             f"microbatches stay apart: {obstacles[0]}"

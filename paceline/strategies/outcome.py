@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.data.feed import Piece, apart
+from paceline.data.keys import UPDATE, seed_all, seed_of
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.verdict import Part, check_gradients, mean_loss, not_finite, refusal, unused
 
@@ -25,15 +26,16 @@ def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statis
     """
     bad = not_finite(parts)
     if bad is not None:
+        job.compute.buffers.reset()
         error = refusal(bad, _located(job, step, pieces, bad), step)
         if job.settings.nonfinite == "stop":
             raise error
-        job.compute.buffers.reset()
         job.events.mark("skipped", step=step, reason=str(error))
         loss = mean_loss(parts, job.settings.exact)
         return Outcome(loss, torch.tensor(float("nan")), job.update.learning_rate, applied=False)
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
+        job.compute.buffers.reset()
         check_gradients(parts, list(parameters))
     without = unused(parts)
     for place, parameter in enumerate(parameters.values()):
@@ -41,6 +43,7 @@ def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statis
             parameter.grad = None
     job.compute.buffers.accept(statistics)
     loss = mean_loss(parts, job.settings.exact)
+    seed_all(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
     norm, rate = job.update.apply(step)
     return Outcome(loss, norm, rate)
 
@@ -56,5 +59,5 @@ def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
             if not job.compute.loss_only(part).isfinite().all():
                 found = part.microbatches
                 break
-    located: range = job.world.gather(found)[bad.rank]
+    located: range = job.world.gather(found, "step")[bad.rank]
     return located

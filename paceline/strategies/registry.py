@@ -16,10 +16,12 @@ def strategy_named(name: str, workers: int) -> type[Strategy]:
     """The strategy of that name; for one worker, who has nobody to average with, the reference does the same.
 
     Raises:
-        ConfigError: there is none; says which there are.
+        ConfigError: there is none, or it is not for so many workers.
     """
     if name not in STRATEGIES:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(sorted(STRATEGIES))}.")
+    if name == "single" and workers > 1:
+        raise ConfigError(f"strategy 'single' is for one process, but there are {workers} workers: use 'allreduce'.")
     return Single if workers == 1 else STRATEGIES[name]

@@ -12,7 +12,6 @@ import torch
 
 from paceline.comm.notes import plain
 from paceline.data.feed import Piece
-from paceline.errors import ConfigError
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.joining import Joining
 from paceline.strategies.outcome import conclude
@@ -24,10 +23,6 @@ class Single:
     """Plain PyTorch in one process."""
 
     def __init__(self, job: Job) -> None:
-        if job.world.size > 1:
-            raise ConfigError(
-                f"strategy 'single' is for one process, but there are {job.world.size} workers: use 'allreduce'."
-            )
         self._job = job
         self._joining = Joining(job)
         self._parameters = list(job.update.parameters.values())
@@ -45,6 +40,7 @@ class Single:
         pairs, missing = [], []
         self._take_gradients()
         job.compute.buffers.begin()
+        job.update.check_frozen()
         for piece in pieces:
             computed = job.compute.forward_pass(piece, step)
             computed.total.backward()

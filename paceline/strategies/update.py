@@ -87,12 +87,40 @@ class Update:
         scaling: Scaling,
     ) -> None:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
+        self._frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
         self.scaling = scaling
         self._clip_norm = clip_norm
+        if not self.parameters:
+            raise InputError("No parameter of the model requires a gradient: there is nothing to train.")
         self.optimizer = _made(optimizer, list(self.parameters.values()))
+        self._check_owned()
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scaling.factor
         self.schedule = None if schedule is None else _scheduled(schedule, self.optimizer)
+
+    def _check_owned(self) -> None:
+        """Refuse an optimizer with parameters that are not the model's: nobody would average or save them."""
+        owned = {id(value) for value in self.parameters.values()}
+        for group in self.optimizer.param_groups:
+            for value in group["params"]:
+                if id(value) not in owned:
+                    raise InputError(
+                        f"The optimizer has a parameter of shape {list(value.shape)} that is not one of the model's "
+                        f"trainable ones. Put a loss's parameters into the model, and use forward(model, microbatch)."
+                    )
+
+    def check_frozen(self) -> None:
+        """Refuse a parameter that was frozen at the start and requires a gradient now.
+
+        Raises:
+            InputError: names it.
+        """
+        for name, value in self._frozen.items():
+            if value.requires_grad:
+                raise InputError(
+                    f"The parameter {name!r} was frozen at the start and requires a gradient now. Leave it trainable "
+                    f"from the start (with a learning rate of 0 in a group of its own), or start a new session."
+                )
 
     @property
     def learning_rate(self) -> float:

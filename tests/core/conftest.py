@@ -1,5 +1,4 @@
 import json
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

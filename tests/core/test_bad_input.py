@@ -136,6 +136,18 @@ BEFORE_TRAINING = {
     "settings that differ": Bad(
         "go(seed=RANK)", "DisagreementError", 3, ["setting seed", "rank 0: 0", "rank 1: 1", "same settings"]
     ),
+    "parameters frozen on one worker": Bad(
+        "given['model'][0].bias.requires_grad_(RANK == 0)\ngo()",
+        "DisagreementError",
+        3,
+        ["trained parameter 0.bias", "rank 0: 0", "rank 1: nothing", "Freeze the same"],
+    ),
+    "parameters that one optimizer leaves out": Bad(
+        "go(optimizer=lambda values: torch.optim.SGD(values[RANK:], lr=0.1))",
+        "DisagreementError",
+        3,
+        ["trained parameter 0.weight", "rank 0: 0", "rank 1: None"],
+    ),
     "data sets that differ": Bad(
         "go(data=classes(256 - RANK))", "DisagreementError", 3, ["data length", "rank 0: 256", "rank 1: 255"]
     ),
@@ -321,7 +333,9 @@ def test_a_port_in_use(ranks: Run, tmp_path: Path) -> None:
     assert [one.code for one in ended] == [3, 3]
 
 
-@pytest.mark.parametrize(("absent", "words"), [((1,), "rank 1 of 3"), ((1, 2), "ranks 1, 2 of 3"), ((0,), "reach rank 0")])
+@pytest.mark.parametrize(
+    ("absent", "words"), [((1,), "rank 1 of 3"), ((1, 2), "ranks 1, 2 of 3"), ((0,), "reach rank 0")]
+)
 def test_workers_that_do_not_come(ranks: Run, tmp_path: Path, absent: tuple[int, ...], words: str) -> None:
     ended = ranks(HEAD + "go(timeout_seconds=2)", 3, tmp_path, absent=absent, deadline=60)
     assert len(ended) == 3 - len(absent)
@@ -370,7 +384,6 @@ def test_skipping_leaves_no_trace(told: Callable[..., list[dict[str, object]]], 
     found = [one for workers in (1, 2, 3) for one in told(SKIPPED, workers, tmp_path / str(workers))]
     for one in found:
         assert one == found[0]
-        assert one["skipped"] == one["nan"] == [0, 5, 9] or one["skipped"]
         assert one["skipped"] == one["nan"]
         assert 9 in one["skipped"]  # type: ignore[operator]
         assert one["position"] == 12

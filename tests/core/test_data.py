@@ -20,7 +20,8 @@ class Augmented:
     def __len__(self):
         return 37
     def __getitem__(self, sample):
-        drawn = torch.rand(2).tolist() + [random.random(), random.gauss(0, 1), numpy.random.random(), numpy.random.randn()]
+        drawn = [*torch.rand(2).tolist(), random.random(), random.gauss(0, 1)]
+        drawn += [numpy.random.random(), numpy.random.randn()]
         return torch.tensor([sample, *drawn], dtype=torch.float64), sample
 
 seen = {}
@@ -81,7 +82,8 @@ for length in (2, 101):
     data = Counted(length)
     accuracy = session.evaluate(data, lambda output, target: (output.argmax(1) == target).float().mean())
     visited, data.visited = data.visited, []
-    tell(**{str(length): [visited, accuracy, session.evaluate(data), session.evaluate(data, lambda output, target: (1, 2))]})
+    pairs = session.evaluate(data, lambda output, target: (1, 2))
+    tell(**{str(length): [visited, accuracy, session.evaluate(data), pairs]})
 tell(training=session._job.compute.model.training)
 """
 

@@ -1,7 +1,6 @@
 """Without ``exact`` a run differs from one process by rounding only; large passes are used where they are the same."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -9,7 +9,7 @@ import pytest
 from paceline.testing.ranks import Ended, Kill
 
 STEPS = 36
-SCRIPT = f"""
+SCRIPT = """
 import os
 from pathlib import Path
 import torch
@@ -39,7 +39,7 @@ session = paceline.start(
     **given,
     exact=True,
     schedule=lambda optimizer: StepLR(optimizer, 9, 0.7),
-    checkpoint={{"directory": os.environ["SAVED"], "every": 3}},
+    checkpoint={"directory": os.environ["SAVED"], "every": 3},
     resume="auto",
     timeout_seconds=60,
 )
@@ -79,13 +79,11 @@ def check_the_end(results: list[dict[str, Any]], started_from: range, uninterrup
         assert result == uninterrupted
 
 
-@pytest.mark.parametrize(
-    ("first", "second", "third"),
-    [(3, 2, 4), (2, 5, 1), (1, 4, 2)],
-)
+@pytest.mark.parametrize("workers", [(3, 2, 4), (2, 5, 1), (1, 4, 2)], ids=str)
 def test_killed_twice(
-    ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, first: int, second: int, third: int
+    ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, workers: tuple[int, int, int]
 ) -> None:
+    first, second, third = workers
     ended = ranks(SCRIPT, first, tmp_path, environment=saved, kill=Kill(f"step {6 + first}"))
     assert [one.signal for one in ended] == KILLED * first
     ended = ranks(SCRIPT, second, tmp_path, environment=saved, kill=Kill(f"step {18 + second}", by=second - 1))

@@ -16,7 +16,8 @@ from torch.nn import functional
 import paceline
 from subjects import tell
 
-data = torch.utils.data.TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(1)), torch.arange(40) % 3)
+features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(features, torch.arange(40) % 3)
 
 def start(**settings):
     torch.manual_seed(0)
@@ -30,7 +31,8 @@ RATES = """
 def rates(**settings):
     session = start(batch_per_worker=4, **settings)
     reports = [session.step(batch) for batch in session.batches(steps=5)]
-    return {"rates": [report.learning_rate for report in reports], "notes": reports[0].notes, "seen": reports[-1].samples}
+    rates = [report.learning_rate for report in reports]
+    return {"rates": rates, "notes": reports[0].notes, "seen": reports[-1].samples}
 
 halving = partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5)
 tell(

@@ -17,8 +17,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import env
-from paceline.comm import agreement
+from paceline import agreement, env
+from paceline.checkpoint.state import hash_of
 from paceline.comm.world import World
 from paceline.config import Resolved, Settings
 from paceline.data.order import Order
@@ -64,8 +64,7 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
     order = _order(given.data, settings, who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
-    if not isinstance(given.model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, but it is a {type(given.model).__name__}.")
+    _check_model(given.model)
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
     if settings.exact and torch.cuda.is_available():
@@ -74,7 +73,10 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
     _keep_memory()
     world = World(who, settings.timeout_seconds)
     given.model.to(world.device)
-    initial = agreement.tensor_hashes([*given.model.named_parameters(), *given.model.named_buffers()])
+    initial = {
+        name: hash_of(value).hex()[:16]
+        for name, value in [*given.model.named_parameters(), *given.model.named_buffers()]
+    }
     recompute(given.model, settings.recompute)
     if settings.compile:
         given.model.compile()
@@ -82,6 +84,17 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
     agreement.check(world, _facts(settings, order, update, threads, initial))
     compute = Compute(given.model, forward, settings.seed, settings.autocast)
     return Job(compute, update, order, settings, world, events, given.data, given.collate)
+
+
+def _check_model(model: Any) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"model must be a torch.nn.Module, but it is a {type(model).__name__}.")
+    for name, value in model.named_parameters():
+        if isinstance(value, nn.UninitializedParameter):
+            raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise InputError(f"{name!r} gives sparse gradients, which cannot be averaged here: use sparse=False.")
 
 
 def numerics(settings: Settings) -> dict[str, object]:
@@ -177,13 +190,21 @@ def _facts(
     facts["optimizer class"] = type(update.optimizer).__name__
     for place, group in enumerate(update.optimizer.param_groups):
         facts.update(
-            {f"optimizer {key} of group {place}": str(value) for key, value in group.items() if key != "params"}
+            {f"optimizer {key} of group {place}": _told(value) for key, value in group.items() if key != "params"}
         )
+    groups = {value: place for place, group in enumerate(update.optimizer.param_groups) for value in group["params"]}
+    facts.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
     facts.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:
         facts["threads"] = threads
         facts["cpu capability"] = numerics(settings)["cpu"]
     return facts
+
+
+def _told(value: object) -> str:
+    """A value that equal workers tell alike; of an object, whose text may hold an address, only the kind."""
+    plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
+    return str(value) if isinstance(value, plain) else type(value).__name__
 
 
 def _keep_memory() -> None:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import platform
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-
-import torch
 
 from paceline.comm.world import World
 from paceline.errors import DisagreementError
@@ -19,6 +17,7 @@ _CURES = {
     "version": "Install the same versions everywhere.",
     "setting": "Start every worker with the same settings.",
     "optimizer": "The optimizer factory must not depend on the rank.",
+    "trained": "Freeze the same parameters, and give the optimizer the same ones, on every worker.",
     "data": "Every worker must see the whole data set; Paceline hands out the shares.",
     "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
     "threads": "Set threads= to the same number everywhere; it changes the bits.",
@@ -52,22 +51,13 @@ def code_hashes() -> dict[str, str]:
     return {str(file.relative_to(home)): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in sorted(kept)}
 
 
-def tensor_hashes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
-    """A short hash of each tensor by name."""
-    hashes = {}
-    for name, tensor in tensors:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        hashes[name] = hashlib.sha256(data).hexdigest()[:16]
-    return hashes
-
-
 def check(world: World, facts: Mapping[str, object]) -> None:
     """Compare facts among all workers; keys start with what they are about, as in ``version torch``.
 
     Raises:
         DisagreementError: names the first fact that differs, the workers and their values, and the cure.
     """
-    told = world.gather(dict(facts))
+    told = world.gather(dict(facts), "start")
     keys = dict.fromkeys(key for values in told for key in values)
     for key in keys:
         values = [one.get(key, "nothing") for one in told]

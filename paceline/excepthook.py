@@ -29,7 +29,7 @@ def install(rank: int, size: int, directory: Path | None, step: Callable[[], int
         step: the step that was being done.
         close: called before the end, to write out events.
     """
-    before = sys.excepthook
+    before = getattr(sys.excepthook, "before_paceline", sys.excepthook)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if issubclass(kind, KeyboardInterrupt):
@@ -48,6 +48,7 @@ def install(rank: int, size: int, directory: Path | None, step: Callable[[], int
         sys.stderr.flush()
         os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
 
+    hook.before_paceline = before  # type: ignore[attr-defined]
     sys.excepthook = hook
 
 

@@ -1,0 +1,149 @@
+"""The buffers of a model that its forward pass changes, such as running statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.errors import InputError
+
+
+@dataclass
+class _Buffer:
+    """Where a buffer lives, the tensor it is, its value at the start of the step, and its version then."""
+
+    module: nn.Module
+    key: str
+    tensor: torch.Tensor
+    start: torch.Tensor
+    version: int
+
+    def now(self) -> torch.Tensor:
+        current = self.module._buffers[self.key]
+        return self.tensor if current is None else current
+
+    def touched(self) -> bool:
+        return self.now() is not self.tensor or self.tensor._version != self.version
+
+    def put_back(self) -> None:
+        self.tensor.data.copy_(self.start)
+        self.module._buffers[self.key] = self.tensor
+        self.version = self.tensor._version
+
+
+class Buffers:
+    """The buffers that the forward pass changes, kept apart for each microbatch.
+
+    Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
+    samples of what the microbatches made of it (rounded, for a counter): so it does not depend on who computed what.
+    Statistics of batch-norm layers are known to change; other buffers are watched during the first step.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._all = _found(model)
+        self.live = _statistics(model)
+        self.settled = False
+        self._dirty = False
+
+    def settle(self, live: Iterable[str]) -> list[int]:
+        """From now on exactly these buffers change; all workers say so together after the first step.
+
+        Until then :meth:`collect` returns all buffers; the places of the changing ones among them are returned.
+        """
+        known = set(live)
+        self.live = [name for name in self._all if name in known]
+        self.settled = True
+        return [place for place, name in enumerate(self._all) if name in known]
+
+    def examples(self) -> list[torch.Tensor]:
+        """One tensor like each sum of :meth:`collect`, for the changing buffers."""
+        return [_summable(self._all[name].start) for name in self.live]
+
+    def begin(self) -> None:
+        """Take the buffers as they are for the start of the step, whoever has changed them since the last one."""
+        for name, buffer in self._all.items():
+            if name in self.live or buffer.touched():
+                buffer.tensor = buffer.now()
+                buffer.start.copy_(buffer.tensor)
+                buffer.version = buffer.tensor._version
+        self._dirty = False
+
+    def reset(self) -> None:
+        """Put the buffers back to the start of the step."""
+        if self._dirty:
+            for name in self.live:
+                self._all[name].put_back()
+        self._dirty = False
+
+    def collect(self, samples: int) -> list[torch.Tensor]:
+        """What a microbatch made of the buffers, times its samples, right after its forward pass."""
+        if not self._all:
+            return []
+        for name, buffer in self._all.items():
+            if name not in self.live and self._changed(buffer):
+                self._discover(name)
+        self._dirty = bool(self.live)
+        names = self.live if self.settled else self._all
+        return [_summable(self._all[name].now().detach()) * samples for name in names]
+
+    def _changed(self, buffer: _Buffer) -> bool:
+        return buffer.touched() or (not self.settled and not torch.equal(buffer.now(), buffer.start))
+
+    def _discover(self, name: str) -> None:
+        if self.settled:
+            raise InputError(
+                f"The forward pass changed the buffer {name!r}, which it did not change in the first step. "
+                f"Let it change from the first step on, or keep such values outside the model's buffers."
+            )
+        self.live = [known for known in self._all if known in self.live or known == name]
+
+    def accept(self, means: list[torch.Tensor]) -> None:
+        """Set the changing buffers to their means; the next step starts from them."""
+        for name, mean in zip(self.live, means, strict=True):
+            buffer = self._all[name]
+            whole = not (buffer.start.is_floating_point() or buffer.start.is_complex())
+            buffer.start.copy_(mean.round() if whole else mean)
+            buffer.put_back()
+        self._dirty = False
+
+    def put_all_back(self) -> None:
+        """Undo what an evaluation did to any buffer, after :meth:`take_all`."""
+        for buffer in self._all.values():
+            if buffer.touched():
+                buffer.put_back()
+
+    def take_all(self) -> None:
+        """Remember all buffers as they are now."""
+        for buffer in self._all.values():
+            buffer.tensor = buffer.now()
+            buffer.start.copy_(buffer.tensor)
+            buffer.version = buffer.tensor._version
+
+
+def _found(model: nn.Module) -> dict[str, _Buffer]:
+    found = {}
+    for name, tensor in model.named_buffers():
+        path, _, key = name.rpartition(".")
+        found[name] = _Buffer(model.get_submodule(path), key, tensor, tensor.detach().clone(), tensor._version)
+    return found
+
+
+def _summable(buffer: torch.Tensor) -> torch.Tensor:
+    """In a type whose sums are precise enough."""
+    if buffer.dtype in (torch.float16, torch.bfloat16):
+        return buffer.float()
+    return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()
+
+
+def _statistics(model: nn.Module) -> list[str]:
+    """The running statistics of batch-norm layers; torch does not count their changes."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, _NormBase) and module.track_running_stats
+        for name, _ in module.named_buffers(recurse=False)
+    ]

@@ -1,0 +1,61 @@
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+_SECONDS_TO_END = 5.0
+_OF_PYTEST = {"PYTEST_CURRENT_TEST"}
+
+
+def _children() -> dict[int, str]:
+    """The command lines of the processes that this one has started and that still run, by their id."""
+    found = {}
+    for tasks in Path("/proc/self/task").glob("*/children"):
+        try:
+            pids = [int(pid) for pid in tasks.read_text().split()]
+        except OSError:  # the thread has ended
+            continue
+        for pid in pids:
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if line:  # a process that has ended and was not waited for has none
+                found[pid] = line[:200]
+    return found
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+
+
+def _process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """A test fails that leaves a process, a variable of the environment or a process group behind."""
+    children, environment = _children(), _environment()
+    yield
+    until = time.monotonic() + _SECONDS_TO_END
+    while (left := _children().keys() - children.keys()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not left, f"processes that still run: {[_children().get(pid) for pid in left]}"
+    assert _environment() == environment
+    assert not _process_group(), "a process group was left open"
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """Every test starts with the same generators, whatever ran before."""
+    random.seed(0)
+    for name in ("numpy", "torch"):
+        module = sys.modules.get(name)
+        if module is not None:
+            (module.random.seed if name == "numpy" else module.manual_seed)(0)

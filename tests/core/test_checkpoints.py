@@ -1,0 +1,169 @@
+"""A checkpoint that does not fit, or is damaged, is refused on every worker with what is wrong."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.checkpoint import files
+from paceline.testing.ranks import Ended
+
+Run = Callable[..., list[Ended]]
+Told = Callable[..., list[dict[str, Any]]]
+
+SAVING = """
+import os
+from subjects import *
+given = CASES["transformer, tied weights, clipping, schedule"]() | {"exact": True}
+session = paceline.start(**given, checkpoint={"directory": os.environ["SAVED"], "every": 2, "keep": 3})
+for batch in session.batches(steps=6):
+    session.step(batch)
+tell(fingerprint=session.fingerprint(), path=str(session.save()))
+"""
+
+# Each attempt is a start of its own; all workers must be refused alike.
+RESUMING = """
+import os, shutil
+from pathlib import Path
+from subjects import *
+
+saved = Path(os.environ["SAVED"])
+case = "transformer, tied weights, clipping, schedule"
+
+def attempt(name, resume="auto", directory=saved, **changes):
+    given = CASES[case]() | {"exact": True, "checkpoint": directory, "resume": resume}
+    try:
+        session = paceline.start(**given | changes)
+    except paceline.CheckpointError as error:
+        tell(**{name: str(error)})
+    else:
+        tell(**{name: ["resumed", session.position, session.fingerprint()]})
+
+class Wide(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].mix = torch.nn.Linear(8, 24, bias=False)
+
+class Deep(Transformer):
+    def __init__(self):
+        super().__init__()
+        self.blocks.append(Block(8, 0.1))
+
+class Shallow(Transformer):
+    def __init__(self):
+        super().__init__()
+        del self.blocks[1]
+
+def model(kind):
+    torch.manual_seed(0)
+    return kind()
+
+attempt("as it was")
+attempt("an older one", resume=str(saved / "step-000004"))
+attempt("the folder", resume=str(saved), directory=None)
+attempt("nowhere", resume=str(saved / "step-000099"))
+attempt("empty", directory=saved / "empty")
+attempt("not asked for", resume=None)
+attempt("no folder", directory=None)
+attempt("another batch", batch=24)
+attempt("other microbatches", microbatches=16)
+attempt("another seed", seed=3)
+attempt("other data", data=Sentences(91))
+attempt("threads", threads=2)
+attempt("not exact", exact=False)
+attempt("other tensors", model=model(Wide))
+attempt("a new layer", model=model(Deep))
+attempt("a layer less", model=model(Shallow))
+attempt("another type", model=model(Transformer).double())
+attempt("another optimizer", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+for name in ("flipped", "cut", "lost", "no text", "half a manifest", "newer format"):
+    attempt(name, directory=saved.parent / name)
+"""
+
+
+def damage(folder: Path, saved: Path) -> None:
+    """Copies of the checkpoints, each damaged in another way."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(saved, folder / name)) / "step-000006"
+
+    for name in ("flipped", "cut", "lost"):
+        (data,) = copy(name).glob("*.distcp")
+        content = bytearray(data.read_bytes())
+        weight = files.read(data.parent, ["parameter/embedding.weight"])["parameter/embedding.weight"].numpy().tobytes()
+        content[content.index(weight) + 7] ^= 1
+        data.write_bytes(content if name == "flipped" else content[: len(content) // 3])
+        if name == "lost":
+            data.unlink()
+    (copy("no text") / "manifest.json").write_bytes(b"\xff\xfe\x00")
+    manifest = copy("half a manifest") / "manifest.json"
+    manifest.write_text(manifest.read_text()[:200])
+    manifest = copy("newer format") / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+
+
+@pytest.fixture(scope="module")
+def attempts(told: Told, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each of two workers was told; ``fingerprint`` is what the checkpoint should give."""
+    folder = tmp_path_factory.mktemp("attempts")
+    saved = folder / "saved"
+    (before,) = told(SAVING, 1, folder, environment={"SAVED": str(saved)})
+    assert before["path"] == str(saved / "step-000006")
+    assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-000002", "step-000004", "step-000006"]
+    damage(folder, saved)
+    return [before | one for one in told(RESUMING, 2, folder, environment={"SAVED": str(saved)})]
+
+
+@pytest.mark.parametrize(
+    ("attempt", "words"),
+    [
+        ("nowhere", ["step-000099", "not a complete checkpoint"]),
+        ("not asked for", ["step-000006", "resume='auto'"]),
+        ("no folder", ["resume='auto'", "checkpoint.directory"]),
+        ("another batch", ["order of samples", "batch was 32 and is now 24"]),
+        ("other microbatches", ["microbatches was 8 and is now 16"]),
+        ("another seed", ["seed was 0 and is now 3"]),
+        ("other data", ["length was 90 and is now 91"]),
+        ("threads", ["same bits", "threads was 1 and is now 2"]),
+        ("not exact", []),
+        ("other tensors", ["another model", "the model has no parameter 'blocks.1.mix.bias'"]),
+        ("a new layer", ["another model", "no parameter 'blocks.2.mix.weight'"]),
+        ("a layer less", ["another model", "the model has no parameter 'blocks.1.mix.weight'"]),
+        ("another type", ["parameter 'embedding.weight'", "torch.float32 [16, 8]", "torch.float64 [16, 8]"]),
+        ("another optimizer", ["optimizer"]),
+        ("flipped", ["step-000006", "damaged"]),
+        ("cut", ["step-000006", "damaged"]),
+        ("lost", ["step-000006", "damaged"]),
+        ("no text", ["manifest.json", "damaged"]),
+        ("half a manifest", ["manifest.json", "damaged"]),
+        ("newer format", ["format 99", "format 1"]),
+    ],
+)
+def test_refused(attempts: list[dict[str, Any]], attempt: str, words: list[str]) -> None:
+    for one in attempts:
+        if attempt == "not exact":
+            assert one[attempt][:2] == ["resumed", 6]
+            continue
+        assert isinstance(one[attempt], str), one[attempt]
+        for word in words:
+            assert word in one[attempt]
+
+
+def test_resumed(attempts: list[dict[str, Any]]) -> None:
+    for one in attempts:
+        assert one["as it was"] == one["the folder"] == ["resumed", 6, one["fingerprint"]]
+        assert one["an older one"][:2] == ["resumed", 4]
+        assert one["an older one"][2] != one["fingerprint"]
+        assert one["empty"][:2] == ["resumed", 0]
+
+
+def test_every_worker_ends(ranks: Run, tmp_path: Path) -> None:
+    saved = {"SAVED": str(tmp_path / "saved")}
+    ranks(SAVING, 1, tmp_path, environment=saved)
+    ended = ranks(SAVING, 2, tmp_path, environment=saved)
+    for one in ended:
+        assert one.code == 4
+        assert one.err.startswith(f"paceline: rank {one.rank}: CheckpointError: The checkpoint folder already holds ")

@@ -1,0 +1,245 @@
+"""Models and scripts that tempt workers to part ways: the same bits on any number of them, or a clear refusal."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Told = Callable[..., list[dict[str, Any]]]
+
+HEAD = """
+import torch
+from functools import partial
+from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+import paceline
+from subjects import tell
+
+features = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+data = torch.utils.data.TensorDataset(features, torch.arange(40) % 3)
+sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+def start(model=None, optimizer=sgd, loss=functional.cross_entropy, exact=True, **settings):
+    torch.manual_seed(0)
+    model = model() if model else nn.Linear(4, 3)
+    return paceline.start(model=model, data=data, loss=loss, optimizer=optimizer, batch=16, exact=exact, **settings)
+
+def trained(session, steps=6):
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+    return session.fingerprint()
+"""
+
+SAME = """
+class Rebound(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("average", torch.zeros(3))
+        self.register_buffer("narrow", torch.zeros(3, dtype=torch.float16))
+    def forward(self, x):
+        y = self.layer(x)
+        self.average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        self.narrow.data.add_(1000)
+        return y + self.average
+
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.grad.add_(torch.randn_like(value), alpha=0.01)
+        return super().step(closure)
+
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 3), nn.Linear(4, 3)
+    def forward(self, x):
+        return self.one(x).relu() if x[0, 0] > 0 else self.one(x) + self.two(x).relu() * 0
+
+class Watched(Rebound):
+    def forward(self, x):
+        y = self.layer(x)
+        self.average.add_(y.detach().mean(0))
+        return y
+
+seen = []
+def mixing(items):
+    x, y = torch.utils.data.default_collate(items)
+    seen.append(torch.rand(()).item())
+    return x * seen[-1], y
+
+found = {}
+session = start(Rebound)
+found["rebound buffer"] = trained(session)
+assert session._job.compute.model.narrow.isfinite().all()
+found["random optimizer"] = trained(start(optimizer=partial(Noisy, lr=0.1)))
+found["sometimes unused"] = trained(start(Sometimes, missing_gradient="zero"))
+session = start(Watched)
+trained(session)
+before = session.fingerprint()
+session.evaluate(data, lambda output, target: output.mean())
+assert session.fingerprint() == before
+found["buffer changed by evaluation"] = trained(session)
+found["random collate"] = trained(start(collate=mixing))
+assert len(set(seen)) == len(seen)
+found["frozen part"] = trained(start(lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))))
+found["channels last"] = trained(start(lambda: nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 8, 1),
+    nn.Flatten(), nn.Linear(8, 3)).to(memory_format=torch.channels_last)))
+tell(**found)
+"""
+
+
+def test_the_bits_do_not_depend_on_the_workers(told: Told, tmp_path: Path) -> None:
+    (alone,) = told(HEAD + SAME, 1, tmp_path)
+    for workers in (2, 4):
+        for one in told(HEAD + SAME, workers, tmp_path):
+            assert one == alone
+
+
+CAUGHT = """
+class Failing(nn.Linear):
+    fails = False
+    def forward(self, x):
+        y = super().forward(x)
+        if self.fails:
+            y.register_hook(self.fail)
+        return y
+    def fail(self, gradient):
+        raise MemoryError("no memory for this one")
+
+session = start(lambda: Failing(4, 3))
+model = session._job.compute.model
+for batch in session.batches(steps=6):
+    model.fails = batch.step == 2
+    try:
+        session.step(batch)
+    except MemoryError:
+        pass
+tell(fingerprint=session.fingerprint())
+"""
+
+
+def test_a_step_that_failed_everywhere_leaves_no_trace(told: Told, tmp_path: Path) -> None:
+    (alone,) = told(HEAD + CAUGHT, 1, tmp_path)
+    assert all(one == alone for one in told(HEAD + CAUGHT, 2, tmp_path))
+
+
+UNUSED_CALL = """
+session = start()
+session.batches(steps=2)
+tell(steps=[session.step(batch).step for batch in session.batches(steps=2)])
+"""
+
+
+def test_a_call_that_nobody_went_through_does_not_count(told: Told, tmp_path: Path) -> None:
+    (one,) = told(HEAD + UNUSED_CALL, 1, tmp_path)
+    assert one["steps"] == [0, 1]
+
+
+CAUGHT_NAN = """
+class Nan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer, self.bad = nn.BatchNorm1d(4), nn.Linear(4, 3), False
+    def forward(self, x):
+        return self.layer(self.norm(x * float("nan") if self.bad else x))
+
+session = start(Nan)
+trained(session, 2)
+session._job.compute.model.bad = True
+before = session.fingerprint()
+try:
+    trained(session, 1)
+except paceline.NonFiniteLoss:
+    tell(same=session.fingerprint() == before)
+"""
+
+
+def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(told: Told, tmp_path: Path) -> None:
+    for one in told(HEAD + CAUGHT_NAN, 2, tmp_path):
+        assert one["same"]
+
+
+REFUSED = {
+    "reentrant": (
+        """
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.layer, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+    def forward(self, x):
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return self.last(x)
+trained(start(Shared))
+""",
+        ["'layer.", "use_reentrant=False"],
+    ),
+    "foreign parameter": (
+        "extra = nn.Parameter(torch.ones(7))\ntrained(start(optimizer=lambda p: torch.optim.SGD([*p, extra], lr=0.1)))",
+        ["shape [7]", "not one of the model's"],
+    ),
+    "unfrozen": (
+        """
+session = start(lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3)))
+trained(session, 2)
+session._job.compute.model.requires_grad_(True)
+trained(session, 2)
+""",
+        ["'0.weight'", "was frozen at the start"],
+    ),
+    "lazy": ("start(lambda: nn.LazyLinear(3))", ["'weight' has no shape yet"]),
+    "all frozen": ("start(lambda: nn.Linear(4, 3).requires_grad_(False))", ["nothing to train"]),
+    "sparse": (
+        "start(lambda: nn.Sequential(nn.Embedding(4, 3, sparse=True)))",
+        ["'0' gives sparse gradients", "sparse=False"],
+    ),
+    "late buffer": (
+        """
+class Late(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("calls", torch.zeros(()))
+        self.counts = False
+    def forward(self, x):
+        if self.counts:
+            self.calls += 1
+        return super().forward(x)
+session = start(Late)
+trained(session, 2)
+session._job.compute.model.counts = True
+trained(session, 2)
+""",
+        ["the buffer 'calls'", "did not change in the first step"],
+    ),
+    "not pairs": ("start().evaluate([1.0, 2.0, 3.0], lambda output, target: 0.0)", ["must give pairs (input, target)"]),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_trained_alike_is_refused(ranks: Any, tmp_path: Path, what: str) -> None:
+    script, words = REFUSED[what]
+    everyone = ranks(HEAD + script, 2, tmp_path)
+    for one in everyone:
+        assert one.code != 0
+        assert "Traceback" not in one.err
+        assert "WorkerLost" in one.err or all(word in one.err for word in words), one.err
+    assert not all("WorkerLost" in one.err for one in everyone)
+
+
+PLACES = """
+session = start()
+if session.rank == 1:
+    session.evaluate(data)
+trained(session)
+"""
+
+
+def test_workers_at_different_places_are_named(ranks: Any, tmp_path: Path) -> None:
+    everyone = ranks(HEAD + PLACES, 2, tmp_path)
+    assert all(one.code != 0 for one in everyone)
+    assert any("rank 1 in evaluate" in one.err for one in everyone), [one.err for one in everyone]

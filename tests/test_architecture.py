@@ -1,0 +1,81 @@
+"""What others rely on: the public names, the settings, the options. Change these lists with care."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+import paceline
+from paceline import config
+from paceline.cli.main import COMMANDS, _application
+
+PACKAGE = Path(paceline.__file__).parent
+LONGEST_FILE = 400
+
+NAMES = {
+    *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
+    *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
+    *("CheckpointError", "WorkerLost"),
+}
+SETTINGS = {
+    *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),
+    *("warmup_steps", "clip_norm", "autocast", "recompute", "compile", "workers_per_loader"),
+    *("checkpoint.directory", "checkpoint.every", "checkpoint.keep", "resume", "nonfinite", "missing_gradient"),
+    *("threads", "timeout_seconds"),
+}
+OPTIONS = {
+    "run": {
+        *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
+        *("--port", "--quiet"),
+    },
+    "config": {"--set", "--plan"},
+    "verify": {"--workers", "--steps", "--set", "--plan"},
+    "demo": {"--workers", "-n"},
+}
+
+
+def test_the_public_names() -> None:
+    assert set(paceline.__all__) == NAMES
+    assert all(hasattr(paceline, name) for name in NAMES)
+    assert set(dir(paceline)) == NAMES
+
+
+def test_the_settings() -> None:
+    assert set(config.flat_keys()) == SETTINGS
+    assert set(config.Arguments.__annotations__) == {key.partition(".")[0] for key in SETTINGS}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_options_of_each_command(command: str) -> None:
+    application = typer.main.get_command(_application([command]))
+    parameters = application.commands[command].params  # type: ignore[attr-defined]
+    options = [one for one in parameters if one.param_type_name == "option"]
+    assert {name for option in options for name in (*option.opts, *option.secondary_opts)} == OPTIONS[command]
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {path.relative_to(PACKAGE): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import paceline",
+        "from paceline import Settings, InputError, config",
+        "import paceline.testing.ranks",
+        "from paceline.cli.main import main; sys.argv = ['paceline', '--help']; atexit.register(check); main()",
+    ],
+)
+def test_torch_is_not_imported_before_it_is_needed(line: str) -> None:
+    script = f"""
+import atexit, os, sys
+def check():
+    os._exit(7 if "torch" in sys.modules else 0)
+{line}
+check()
+"""
+    ended = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, check=False)
+    assert ended.returncode == 0, ended.stderr
