@@ -72,8 +72,9 @@ class Keeper:
             _log.info("resume: no checkpoint in %s yet, starting from the beginning", self.folder)
             return 0
         path = Path(found)
+        saved = manifest.read(path)
         self._refuse_later(path)
-        step = state.restore(path, manifest.read(path))
+        step = state.restore(path, saved)
         _log.info("resumed from %s at step %d", path, step)
         self._events.mark("resume", step=step, path=str(path))
         return step

@@ -22,6 +22,7 @@ from paceline.errors import DisagreementError, StartError, WorkerLost
 
 _log = logging.getLogger("paceline")
 _POLL_SECONDS = 0.02
+_PROBE_TAG = (1 << 31) - 1
 _GRACE_SECONDS = 1.0
 """For torch to notice by itself that the time is up."""
 
@@ -116,9 +117,7 @@ class World:
         try:
             dist.all_gather_object(values, (what, value))
         except RuntimeError as error:
-            raise WorkerLost(
-                f"Rank {self.rank} lost contact while all workers compared notes: {_reason(error)}"
-            ) from error
+            raise self._lost([], "when all workers compared notes", error) from error
         if any(told != what for told, _ in values):
             places = ", ".join(f"rank {rank} in {told}" for rank, (told, _) in enumerate(values))
             raise DisagreementError(
@@ -139,7 +138,7 @@ class World:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._lost(peers, operations[0].tag, error) from error
+            raise self._lost(peers, f"in exchange {operations[0].tag}", error) from error
         return [Transfer(self, work, peers, operations[0].tag) for work in works]
 
     def _start(self, operation: dist.P2POp) -> Transfer:
@@ -147,18 +146,27 @@ class World:
         try:
             work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
         except RuntimeError as error:
-            raise self._lost([operation.peer], operation.tag, error) from error
+            raise self._lost([operation.peer], f"in exchange {operation.tag}", error) from error
         return Transfer(self, work, [operation.peer], operation.tag)
 
-    def _lost(self, peers: list[int], tag: int, error: RuntimeError) -> WorkerLost:
+    def _lost(self, peers: list[int], where: str, error: RuntimeError) -> WorkerLost:
         reason = _reason(error)
-        if "imed out" in reason:
-            what = f"{_ranks(peers)} sent nothing for {self.timeout:.0f} s (timeout_seconds)"
-        else:
-            what = f"the connection to {_ranks(peers)} broke"
-        return WorkerLost(
-            f"Rank {self.rank}: {what} in exchange {tag}. The cause stands in the output of {_ranks(peers)}. [{reason}]"
-        )
+        silent = peers and "imed out" in reason
+        gone = peers if silent else self._gone(peers)
+        named = _ranks(gone) if gone else "another worker"
+        what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
+        return WorkerLost(f"Rank {self.rank}: {what} {where}. The cause stands in the output of {named}. [{reason}]")
+
+    def _gone(self, peers: list[int]) -> list[int]:
+        """These workers and all others whose connection is broken: the one that was lost first is among them."""
+        gone = set(peers)
+        for peer in range(self.size):
+            if peer != self.rank and self.device.type == "cpu":
+                try:
+                    dist.isend(torch.zeros(1), peer, tag=_PROBE_TAG)
+                except RuntimeError:
+                    gone.add(peer)
+        return sorted(gone)
 
 
 class Message:
@@ -192,7 +200,7 @@ class Transfer:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._world._lost(self._peers, self._tag, error) from error
+            raise self._world._lost(self._peers, f"in exchange {self._tag}", error) from error
 
 
 def _device(who: env.Identity) -> torch.device:

@@ -62,7 +62,8 @@ def model(kind):
     return kind()
 
 attempt("as it was")
-attempt("an older one", resume=str(saved / "step-000004"))
+attempt("an older one", resume=str(saved / "step-000004"), directory=saved.parent / "elsewhere")
+attempt("before later ones", resume=str(saved / "step-000004"))
 attempt("the folder", resume=str(saved), directory=None)
 attempt("nowhere", resume=str(saved / "step-000099"))
 attempt("empty", directory=saved / "empty")
@@ -122,6 +123,7 @@ def attempts(told: Told, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
     [
         ("nowhere", ["step-000099", "not a complete checkpoint"]),
         ("not asked for", ["step-000006", "resume='auto'"]),
+        ("before later ones", ["holds step-000006, later than step-000004", "checkpoint.directory"]),
         ("no folder", ["resume='auto'", "checkpoint.directory"]),
         ("another batch", ["order of samples", "batch was 32 and is now 24"]),
         ("other microbatches", ["microbatches was 8 and is now 16"]),
