@@ -208,7 +208,11 @@ def _told(value: object) -> str:
 
 
 def _keep_memory() -> None:
-    """Let the C library keep freed memory: fresh pages for every gradient cost a tenth of a step on the CPU."""
+    """Let the C library keep freed memory.
+
+    Otherwise a large tensor is a mapping of its own, which goes back to the kernel when freed: every gradient of every
+    step then costs its page faults again, a tenth of a step on the CPU.
+    """
     if sys.platform != "linux":
         return
     try:

@@ -17,10 +17,6 @@ from paceline.config import Settings
 
 HOST = "127.0.0.1"
 
-# For malloc a large tensor is a mapping of its own, which goes back to the kernel when freed: every gradient
-# of every step then costs its page faults again, 10 to 15 % of a step on CPU. These values keep the pages.
-KEEP_PAGES = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**34)}
-
 
 @dataclass(frozen=True)
 class Request:
@@ -120,7 +116,6 @@ def lay_out(
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "OMP_NUM_THREADS": str(threads_per_worker(settings, request.workers, len(machine.cores))),
-        **KEEP_PAGES,
         **inherited,
         **request.environment,
         "WORLD_SIZE": workers,
