@@ -68,7 +68,7 @@ class Settings(BaseModel):
     )
     checkpoint: CheckpointSettings = CheckpointSettings()
     resume: str | None = Field(
-        None, description="auto: from the newest good checkpoint if there is one; or the path of a checkpoint"
+        None, description="auto: from the newest complete checkpoint if there is one; or the path of a checkpoint"
     )
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="what a NaN or infinite loss does to the run or to the step"
