@@ -3,8 +3,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -98,12 +99,13 @@ def test_signal_handlers_are_put_back(prepare: Callable[..., Launch]) -> None:
 
 
 LAUNCHER = """
-import sys
+import signal, sys
 from pathlib import Path
 from paceline.launch.base import Request
 from paceline.launch.local import Workers
 from paceline.launch.prepare import prepare
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 launch = prepare(Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2])))
 with Workers(launch, lambda name, line: print(line, flush=True)) as workers:
     print("signal", workers.wait().signal)
@@ -111,8 +113,12 @@ with Workers(launch, lambda name, line: print(line, flush=True)) as workers:
 
 
 @pytest.fixture
-def launcher(tmp_path: Path) -> Callable[[str], "subprocess.Popen[str]"]:
-    """A launcher in a process of its own, once its rank 0 has said that it is up with a child of its own."""
+def launcher(tmp_path: Path) -> Iterator[Callable[[str], "subprocess.Popen[str]"]]:
+    """A launcher in a process of its own, once its rank 0 has said that it is up with a child of its own.
+
+    After a minute it is killed, so that no test waits for it without end.
+    """
+    deadlines = []
 
     def start(body: str) -> "subprocess.Popen[str]":
         script = tmp_path / "train.py"
@@ -125,11 +131,15 @@ def launcher(tmp_path: Path) -> Callable[[str], "subprocess.Popen[str]"]:
             text=True,
             env={**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])},
         )
+        deadlines.append(threading.Timer(60, process.kill))
+        deadlines[-1].start()
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         return process
 
-    return start
+    yield start
+    for deadline in deadlines:
+        deadline.cancel()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
