@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from paceline.data.keys import COLLATE, SAMPLE, seed_all, seed_of
 from paceline.data.order import Order
@@ -120,6 +120,7 @@ class KeyedDataset(Dataset[Any]):
         self._data = data
         self._seed = seed
         self._collates = collates
+        self._is_plain = type(data) in (TensorDataset, list, tuple)
         self._draws = False
 
     def __getitems__(self, request: Request) -> list[Any]:
@@ -129,6 +130,8 @@ class KeyedDataset(Dataset[Any]):
         return items
 
     def _items(self, request: Request) -> list[Any]:
+        if self._is_plain:
+            return self._read(request.samples)
         if not self._draws:
             seed_all(_UNTOUCHED)
             items = self._read(request.samples)

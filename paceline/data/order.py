@@ -12,7 +12,7 @@ The number of workers appears nowhere. A position in training is one whole numbe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -37,7 +37,7 @@ class Order:
     seed: int
     drop_last: bool = False
 
-    @property
+    @cached_property
     def steps_per_epoch(self) -> int:
         """Steps in one pass over the data set, the short last batch included unless it is dropped."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)

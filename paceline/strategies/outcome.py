@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.data.feed import Piece, apart
-from paceline.data.keys import UPDATE, seed_all, seed_of
+from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.verdict import Part, check_gradients, mean_loss, not_finite, refusal, unused
 
@@ -43,7 +43,7 @@ def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statis
             parameter.grad = None
     job.compute.buffers.accept(statistics)
     loss = mean_loss(parts, job.settings.exact)
-    seed_all(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
+    seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
     norm, rate = job.update.apply(step)
     return Outcome(loss, norm, rate)
 

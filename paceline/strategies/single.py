@@ -49,7 +49,7 @@ class Single:
             statistics.push(piece.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)
             missing.append(frozenset(place for place, value in enumerate(values) if value is None))
-        table = torch.stack(pairs)
+        table = torch.stack(pairs) if len(pairs) > 1 else pairs[0].unsqueeze(0)
         parts = [
             Part(piece.microbatches, 0, loss, count, without)
             for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
