@@ -185,7 +185,7 @@ class BarDisplay(Display):
         if name == "stdout" and not sys.stdout.isatty():
             super().show(name, line)
         else:
-            self._console.print(Text(f"[rank {0}] ") + Text.from_ansi(line), soft_wrap=True)
+            self._console.print(Text("[rank 0] ") + Text.from_ansi(line), soft_wrap=True)
 
     def draw(self) -> None:
         """Move the bar."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import errno
-import logging
 import re
 import threading
 import time
@@ -20,7 +19,6 @@ from paceline import env
 from paceline.comm.memory import shared_memory
 from paceline.errors import DisagreementError, StartError, WorkerLost
 
-_log = logging.getLogger("paceline")
 _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 31) - 1
 _GRACE_SECONDS = 1.0
