@@ -99,6 +99,24 @@ def test_the_bits_do_not_depend_on_the_workers(told: Told, tmp_path: Path) -> No
             assert one == alone
 
 
+STATISTICS = """
+session = start(lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3)).double(), microbatches=3)
+order = paceline.data.order.Order(40, 16, 3, seed=0)
+rows = features[[sample for part in order.microbatches_of(0) for sample in part]]
+trained(session, 1)
+norm = session._job.compute.model[0]
+tell(found=norm.running_mean.tolist(), mean=(0.1 * rows.mean(0)).tolist(), counted=norm.num_batches_tracked.item())
+"""
+
+
+def test_statistics_are_means_over_samples(told: Told, tmp_path: Path) -> None:
+    script = HEAD.replace("features = torch.randn(40, 4,", "features = torch.randn(40, 4, dtype=torch.float64,")
+    for workers in (1, 3):
+        for one in told(script + "import paceline.data.order\n" + STATISTICS, workers, tmp_path):
+            assert one["found"] == pytest.approx(one["mean"], rel=1e-12)
+            assert one["counted"] == 1
+
+
 CAUGHT = """
 class Failing(nn.Linear):
     fails = False
