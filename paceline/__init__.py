@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         PacelineError,
         StartError,
         WorkerLost,
+        WorkerSilent,
     )
     from paceline.session import Batch, Report, Session, start
 
@@ -35,6 +36,7 @@ _HOMES = {
     "Settings": "config",
     "StartError": "errors",
     "WorkerLost": "errors",
+    "WorkerSilent": "errors",
     "start": "session",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "Settings",
     "StartError",
     "WorkerLost",
+    "WorkerSilent",
     "start",
 ]
 

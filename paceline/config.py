@@ -8,6 +8,7 @@ command line, environment, plan file, script, default.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,11 +33,27 @@ class CheckpointSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    directory: Path | None = Field(
-        None, description="folder of the checkpoints; the run's own when started by paceline run"
+    directory: Path | str | None = Field(
+        None, description="folder of the checkpoints, or a URL; the run's own folder when started by paceline run"
     )
-    every: PositiveInt | None = Field(None, description="save after every so many steps; none: only session.save()")
+    every: PositiveInt | Literal["auto"] | None = Field(
+        None, description="save after every so many steps; auto: as often as is worth it; none: only session.save()"
+    )
     keep: PositiveInt = Field(2, description="how many of the newest checkpoints stay")
+    keep_hours: PositiveFloat | None = Field(
+        None, description="remove checkpoints older than this, but never the newest; none: at any age"
+    )
+    background: bool = Field(True, description="save while training goes on; false: training waits for each save")
+    mtbf_hours: PositiveFloat = Field(24.0, description="expected hours between two failures of the run, for auto")
+
+    @field_validator("directory", mode="before")
+    @classmethod
+    def _path_or_url(cls, value: object) -> object:
+        if isinstance(value, str):
+            return value if "://" in value else Path(value)
+        if isinstance(value, Path) and (found := re.match(r"(\w[\w+.-]+):/(?=[^/])", str(value))):
+            raise ValueError(f"a Path cannot hold a URL; write {found[1]}://... as text")
+        return value
 
 
 class Settings(BaseModel):
@@ -80,6 +97,11 @@ class Settings(BaseModel):
         None, description="threads of each worker; none: 1 with exact, else cores / workers on this machine"
     )
     timeout_seconds: PositiveFloat = Field(600.0, description="how long a worker waits for another one")
+    hang_seconds: PositiveFloat | None = Field(
+        None,
+        description="after how long a worker that the others wait for is named, and dropped if the run is elastic; "
+        "none: 30 seconds or ten steps, whichever is longer",
+    )
 
     @field_validator("checkpoint", mode="before")
     @classmethod
@@ -119,6 +141,7 @@ class Arguments(TypedDict, total=False):
     missing_gradient: Literal["stop", "zero"]
     threads: int
     timeout_seconds: float
+    hang_seconds: float | None
 
 
 class Resolved(BaseModel):

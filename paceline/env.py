@@ -19,7 +19,11 @@ PLAN = "PACELINE_PLAN"
 TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
 SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG}
+ROSTER = "PACELINE_ROSTER"
+WORKER = "PACELINE_WORKER"
+LARGEST = "PACELINE_LARGEST"
+FAULTS = "PACELINE_FAULTS"
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, FAULTS, ROSTER, WORKER, LARGEST}
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,41 @@ def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Enrolment:
+    """How a worker that a launcher of ours started finds the others.
+
+    Attributes:
+        roster: ``host:port`` of the roster.
+        worker: the number of this process, which stays while its rank may change.
+        spare: whether it was started to take the place of another one.
+        largest: how many workers there may ever be.
+        name: what its files are called.
+    """
+
+    roster: str
+    worker: int
+    spare: bool
+    largest: int
+    name: str
+
+
+def enrolment() -> Enrolment | None:
+    """How this worker finds the others; none when another launcher started it."""
+    if ROSTER not in os.environ:
+        return None
+    number, started = _number(WORKER, 0), _number("LOCAL_WORLD_SIZE", 1)
+    spare = number % 1000 >= started
+    name = f"rank-{number}" if number < started else f"worker-{number}"
+    return Enrolment(os.environ[ROSTER], number, spare, _number(LARGEST, _number("WORLD_SIZE", 1)), name)
+
+
+def tell_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+    """Set torchrun's variables to what this worker is now, for the script and the libraries it uses."""
+    told = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    os.environ.update({name: str(value) for name, value in told.items()})
+
+
 def trace() -> Trace | None:
     """What ``paceline verify`` asked this run to record."""
     if TRACE_DIRECTORY not in os.environ:
@@ -121,6 +160,17 @@ def config_report() -> Path | None:
     return Path(os.environ[SHOW_CONFIG]) if SHOW_CONFIG in os.environ else None
 
 
+def faults() -> str | None:
+    """The faults that a test wants to happen in this run, as JSON (``paceline.testing.faults``)."""
+    return os.environ.get(FAULTS)
+
+
 def inherited() -> dict[str, str]:
     """A copy of the whole environment, for the processes that a launcher starts."""
     return dict(os.environ)
+
+
+def replace(variables: Mapping[str, str]) -> None:
+    """Put other variables in the place of all: for a copy of a process that becomes a worker."""
+    os.environ.clear()
+    os.environ.update(variables)

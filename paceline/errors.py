@@ -9,13 +9,31 @@
     ├── StartError                      the workers could not be brought together
     │   └── DisagreementError           workers differ in code, configuration, versions, weights or step
     ├── CheckpointError                 a checkpoint could not be written, read or matched
-    └── WorkerLost                      another worker went away or stayed silent past the deadline
+    └── WorkerLost                      another worker went away
+        └── WorkerSilent                it is there, but stayed silent past the deadline
 
 Each message says what is wrong, with which values, and what to do. ``exit_code`` is what the process
 ends with when nobody catches the error.
 """
 
 from __future__ import annotations
+
+PREEMPTED = 75
+"""The exit code of a worker, and of a run, that can be resumed: EX_TEMPFAIL of sysexits.h."""
+DEADLINE_PASSED = 124
+"""The exit code of a run that a hang has ended, as of ``timeout``."""
+EXIT_CODES = {
+    "0": "success",
+    "1": "the script failed (or its own code)",
+    "2": "wrong usage or settings",
+    "3": "the workers could not start or do not agree",
+    "4": "a checkpoint",
+    "5": "a worker was lost for good",
+    str(PREEMPTED): "preempted: start it again with --resume",
+    str(DEADLINE_PASSED): "a deadline passed, something hangs",
+    "128 + n": "ended by signal n",
+}
+"""What the exit codes of ``paceline run`` mean."""
 
 
 class PacelineError(Exception):
@@ -59,9 +77,18 @@ class CheckpointError(PacelineError):
 
 
 class WorkerLost(PacelineError):
-    """Another worker went away, or stayed silent past the deadline.
+    """Another worker went away.
 
-    This is a consequence: the cause stands in the output of the worker that was lost.
+    This is a consequence: the cause stands in the output of the worker that was lost. ``ranks`` are those whose
+    process is known to have ended.
     """
 
+    ranks: tuple[int, ...] = ()
+
     exit_code = 5
+
+
+class WorkerSilent(WorkerLost):
+    """Another worker stayed silent past the deadline: it is stopped, or busy with something else."""
+
+    exit_code = DEADLINE_PASSED

@@ -19,7 +19,7 @@ _LARGEST_CHUNK = 128
 _EPOCH = -1
 
 
-def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> float:
+def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> tuple[float, int]:
     """The mean of ``forward(model, samples)`` over a data set.
 
     The data set is cut into chunks that do not depend on the number of workers, and each chunk is computed by one
@@ -29,6 +29,9 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> f
         job: what is trained, and with whom.
         forward: returns the mean over the samples it is given, or a sum and a count.
         data: a map-style data set.
+
+    Returns:
+        the mean, and what the workers told each other of the world (``comm.world``).
 
     Raises:
         InputError: the data set has no length or no samples, or the value is no number.
@@ -58,11 +61,12 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> f
     finally:
         for module, mode in training.items():
             module.training = mode
-    everyone = [pair for told in job.world.gather(pairs, "evaluate") for pair in told]
+    told = job.world.gather((pairs, job.world.notice()), "evaluate")
+    everyone = [pair for pairs, _ in told for pair in pairs]
     count = math.fsum(pair[1] for pair in everyone)
     if count == 0:
         raise InputError("The metric counted nothing in the whole data set: its counts add up to 0.")
-    return math.fsum(pair[0] for pair in everyone) / count
+    return math.fsum(pair[0] for pair in everyone) / count, max(notice for _, notice in told)
 
 
 def _chunk(job: Job) -> int:

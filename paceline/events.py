@@ -22,8 +22,8 @@ _FLUSH_SECONDS = 0.2
 class EventLog:
     """Writes the records of one rank to ``<directory>/rank-<rank>.jsonl``; without a directory, nowhere."""
 
-    def __init__(self, directory: Path | None, rank: int, generation: int = 0) -> None:
-        self.rank = rank
+    def __init__(self, directory: Path | None, rank: int | str, generation: int = 0) -> None:
+        self.rank: int | str = rank
         self.generation = generation
         self.lost = 0
         self._records: deque[dict[str, object]] = deque()
@@ -31,9 +31,13 @@ class EventLog:
         self._thread: threading.Thread | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
-            self._path = directory / f"rank-{rank}.jsonl"
+            self._directory = directory
             self._thread = threading.Thread(target=self._write_until_closed, name="paceline-events", daemon=True)
             self._thread.start()
+
+    def move(self, rank: int, generation: int) -> None:
+        """From now on this worker has another rank, and its records go into that rank's file."""
+        self.rank, self.generation = rank, generation
 
     def mark(self, event: str, **fields: object) -> None:
         """Record that something happened now."""
@@ -67,13 +71,14 @@ class EventLog:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        lines = []
+        lines: dict[object, list[str]] = {}
         while self._records:
-            lines.append(json.dumps(self._records.popleft(), default=str))
-        if not lines:
-            return
-        try:
-            with self._path.open("a") as file:
-                file.write("\n".join(lines) + "\n")
-        except OSError:
-            self.lost += len(lines)
+            record = self._records.popleft()
+            lines.setdefault(record["rank"], []).append(json.dumps(record, default=str) + "\n")
+        for rank, written in lines.items():
+            name = f"rank-{rank}" if isinstance(rank, int) else rank
+            try:
+                with (self._directory / f"{name}.jsonl").open("a") as file:
+                    file.write("".join(written))
+            except OSError:
+                self.lost += len(written)

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -14,18 +15,25 @@ from types import TracebackType
 
 from paceline.errors import PacelineError, WorkerLost
 
-_PACKAGE = str(Path(__file__).resolve().parent) + os.sep
+_OURS = str(Path(__file__).resolve().parent)
+_FOREIGN = tuple({_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
 
 
-def install(rank: int, size: int, directory: Path | None, step: Callable[[], int], close: Callable[[], None]) -> None:
+def is_of_user(file: str) -> bool:
+    """Whether a source file is the user's, and not of a library."""
+    return not file.startswith((*(f"{place}{os.sep}" for place in _FOREIGN), "<"))
+
+
+def install(
+    who: Callable[[], tuple[int | str, int]], path: Path | None, step: Callable[[], int], close: Callable[[], None]
+) -> None:
     """Report an exception that nobody catches, and end the process at once.
 
     The process does not wait for others on its way out, so that they learn of its end immediately.
 
     Args:
-        rank: of this worker.
-        size: number of workers.
-        directory: where to leave ``rank-<rank>.json``; the launcher then prints. None: print here.
+        who: gives the rank of this worker, and the number of workers.
+        path: where to leave the record; the launcher then prints. None: print here.
         step: the step that was being done.
         close: called before the end, to write out events.
     """
@@ -36,11 +44,13 @@ def install(rank: int, size: int, directory: Path | None, step: Callable[[], int
             before(kind, error, trace)
             return
         sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed holds back what its hook's predecessors print
-        if directory is not None:
-            _write(directory / f"rank-{rank}.json", _record(rank, step(), error, trace))
+        rank, size = who()
+        if path is not None:
+            _write(path, _record(rank, step(), error, trace))
         elif isinstance(error, PacelineError):
-            who = f"rank {rank}: " if size > 1 else ""
-            sys.stderr.write(f"paceline: {who}{type(error).__name__}: {error}{_script_line(trace)}\n")
+            name = f"rank {rank}: " if size > 1 else ""
+            where = f" [{line.replace(':', ', line ')}]" if (line := _line(_own_frames(trace))) else ""
+            sys.stderr.write(f"paceline: {name}{type(error).__name__}: {error}{where}\n")
         else:
             before(kind, error, trace)
         close()
@@ -52,14 +62,17 @@ def install(rank: int, size: int, directory: Path | None, step: Callable[[], int
     sys.excepthook = hook
 
 
-def _record(rank: int, step: int, error: BaseException, trace: TracebackType | None) -> dict[str, object]:
+def _record(rank: int | str, step: int, error: BaseException, trace: TracebackType | None) -> dict[str, object]:
+    own = _own_frames(trace)
     return {
         "rank": rank,
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "type": type(error).__name__,
-        "message": f"{error}{_script_line(trace) if isinstance(error, PacelineError) else ''}",
+        "message": str(error),
+        "line": _line(own),
         "traceback": "".join(traceback.format_exception(type(error), error, trace)),
+        "in_script": _in_script(error, own),
         "exit_code": error.exit_code if isinstance(error, PacelineError) else 1,
         "consequence": isinstance(error, WorkerLost),
         "time": time.time(),
@@ -67,11 +80,22 @@ def _record(rank: int, step: int, error: BaseException, trace: TracebackType | N
     }
 
 
-def _script_line(trace: TracebackType | None) -> str:
-    """The line of the user's code from which the library was called."""
-    frames = [frame for frame in traceback.extract_tb(trace) if not frame.filename.startswith(_PACKAGE)]
-    own = [frame for frame in frames if "site-packages" not in frame.filename]
-    return f" [{Path(own[-1].filename).name}, line {own[-1].lineno}]" if own else ""
+def _own_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    """The lines of the user's code, the one from which a library was called last."""
+    return [frame for frame in traceback.extract_tb(trace) if is_of_user(frame.filename)]
+
+
+def _line(frames: list[traceback.FrameSummary]) -> str:
+    """``train.py:41``; empty if unknown."""
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _in_script(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
+    """The traceback of one of our own errors: inside the library it tells the user nothing."""
+    if not isinstance(error, PacelineError):
+        return ""
+    head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
+    return "".join([*head, *traceback.format_exception_only(type(error), error)])
 
 
 def _write(path: Path, record: dict[str, object]) -> None:

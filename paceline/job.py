@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import agreement, env
 from paceline.checkpoint.state import hash_of
+from paceline.comm.line import Line
 from paceline.comm.world import World
 from paceline.config import Resolved, Settings
 from paceline.data.order import Order
@@ -53,15 +54,25 @@ def report_config(resolved: Resolved, path: Path) -> None:
     path.write_text(json.dumps({"settings": values, "sources": resolved.sources}))
 
 
-def job_of(given: Arguments, settings: Settings, who: env.Identity, events: EventLog) -> Job:
-    """Check the arguments, bring the workers together, and let them agree.
+def job_of(
+    given: Arguments,
+    settings: Settings,
+    who: env.Identity,
+    events: EventLog,
+    line: Line | None = None,
+    largest: int = 0,
+) -> tuple[Job, dict[str, object]]:
+    """Check the arguments and build everything, before the workers meet.
+
+    Returns:
+        the job, and the facts on which all workers must agree.
 
     Raises:
-        ConfigError, InputError: an argument cannot be used; before the workers meet.
-        StartError: the workers did not come together, or do not agree.
+        ConfigError, InputError: an argument cannot be used.
+        StartError: there are too few devices.
     """
     strategy_named(settings.strategy, who.world_size)
-    order = _order(given.data, settings, who.world_size)
+    order = _order(given.data, settings, who.world_size, largest or who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
     _check_model(given.model)
@@ -71,7 +82,7 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     _keep_memory()
-    world = World(who, settings.timeout_seconds)
+    world = World(who, settings.timeout_seconds, line)
     given.model.to(world.device)
     initial = {
         name: hash_of(value).hex()[:16]
@@ -81,9 +92,9 @@ def job_of(given: Arguments, settings: Settings, who: env.Identity, events: Even
     if settings.compile:
         given.model.compile()
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
-    agreement.check(world, _facts(settings, order, update, threads, initial))
+    facts = _facts(settings, order, update, threads, initial)
     compute = Compute(given.model, forward, settings.seed, settings.autocast)
-    return Job(compute, update, order, settings, world, events, given.data, given.collate)
+    return Job(compute, update, order, settings, world, events, given.data, given.collate), facts
 
 
 def _check_model(model: Any) -> None:
@@ -120,7 +131,7 @@ def notes(job: Job) -> list[str]:
     return told
 
 
-def _order(data: Any, settings: Settings, workers: int) -> Order:
+def _order(data: Any, settings: Settings, workers: int, largest: int) -> Order:
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise InputError(
             f"data must be a map-style data set, with a length and items by number, but {type(data).__name__} has "
@@ -137,9 +148,9 @@ def _order(data: Any, settings: Settings, workers: int) -> Order:
         raise ConfigError(
             f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches."
         )
-    if workers > parts:
+    if largest > parts:
         raise ConfigError(
-            f"{workers} workers are more than the {parts} microbatches of a batch: set microbatches to {workers} or "
+            f"{largest} workers are more than the {parts} microbatches of a batch: set microbatches to {largest} or "
             f"more (it is part of what decides the bits), or use fewer workers."
         )
     if len(data) == 0:

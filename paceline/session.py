@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -19,23 +18,30 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline import config, env, evaluation, excepthook
+from paceline import config, env, excepthook
 from paceline import job as jobs
 from paceline.agreement import versions
+from paceline.checkpoint.background import join_all
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
+from paceline.comm.line import Line
 from paceline.config import CheckpointSettings
+from paceline.course import Course
 from paceline.data.feed import Feed, Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
+from paceline.elastic.preemption import catch_notices
 from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.strategies.base import Job
 from paceline.strategies.compute import loss_of
-from paceline.strategies.registry import strategy_named
+from paceline.testing import points
 from paceline.testing.trace import Trace
 
 _log = logging.getLogger("paceline")
-_sessions = itertools.count(1)
+_sessions: list[Course] = []
+"""The newest session's; those before it have closed."""
+_count = 0
+_LAST_SAVE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -124,41 +130,66 @@ def start(
     run = env.run_directory()
     log = EventLog(run / "events" if run else None, who.rank, who.generation)
     progress = [0]
-    excepthook.install(who.rank, who.world_size, run / "errors" if run else None, lambda: progress[0], log.close)
+    enrolled = env.enrolment()
+    name = enrolled.name if enrolled else f"rank-{who.rank}"
+    path = run / "errors" / f"{name}.json" if run else None
+    excepthook.install(lambda: (log.rank, who.world_size), path, lambda: progress[0], lambda: _close(log))
+    points.install()
     resolved = config.resolve_here(settings)
     report_to = env.config_report()
     if report_to is not None:
         jobs.report_config(resolved, report_to)
         raise SystemExit(0)
     given = jobs.Arguments(model, optimizer, data, loss, forward, schedule, collate)
-    job = jobs.job_of(given, resolved.settings, who, log)
+    global _count
+    place = _count + 1
+    while _sessions:
+        _sessions.pop().close()
+    line = Line(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place) if enrolled else None
+    job, facts = jobs.job_of(given, resolved.settings, who, log, line, enrolled.largest if enrolled else 0)
     atexit.register(log.close)
-    return Session(job, run, progress, by_loss=loss is not None)
+    session = Session(job, facts, run, place, progress, by_loss=loss is not None)
+    _count = place
+    if line is not None:
+        atexit.register(line.finish)
+    return session
+
+
+def _close(log: EventLog) -> None:
+    """Before a failed process ends: let a save under way end, if that takes not long, and write out the events."""
+    join_all(_LAST_SAVE_SECONDS)
+    log.close()
 
 
 class Session:
     """A training run, as one of its workers sees it. Made by :func:`paceline.start`."""
 
-    def __init__(self, job: Job, run: Path | None, progress: list[int], by_loss: bool) -> None:
+    def __init__(
+        self, job: Job, facts: dict[str, object], run: Path | None, place: int, progress: list[int], *, by_loss: bool
+    ) -> None:
         self._job = job
         self._by_loss = by_loss
-        self._strategy = strategy_named(job.settings.strategy, job.world.size)(job)
         self._feed = Feed(job.data, job.order, job.world.device, job.settings.workers_per_loader, job.collate)
         numerics = jobs.numerics(job.settings)
         self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions())
         traced = env.trace() is not None
         keeping = CheckpointSettings() if traced else job.settings.checkpoint
-        place = next(_sessions)
         name = "checkpoints" if place == 1 else f"checkpoints-{place}"
         self._keeper = Keeper(job.world, keeping, run / name if run else None, job.events)
         self._progress = progress
+        resume = None if traced else job.settings.resume
+        self._course = Course(job, facts, self._feed, self._state, self._keeper, resume)
+        _sessions.append(self._course)
+        if self._keeper.able or job.world.line is not None:
+            catch_notices(job.world)
         self._notes = tuple(jobs.notes(job))
         for note in self._notes:
             _log.info(note)
             job.events.mark("note", text=note)
-        self._position = self._target = 0
+        self._target = self._fed = self._position = 0
+        self._given = -1  # the last step whose batch the script has got
         self._running: Generator[Batch, None, None] | None = None
-        self._move_to(self._keeper.resume(self._state, None if traced else job.settings.resume))
+        self._move_to(self._course.standing.steps)
         self._trace = self._start_trace(job)
 
     @property
@@ -197,7 +228,7 @@ class Session:
             raise ConfigError(f"batches() cannot give {count} steps.")
         if self._running is not None:
             self._running.close()
-            self._target = min(self._target, self._position)
+            self._target = min(self._target, self.position)
         self._target += count
         self._running = self._until(self._target)
         return self._running
@@ -206,22 +237,50 @@ class Session:
         job = self._job
         if self._trace is not None:
             target = min(target, self._trace.steps)
-        job.events.mark("batches", position=self._position, steps=target)
-        while self._position < target:
-            stop = target if self._strategy.decided else self._position + 1
-            yield from self._pass(self._position, stop)
+        job.events.mark("batches", position=self.position, steps=target)
+        course = self._course
+        while True:
+            if course.standing.steps > self.position:
+                self._move_to(course.standing.steps)
+            if self._given < course.taken - 1 < target and course.standing.outcome is not None:
+                yield self._again(course.taken - 1)
+            elif self.position < target:
+                stop = target if course.strategy.decided else self.position + 1
+                yield from self._pass(self.position, stop)
+            else:
+                return
+
+    def _again(self, step: int) -> Batch:
+        """The batch of a step that the others have done, for a worker that has their state since.
+
+        They may be in the middle of what the script does after it, such as an evaluation: so this worker does that too.
+        """
+        self._move_to(step, before=True)
+        return self._batch(step, [], 0.0)
+
+    def _batch(self, step: int, pieces: list[Piece], waited: float) -> Batch:
+        order = self._job.order
+        self._given = step
+        last = (step + 1) % order.steps_per_epoch == 0
+        return Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited)
 
     def _pass(self, start: int, stop: int) -> Iterator[Batch]:
-        order = self._job.order
+        course = self._course
+        views = course.views
         before = time.perf_counter()
-        for step, pieces in enumerate(self._feed.steps(start, stop, self._strategy.pieces), start):
+        course.at("in the data loader")
+        for step, pieces in enumerate(self._feed.steps(start, stop, course.strategy.pieces), start):
+            self._fed = views
+            course.at("in the script")
             waited = time.perf_counter() - before
-            last = (step + 1) % order.steps_per_epoch == 0
             self._move_to(step, before=True)
-            yield Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited)
-            if self._position == step:  # left out by the script
+            yield self._batch(step, pieces, waited)
+            if self.position == step:  # left out by the script
                 self._move_to(step + 1)
+            if course.views != views:  # the shares are others now
+                return
             before = time.perf_counter()
+            course.at("in the data loader")
 
     def step(self, batch: Batch) -> Report:
         """Train on a batch: forward, backward, synchronise, update.
@@ -231,10 +290,10 @@ class Session:
             InputError: the loss is no scalar, or a parameter gets no gradient from some microbatches.
             DisagreementError: the workers are not at the same step.
             WorkerLost: another worker went away or stayed silent.
-            CheckpointError: a checkpoint was due and could not be written.
+            CheckpointError: a checkpoint was due and could not be written, now or in the background before.
         """
         begin = time.perf_counter()
-        outcome = self._strategy.step(batch.step, batch.pieces)
+        outcome = self._course.step(batch.step, batch.pieces, self._fed)
         self._move_to(batch.step + 1)
         seconds = time.perf_counter() - begin + batch.waited
         report = Report(
@@ -248,10 +307,21 @@ class Session:
             applied=outcome.applied,
             notes=self._notes,
         )
+        if batch.step >= self._course.taken:
+            self._record(report, batch)
+        if self.position == self._course.standing.steps and self._keeper.due(self.position):
+            self._course.at("saving a checkpoint", busy=True)
+            self._keeper.begin_save(self._state, self.position)
+            self._course.at("in the script")
+        self._course.heed(outcome.notice)
+        return report
+
+    def _record(self, report: Report, batch: Batch) -> None:
+        """A step that this worker did; one that it only got the state of stands in the records of others."""
         self._job.events.mark(
             "step",
             step=report.step,
-            seconds=seconds,
+            seconds=report.seconds,
             waited=batch.waited,
             loss=report.loss,
             samples=batch.samples,
@@ -261,9 +331,6 @@ class Session:
         )
         if self._trace is not None:
             self._trace.step(report.step, report.loss, report.samples, report.learning_rate)
-        if self._keeper.due(self._position):
-            self.save()
-        return report
 
     def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:
         """The mean of a metric over a data set; every worker must call it, and all get the same value.
@@ -276,18 +343,23 @@ class Session:
         forward = metric or self._job.compute.forward
         if metric is not None and self._by_loss:
             forward = loss_of(metric)
-        with self._job.events.span("evaluate", step=self._position):
-            value = evaluation.evaluate(self._job, forward, data)
-        self._move_to(self._position)
+        with self._job.events.span("evaluate", step=self.position):
+            value = self._course.evaluate(min(self.position, self._target), forward, data)
+        self._move_to(self.position)
         return value
 
-    def save(self) -> Path:
-        """Write a checkpoint of the state after the steps done; returns its directory.
+    def save(self) -> Path | str:
+        """Write a checkpoint of the state after the steps done; returns its directory, or its URL.
+
+        It is in its place when this returns on rank 0, which writes it.
 
         Raises:
-            CheckpointError: there is nowhere to save to, or writing failed.
+            CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
         """
-        return self._keeper.save(self._state, self._position)
+        self._course.at("saving a checkpoint", busy=True)
+        place = self._keeper.save(self._state, self._course.standing.steps)
+        self._course.at("in the script")
+        return place
 
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
@@ -299,6 +371,7 @@ class Session:
     def _move_to(self, position: int, before: bool = False) -> None:
         """Set the position, and with it the random numbers that the script draws now: after a step, or before one."""
         self._position = self._progress[0] = position
+        self._course.standing.steps = max(self._course.standing.steps, position)
         seed_all(seed_of(LOOP, self._job.settings.seed, position, before))
 
     def _start_trace(self, job: Job) -> Trace | None:

@@ -17,18 +17,20 @@ LONGEST_FILE = 400
 NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
-    *("CheckpointError", "WorkerLost"),
+    *("CheckpointError", "WorkerLost", "WorkerSilent"),
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),
     *("warmup_steps", "clip_norm", "autocast", "recompute", "compile", "workers_per_loader"),
-    *("checkpoint.directory", "checkpoint.every", "checkpoint.keep", "resume", "nonfinite", "missing_gradient"),
-    *("threads", "timeout_seconds"),
+    *("checkpoint.directory", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_hours"),
+    *("checkpoint.background", "checkpoint.mtbf_hours", "resume", "nonfinite", "missing_gradient"),
+    *("threads", "timeout_seconds", "hang_seconds"),
 }
 OPTIONS = {
     "run": {
         *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
-        *("--port", "--quiet"),
+        *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
+        *("--patience", "--grace"),
     },
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},

@@ -1,38 +1,49 @@
-"""The files of tensors, through torch.distributed.checkpoint."""
+"""The files of tensors, through torch.distributed.checkpoint.
+
+The planner and the storage are called one by one, as ``torch.distributed.checkpoint.save`` does in a single process:
+that function itself warns of the single process, and a warning cannot be held back in one thread alone.
+"""
 
 from __future__ import annotations
 
 import io
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 EXTRA = "extra"
 """The name under which everything that is no tensor is stored, as bytes."""
 
 
-def write(directory: Path, state: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors by name into a directory; one process does."""
-    with _alone():
-        save(dict(state), checkpoint_id=directory, no_dist=True)
+def write(writer: StorageWriter, state: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors by name; one process does."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    written = writer.write_data(plan, planner)
+    written.wait()
+    writer.finish(metadata, [written.value()])
 
 
-def read(directory: Path, names: list[str]) -> dict[str, torch.Tensor]:
+def read(reader: StorageReader, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """The tensors of these names; every process reads for itself."""
-    known = FileSystemReader(directory).read_metadata().state_dict_metadata
+    metadata = reader.read_metadata()
+    known = metadata.state_dict_metadata
     state: dict[str, Any] = {
         name: torch.empty(known[name].size, dtype=known[name].properties.dtype)  # type: ignore[union-attr]
         for name in names
     }
-    with _alone():
-        load(state, checkpoint_id=directory, no_dist=True)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state, metadata, is_coordinator=True)
+    reader.set_up_storage_reader(metadata, True)
+    plans = planner.create_global_plan([reader.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(reader.prepare_global_plan(plans)[0])
+    reader.read_data(plan, planner).wait()
     return state
 
 
@@ -49,18 +60,7 @@ def from_tensor(stored: torch.Tensor) -> Any:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first cause of an error of torch, in one line."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
+    """The first cause of an error, in one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Without the warning that a single process reads and writes, which is what is wanted."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.distributed.checkpoint")
-        yield

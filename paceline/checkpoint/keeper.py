@@ -1,210 +1,263 @@
-"""When to save, what to save, and how to go on from it."""
+"""When to save, and how to go on from what was saved."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-
-from paceline.checkpoint import load, manifest, save
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.state import check_savable, fingerprint, put_optimizer_state, tensors_of
+from paceline.checkpoint import load, manifest, save, storage
+from paceline.checkpoint.background import Background, join_all
+from paceline.checkpoint.interval import Interval
+from paceline.checkpoint.load import Content
+from paceline.checkpoint.manifest import Damaged
+from paceline.checkpoint.snapshot import Snapshot, Staging
+from paceline.checkpoint.training import State
 from paceline.comm.world import World
 from paceline.config import CheckpointSettings
 from paceline.errors import CheckpointError
 from paceline.events import EventLog
 
+__all__ = ["Keeper", "State"]
+
 _log = logging.getLogger("paceline")
+_GOOD, _DAMAGED, _REFUSED = "good", "damaged", "refused"
 
 
 class Keeper:
     """Keeps the state of one run in checkpoints.
 
+    Rank 0 writes: the worker that has this rank at that moment.
+
     Args:
-        world: the workers; rank 0 writes.
+        world: the workers.
         settings: where, how often, how many.
         folder: where checkpoints go unless the settings say so.
         events: where to record what was done.
+
+    Attributes:
+        last: the newest good checkpoint that this worker wrote or went on from, and its step.
+
+    Raises:
+        CheckpointError: checkpoints are to be saved, but not said where.
+        ConfigError: the URL of the folder needs something that is not installed.
     """
 
     def __init__(self, world: World, settings: CheckpointSettings, folder: Path | None, events: EventLog) -> None:
         self._world = world
         self._settings = settings
         self._events = events
-        self.folder = settings.directory or folder
-        if settings.every and self.folder is None:
+        self._background = Background()
+        self._staging = Staging()
+        self._interval = Interval(settings.mtbf_hours * 3600)
+        self._measured: tuple[float, float] | None = None
+        self.last: tuple[Path | str, int] | None = None
+        place = settings.directory or folder
+        self._folder = None if place is None else storage.folder_at(place)
+        if settings.every and self._folder is None:
             raise CheckpointError("checkpoint.every is set but not where to save: set checkpoint.directory.")
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be taken after so many steps."""
-        return self._settings.every is not None and step % self._settings.every == 0
+    @property
+    def able(self) -> bool:
+        """Whether there is somewhere to save to."""
+        return self._folder is not None
 
-    def save(self, state: State, step: int) -> Path:
-        """Write a checkpoint; rank 0 does, the others go on.
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be taken now; to be called once after each step.
+
+        With ``checkpoint.every = "auto"`` rank 0 decides alone, by its own clock, as it alone writes. Were all to
+        write, it would have to tell them.
 
         Raises:
-            CheckpointError: there is nowhere to save to, or writing failed.
+            CheckpointError: the save before, in the background, has failed.
         """
-        if self.folder is None:
-            raise CheckpointError("There is nowhere to save to: set checkpoint.directory, or start with paceline run.")
-        path = self.folder / manifest.name_of(step)
+        self._heed(self._background.check)
+        if self._settings.every != "auto":
+            return self._settings.every is not None and step % self._settings.every == 0
+        self._interval.step()
+        self._take_in_measurement()
+        return self._world.rank == 0 and self._interval.due(step)
+
+    def save(self, state: State, step: int) -> Path | str:
+        """Write a checkpoint and wait until it is in its place; rank 0 does, the others go on.
+
+        Raises:
+            CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
+        """
+        folder = self._somewhere()
+        begin = time.perf_counter()
+        self.finish()
         if self._world.rank == 0:
-            with self._events.span("checkpoint", step=step, path=str(path)):
-                save.save(self.folder, state.manifest(step), state.tensors(), state.extra(), self._settings.keep)
-        return path
+            self._write(folder, state.snapshot(step), begin, None)
+            self._interval.begun(step)
+        return folder.place(manifest.name_of(step))
+
+    def begin_save(self, state: State, step: int) -> None:
+        """Copy the state to host memory, and let a thread write it while training goes on; only rank 0 does.
+
+        A save that is still under way is waited for.
+
+        Raises:
+            CheckpointError: there is nowhere to save to, or the save before has failed.
+        """
+        if not self._settings.background:
+            self.save(state, step)
+            return
+        folder = self._somewhere()
+        begin = time.perf_counter()
+        self.finish()
+        if self._world.rank == 0:
+            snapshot = self._staging.copy(state.snapshot(step))
+            stall = time.perf_counter() - begin
+            self._background.start(lambda: self._write(folder, snapshot, begin, stall))
+            self._interval.begun(step)
+
+    def finish(self) -> None:
+        """Wait for the save under way.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        self._heed(self._background.finish)
+
+    def _heed(self, ask: Callable[[], None]) -> None:
+        """Raise the error of a save, but not that of a worker which was dropped in the middle of it and came back.
+
+        It is not the one that writes any more.
+        """
+        try:
+            ask()
+        except CheckpointError as error:
+            if self._world.rank == 0:
+                raise
+            _log.warning("%s Another worker writes now.", error)
+
+    def _write(self, folder: storage.Folder, snapshot: Snapshot, begin: float, stall: float | None) -> None:
+        """Write, record, and remove what is to go; ``stall``: seconds that training stood still, none: all the time."""
+        name = manifest.name_of(snapshot.step)
+        facts = {"step": snapshot.step, "path": str(folder.place(name)), "bytes": snapshot.bytes}
+        try:
+            place = save.save(folder, snapshot)
+        except CheckpointError as error:
+            self._events.mark("checkpoint-failed", **facts, reason=str(error))
+            raise
+        self.last = place, snapshot.step
+        save.retain(folder, name, self._settings.keep, self._settings.keep_hours)
+        seconds = time.perf_counter() - begin
+        stall = seconds if stall is None else stall
+        self._events.mark("checkpoint", **facts, stall=stall, seconds=seconds)
+        self._measured = stall, seconds
+
+    def _take_in_measurement(self) -> None:
+        measured, self._measured = self._measured, None
+        if measured is None:
+            return
+        self._interval.measured(*measured)
+        news = self._interval.news()
+        if news is not None:
+            _log.info(news["text"])
+            self._events.mark("checkpoint-interval", **news)
+
+    def _somewhere(self) -> storage.Folder:
+        if self._folder is None:
+            raise CheckpointError("There is nowhere to save to: set checkpoint.directory, or start with paceline run.")
+        return self._folder
 
     def resume(self, state: State, resume: str | None) -> int:
         """Load the checkpoint that ``resume`` asks for; returns the step to go on from, 0 for a fresh start.
 
+        All workers take the same: with ``auto`` the newest one that every worker can read.
+
         Raises:
             CheckpointError: it cannot be used, or the folder holds another run's checkpoints and none was asked for.
         """
+        self.finish()
+        join_all()  # another session of this process may still be writing what is to be read
         if resume is None:
             self._refuse_leftovers()
             return 0
-        found = self._world.gather(load.find(resume, self.folder), "start")[0]  # what rank 0 sees
-        if found is None:
-            _log.info("resume: no checkpoint in %s yet, starting from the beginning", self.folder)
-            return 0
-        path = Path(found)
-        saved = manifest.read(path)
-        self._refuse_later(path)
-        step = state.restore(path, saved)
-        _log.info("resumed from %s at step %d", path, step)
-        self._events.mark("resume", step=step, path=str(path))
+        found = self._world.gather(load.find(resume, self._folder), "start")[0]  # what rank 0 sees
+        passed: dict[Path | str, str] = {}
+        for place in found:
+            content, reason = self._read_together(state, place)
+            if content is not None:
+                if resume != "auto":
+                    self._refuse_later(place)
+                self._set_aside(passed)
+                return self._go_on(state, place, content)
+            if resume != "auto":
+                raise CheckpointError(reason)
+            passed[place] = reason
+        if passed:
+            raise CheckpointError(
+                f"No checkpoint in {self._somewhere().place()} can be used. {' '.join(passed.values())} "
+                f"Remove them to start from the beginning."
+            )
+        _log.info("resume: no checkpoint in %s yet, starting from the beginning", self._somewhere().place())
+        return 0
+
+    def _go_on(self, state: State, place: Path | str, content: Content) -> int:
+        step = state.put(place, content)
+        self.last = place, step
+        self._interval.begun(step)
+        _log.info("resumed from %s at step %d", place, step)
+        self._events.mark("resume", step=step, path=str(place))
         return step
 
-    def _refuse_later(self, path: Path) -> None:
-        """Going on from an earlier step beside later ones would mix two courses of training in one folder."""
-        if self.folder is None or path.resolve().parent != self.folder.resolve():
+    def _read_together(self, state: State, place: Path | str) -> tuple[Content | None, str]:
+        """What is in a checkpoint, or why it is damaged for one of the workers, and so for all.
+
+        Raises:
+            CheckpointError: a worker refuses it.
+        """
+        content, kind, reason = None, _GOOD, ""
+        try:
+            content = load.read(place, state.check)
+        except Damaged as error:
+            kind, reason = _DAMAGED, str(error)
+        except CheckpointError as error:
+            kind, reason = _REFUSED, str(error)
+        told = self._world.gather((kind, reason), f"reading {place}")
+        for wanted in (_REFUSED, _DAMAGED):
+            reasons = {rank: why for rank, (what, why) in enumerate(told) if what == wanted}
+            if not reasons:
+                continue
+            rank, first = next(iter(reasons.items()))
+            alone = f"rank {rank}: " if len(reasons) < len(told) else ""
+            if wanted == _REFUSED:
+                raise CheckpointError(reason if kind == _REFUSED else alone + first)
+            return None, alone + first
+        return content, ""
+
+    def _set_aside(self, damaged: dict[Path | str, str]) -> None:
+        """Report the checkpoints that were passed over, and take them out of the way of later saves."""
+        if self._world.rank != 0:
             return
-        newest = manifest.complete(self.folder)[0]
-        if newest.name != path.name:
+        for place, reason in damaged.items():
+            folder = self._somewhere()
+            now = folder.set_aside(storage.split(place)[1])
+            _log.warning("%s It is passed over, and now called %s.", reason, now)
+            self._events.mark("checkpoint-damaged", path=str(place), reason=reason, now=str(now))
+
+    def _refuse_later(self, place: Path | str) -> None:
+        """Going on from an earlier step beside later ones would mix two courses of training in one folder."""
+        above, name = storage.split(place)
+        if self._folder is None or not storage.same(above, self._folder.place()):
+            return
+        newest = next(iter(load.complete(self._folder)), name)
+        if newest != name:
             raise CheckpointError(
-                f"The checkpoint folder holds {newest.name}, later than {path.name}, from which this run is to go on. "
+                f"The checkpoint folder holds {newest}, later than {name}, from which this run is to go on. "
                 f"Choose another checkpoint.directory, or remove the later ones."
             )
 
     def _refuse_leftovers(self) -> None:
         """A new run must not mix its checkpoints with those of another one; all workers look before anyone writes."""
-        there = manifest.complete(self.folder) if self.folder else []
-        found = self._world.gather(str(there[0]) if there else "", "start")[0]
+        there = load.complete(self._folder) if self._folder else []
+        found = self._world.gather(str(self._folder.place(there[0])) if self._folder and there else "", "start")[0]
         if found:
             raise CheckpointError(
                 f"The checkpoint folder already holds {found} of an earlier run. Set resume='auto' to go on from it, "
                 f"or choose another checkpoint.directory."
-            )
-
-
-class Updating(Protocol):
-    """What updates the model, as far as it has a state."""
-
-    optimizer: Optimizer
-    schedule: LRScheduler | None
-
-
-class State:
-    """The state of a run: what is saved and restored.
-
-    Args:
-        model: the model.
-        update: its optimizer and schedule.
-        order: what decides the order of samples; a checkpoint of another order is refused.
-        numerics: what decides the bits; must be the same with ``exact``.
-        versions: of Python and the libraries.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        update: Updating,
-        order: dict[str, int],
-        numerics: dict[str, object],
-        versions: dict[str, str],
-    ) -> None:
-        self._model = model
-        self._update = update
-        self._order = order
-        self._numerics = numerics
-        self._versions = versions
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors by name."""
-        return tensors_of(self._model, self._update.optimizer)
-
-    def manifest(self, step: int) -> Manifest:
-        """The description of the state after so many steps."""
-        check_savable(self._update.optimizer)
-        tensors = self.tensors()
-        kinds: dict[str, list[object]] = {
-            name: [str(value.dtype), list(value.shape)] for name, value in tensors.items()
-        }
-        return Manifest(step, self._order, kinds, fingerprint(tensors), self._numerics, self._versions)
-
-    def extra(self) -> dict[str, Any]:
-        """What is no tensor: the optimizer's groups and the schedule."""
-        groups = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self._update.optimizer.param_groups
-        ]
-        schedule = self._update.schedule
-        return {
-            "optimizer": type(self._update.optimizer).__name__,
-            "groups": groups,
-            "schedule": None if schedule is None else schedule.state_dict(),
-        }
-
-    def restore(self, path: Path, saved: Manifest) -> int:
-        """Take over a checkpoint; returns its step.
-
-        Raises:
-            CheckpointError: it is of another model, another order of samples, or other numerics with ``exact``.
-        """
-        load.check_model(saved, self._model, path)
-        self._check_same(path, saved)
-        tensors, extra = load.load(path, saved)
-        self._check_update(path, extra)
-        with torch.no_grad():
-            for name, value in self.tensors().items():
-                if not name.startswith("optimizer/"):
-                    value.copy_(tensors[name])
-        state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
-        put_optimizer_state(self._model, self._update.optimizer, state)
-        for group, values in zip(self._update.optimizer.param_groups, extra["groups"], strict=True):
-            group.update(values)
-        if self._update.schedule is not None:
-            self._update.schedule.load_state_dict(extra["schedule"])
-        return saved.step
-
-    def _check_update(self, path: Path, extra: dict[str, Any]) -> None:
-        schedule = extra["schedule"]
-        saved = {"the optimizer": extra["optimizer"], "the number of its groups": len(extra["groups"])}
-        saved["a schedule"] = "none" if schedule is None else "given"
-        optimizer = self._update.optimizer
-        here = {"the optimizer": type(optimizer).__name__, "the number of its groups": len(optimizer.param_groups)}
-        here["a schedule"] = "none" if self._update.schedule is None else "given"
-        difference = manifest.first_difference(saved, here)
-        if difference:
-            raise CheckpointError(f"{path} was made with another update: {difference}. Use the same, or start anew.")
-
-    def _check_same(self, path: Path, saved: Manifest) -> None:
-        difference = manifest.first_difference(saved.order, self._order)
-        if difference:
-            raise CheckpointError(
-                f"{path} was made with another order of samples: {difference}. A position in the data has no meaning "
-                f"then; use the same value. (With batch_per_worker on another number of workers: set batch to the "
-                f"product of that run, scale_lr to none and warmup_steps to 0.)"
-            )
-        if not self._numerics["exact"]:
-            return
-        difference = manifest.first_difference(saved.numerics, self._numerics)
-        difference = difference or manifest.first_difference(saved.versions, self._versions)
-        if difference:
-            raise CheckpointError(
-                f"{path} cannot be continued with the same bits: {difference}. Use the same value, or exact=False."
             )

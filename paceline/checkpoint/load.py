@@ -2,36 +2,93 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from paceline.checkpoint import files
-from paceline.checkpoint.manifest import Manifest, complete
-from paceline.checkpoint.state import fingerprint
+from paceline.checkpoint import files, storage
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.manifest import Damaged, Manifest
+from paceline.checkpoint.state import fingerprint, hash_of
 from paceline.errors import CheckpointError
 
 
-def find(resume: str, folder: Path | None) -> Path | None:
-    """The checkpoint that ``resume`` names: a path, or the newest one in the folder for ``auto``.
+@dataclass(frozen=True)
+class Content:
+    """What was read: the manifest, the tensors by name, and what else was saved."""
+
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+    extra: Any
+
+
+def find(resume: str, folder: storage.Folder | None) -> list[Path | str]:
+    """The checkpoints that ``resume`` names: one, or for ``auto`` all in the folder, the newest first.
 
     Raises:
-        CheckpointError: the path is no complete checkpoint, or there is no folder to look in.
+        CheckpointError: there is no folder to look in, or one cannot look into it.
     """
-    if resume != "auto":
-        path = Path(resume)
-        inside = complete(path)
-        return inside[0] if inside else path
-    if folder is None:
-        raise CheckpointError("resume='auto' needs to know where checkpoints are: set checkpoint.directory.")
-    newest = complete(folder)
-    return newest[0] if newest else None
+    if resume == "auto":
+        if folder is None:
+            raise CheckpointError("resume='auto' needs to know where checkpoints are: set checkpoint.directory.")
+        return [folder.place(name) for name in complete(folder)]
+    there = storage.folder_at(resume)
+    inside = complete(there)
+    return [there.place(inside[0]) if inside else there.place()]
 
 
-def check_model(manifest: Manifest, model: nn.Module, where: Path) -> None:
+def complete(folder: storage.Folder) -> list[str]:
+    """The names of the complete checkpoints in a folder, the newest first.
+
+    Raises:
+        CheckpointError: one cannot look into it.
+    """
+    try:
+        return folder.complete()
+    except Exception as error:  # each kind of store has errors of its own
+        raise CheckpointError(f"{folder.place()} cannot be looked into: {files.reason_of(error)}.") from error
+
+
+def read(place: Path | str, check: Callable[[Path | str, Manifest], None]) -> Content:
+    """Read a checkpoint.
+
+    Args:
+        place: where it is.
+        check: is given the manifest before the rest is read, and may refuse it.
+
+    Raises:
+        Damaged: it is incomplete, or not what was written.
+        CheckpointError: it is of another format, or was refused.
+    """
+    above, name = storage.split(place)
+    folder = storage.folder_at(above)
+    try:
+        text = folder.manifest(name)
+    except UnicodeDecodeError as error:
+        raise Damaged(f"{place}/{manifests.FILE} is damaged: {error}.") from None
+    except Exception as error:
+        reason = "there is none" if isinstance(error, FileNotFoundError) else files.reason_of(error)
+        raise Damaged(f"{place} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
+    manifest = manifests.parse(text, f"{place}/{manifests.FILE}")
+    check(place, manifest)
+    try:
+        tensors = files.read(folder.reader(name), [*manifest.tensors, files.EXTRA])
+    except Exception as error:  # torch raises many kinds for a damaged file
+        raise Damaged(f"{place} is damaged and cannot be read: {files.reason_of(error)}.") from error
+    extra = tensors.pop(files.EXTRA)
+    if fingerprint(tensors) != manifest.fingerprint or hash_of(extra).hex() != manifest.extra:
+        raise Damaged(f"{place} is damaged: what it holds does not have the hash in its manifest.")
+    try:
+        return Content(manifest, tensors, files.from_tensor(extra))
+    except Exception as error:  # such as a class of the script that is no longer there
+        raise CheckpointError(f"{place} cannot be read: {files.reason_of(error)}.") from error
+
+
+def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None:
     """Refuse the checkpoint of another model.
 
     Raises:
@@ -52,22 +109,6 @@ def check_model(manifest: Manifest, model: nn.Module, where: Path) -> None:
     for name in saved:
         if name not in here:
             raise CheckpointError(f"{where} is of another model: the model has no {_words(name)}.")
-
-
-def load(directory: Path, manifest: Manifest) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors by name, and what else was saved.
-
-    Raises:
-        CheckpointError: files are missing or damaged.
-    """
-    try:
-        state = files.read(directory, [*manifest.tensors, files.EXTRA])
-        extra = files.from_tensor(state.pop(files.EXTRA))
-    except (Exception, CheckpointException) as error:  # torch raises many kinds for a damaged file
-        raise CheckpointError(f"{directory} is damaged and cannot be read: {files.reason_of(error)}.") from error
-    if fingerprint(state) != manifest.fingerprint:
-        raise CheckpointError(f"{directory} is damaged: its tensors do not have the hash in its manifest.")
-    return state, extra
 
 
 def _words(name: str) -> str:

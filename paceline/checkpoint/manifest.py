@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from paceline.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 FILE = "manifest.json"
+
+
+class Damaged(CheckpointError):
+    """A checkpoint is not what was written; told to the user as a plain CheckpointError, or passed over."""
 
 
 @dataclass(frozen=True)
@@ -21,54 +25,62 @@ class Manifest:
         step: steps done when it was taken; the position from which training goes on.
         order: length, batch, microbatches, seed and drop_last of the data order.
         tensors: type and shape of each tensor by name.
-        fingerprint: SHA-256 of the state, checked on loading.
+        fingerprint: SHA-256 of all tensors, checked on loading.
+        extra: SHA-256 of everything else in the state, checked on loading.
         numerics: what decides the bits besides the script: exact, threads, cpu.
         versions: of Python and the libraries.
+        time: when the state was taken, in seconds since 1970.
     """
 
     step: int
     order: dict[str, int]
     tensors: dict[str, list[object]]
     fingerprint: str
+    extra: str
     numerics: dict[str, object]
     versions: dict[str, str]
+    time: float
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """As text."""
-        return json.dumps(asdict(self), indent=1)
+        """As text, with the SHA-256 of itself."""
+        values = asdict(self)
+        return json.dumps({**values, "checksum": _checksum(values)}, indent=1)
 
 
-def read(directory: Path) -> Manifest:
-    """The manifest in a checkpoint's directory.
+def parse(text: str, where: object) -> Manifest:
+    """The manifest that :meth:`Manifest.to_json` wrote; ``where`` names it in errors.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, or of another format.
+        Damaged: it is not what was written.
+        CheckpointError: it is of another format.
     """
     try:
-        values: Mapping[str, object] = json.loads((directory / FILE).read_text())
-        manifest = Manifest(**values)  # type: ignore[arg-type]
-    except OSError as error:
-        raise CheckpointError(f"{directory} is not a complete checkpoint: {FILE}: {error.strerror}.") from None
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(f"{directory / FILE} is damaged: {error}.") from None
-    if manifest.format != FORMAT:
-        raise CheckpointError(f"{directory} has format {manifest.format}; this version reads format {FORMAT}.")
-    return manifest
+        values: dict[str, object] = json.loads(text)
+        known = values["format"]
+        checksum = values.pop("checksum", None)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Damaged(f"{where} is damaged: {error}.") from None
+    if known != FORMAT:
+        raise CheckpointError(f"{where} has format {known}; this version reads format {FORMAT}.")
+    if checksum != _checksum(values):
+        raise Damaged(f"{where} is damaged: it does not have the hash that stands in it.")
+    return Manifest(**values)  # type: ignore[arg-type]
 
 
-def complete(directory: Path) -> list[Path]:
-    """The complete checkpoints in a folder, the newest first."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.glob("step-*") if (path / FILE).is_file()]
-    return sorted(found, key=step_of, reverse=True)
+def _checksum(values: Mapping[str, object]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
-def step_of(checkpoint: Path) -> int:
+def newest_first(names: Iterable[str]) -> list[str]:
+    """The names of checkpoints in this order; other names are left out."""
+    return sorted((name for name in names if step_of(name) >= 0), key=step_of, reverse=True)
+
+
+def step_of(name: str) -> int:
     """The number of steps in the name of a checkpoint's directory; -1 for another name."""
-    number = checkpoint.name.removeprefix("step-")
-    return int(number) if number.isdecimal() else -1
+    number = name.removeprefix("step-")
+    return int(number) if number != name and number.isdecimal() else -1
 
 
 def name_of(step: int) -> str:

@@ -1,105 +1,95 @@
-"""Writing a checkpoint: into a new directory, the manifest last, then one rename.
-
-A kill at any moment leaves the checkpoints before untouched, and at most a hidden directory that the next save removes.
-"""
+"""Writing one checkpoint, and removing those that are to go: only after the new one is in its place."""
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Mapping
+import logging
+import time
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch.distributed.checkpoint.api import CheckpointException
-
+from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.files import EXTRA, as_tensor, reason_of, write
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import Damaged, Manifest
+from paceline.checkpoint.snapshot import Snapshot
+from paceline.checkpoint.storage import Folder
 from paceline.errors import CheckpointError
 
-_PARTIAL = ".partial-"
+_log = logging.getLogger("paceline")
 
 
-def save(folder: Path, manifest: Manifest, state: Mapping[str, torch.Tensor], extra: Any, keep: int) -> Path:
+def save(folder: Folder, snapshot: Snapshot) -> Path | str:
     """Write a checkpoint; called by one worker.
 
     Args:
         folder: where the checkpoints of the run are.
-        manifest: what is written.
-        state: the tensors by name.
-        extra: anything else that can be pickled (schedule, parameter groups).
-        keep: how many of the newest checkpoints stay.
+        snapshot: the state.
 
     Returns:
-        the directory of the checkpoint; one of the same state that is there already is left as it is.
+        where the checkpoint is; one of the same state that is there already is left as it is.
 
     Raises:
         CheckpointError: it could not be written; the checkpoints before are untouched.
     """
-    final = folder / manifests.name_of(manifest.step)
-    if (final / manifests.FILE).exists():
-        _check_same(final, manifest)
-        return final
-    partial = folder / f"{_PARTIAL}{final.name}"
+    name = manifests.name_of(snapshot.step)
+    manifest = snapshot.manifest()
     try:
-        _remove_partial(folder)
-        partial.mkdir(parents=True)
-        _check_space(folder, state)
-        write(partial, {**state, EXTRA: as_tensor(extra)})
-        _write_synced(partial / manifests.FILE, manifest.to_json())
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
-        _write_latest(folder, final.name)
-    except (OSError, CheckpointException) as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise _failed(folder, manifest.step, error) from error
-    earlier = [path for path in manifests.complete(folder) if manifests.step_of(path) < manifest.step]
-    for old in earlier[keep - 1 :]:
-        shutil.rmtree(old, ignore_errors=True)
-    return final
+        if _is_there(folder, name, manifest):
+            return folder.place(name)
+        writer = folder.begin(name, snapshot.bytes)
+        files.write(writer, {**snapshot.tensors, files.EXTRA: snapshot.extra})
+        folder.commit(name, manifest.to_json())
+    except CheckpointError:
+        raise
+    except Exception as error:  # each kind of store has errors of its own
+        raise _failed(folder, name, error) from error
+    return folder.place(name)
 
 
-def _check_same(there: Path, manifest: Manifest) -> None:
-    if manifests.read(there).fingerprint != manifest.fingerprint:
+def retain(folder: Folder, newest: str, keep: int, keep_hours: float | None) -> None:
+    """Remove checkpoints before the newest one: all but ``keep``, and those that are too old. The newest stays."""
+    try:
+        earlier = [name for name in folder.complete() if manifests.step_of(name) < manifests.step_of(newest)]
+        for place, name in enumerate(earlier, 1):
+            if place >= keep or (keep_hours is not None and _hours(folder, name) > keep_hours):
+                folder.remove(name)
+    except Exception as error:  # noqa: BLE001 - a checkpoint too many is no reason to end a run
+        _log.warning("Old checkpoints in %s could not be removed: %s", folder.place(), files.reason_of(error))
+
+
+def _hours(folder: Folder, name: str) -> float:
+    """How long ago the state was taken; 0 for one that does not tell."""
+    try:
+        return (time.time() - manifests.parse(folder.manifest(name), folder.place(name)).time) / 3600
+    except CheckpointError:
+        return 0.0
+
+
+def _is_there(folder: Folder, name: str, manifest: Manifest) -> bool:
+    """Whether this state is saved already; what is damaged under its name is set aside."""
+    if name not in folder.complete():
+        return False
+    try:
+        there = manifests.parse(folder.manifest(name), folder.place(name))
+    except Damaged:
+        folder.set_aside(name)
+        return False
+    if (there.fingerprint, there.extra) != (manifest.fingerprint, manifest.extra):
         raise CheckpointError(
-            f"{there} holds another state of step {manifest.step}, from another session or run. "
+            f"{folder.place(name)} holds another state of step {manifest.step}, from another session or run. "
             f"Give each its own checkpoint.directory."
         )
+    return True
 
 
-def _check_space(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise OSError(f"No space left on device: {needed:,} bytes are needed, {free:,} are free")
-
-
-def _failed(folder: Path, step: int, error: BaseException) -> CheckpointError:
-    before = manifests.complete(folder)
-    kept = f"The last good one is {before[0]}." if before else "There is no earlier one."
-    reason = reason_of(error)
+def _failed(folder: Folder, name: str, error: Exception) -> CheckpointError:
+    reason = files.reason_of(error)
+    kept = ""
+    try:
+        folder.abandon(name)
+        before = folder.complete()
+        kept = f"The last good one is {folder.place(before[0])}. " if before else "There is no earlier one. "
+    except Exception as second:  # noqa: BLE001 - the first error is the one to tell
+        _log.warning("What was written of %s could not be removed: %s", folder.place(name), second)
     return CheckpointError(
-        f"The checkpoint of step {step} could not be written to {folder}: {reason}. {kept} "
-        f"Free some space or choose another folder with checkpoint.directory."
+        f"The checkpoint of step {manifests.step_of(name)} could not be written to {folder.place()}: {reason}. "
+        f"{kept}Free some space or choose another folder with checkpoint.directory."
     )
-
-
-def _remove_partial(folder: Path) -> None:
-    for left in folder.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(left, ignore_errors=True)
-
-
-def _write_latest(folder: Path, name: str) -> None:
-    beside = folder / ".latest"
-    _write_synced(beside, name + "\n")
-    beside.replace(folder / "latest")
-
-
-def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())

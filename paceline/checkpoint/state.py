@@ -62,7 +62,7 @@ def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def put_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Give the optimizer the tensors that :func:`optimizer_state` named."""
+    """Give the optimizer a copy of the tensors that :func:`optimizer_state` named."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = {}
@@ -72,6 +72,17 @@ def put_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[s
             raise CheckpointError(f"The checkpoint has optimizer state for {name!r}, which the model does not have.")
         group = group_of[parameters[name]]
         on_host = key == "step" and value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
-        loaded.setdefault(parameters[name], {})[key] = value if on_host else value.to(parameters[name].device)
+        device = value.device if on_host else parameters[name].device
+        there = optimizer.state.get(parameters[name], {}).get(key)
+        if _fits(there, value, device):
+            loaded.setdefault(parameters[name], {})[key] = there.copy_(value)
+        else:
+            loaded.setdefault(parameters[name], {})[key] = value.to(device, copy=True)
     optimizer.state.clear()
     optimizer.state.update(loaded)
+
+
+def _fits(there: Any, value: torch.Tensor, device: torch.device) -> bool:
+    """Whether a tensor can take the value as it is; memory that is in use already is filled faster than new one."""
+    same = isinstance(there, torch.Tensor) and there.dtype == value.dtype and there.shape == value.shape
+    return same and there.device == device and there.is_contiguous()

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
@@ -102,8 +102,9 @@ def _number(value: object) -> float | None:
 class Display:
     """Shows what rank 0 prints. As a context it watches the events too; see the two kinds below."""
 
-    def __init__(self, events: Path) -> None:
+    def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         self.progress = Progress()
+        self._alerts = alerts
         self._tail = EventTail(events)
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -113,6 +114,11 @@ class Display:
         """Print one line of rank 0 where rank 0 printed it: on ``stdout`` or ``stderr``."""
         with self._lock:
             _write(sys.stdout if name == "stdout" else sys.stderr, f"[rank 0] {line}\n")
+
+    def tell(self, line: str) -> None:
+        """Print one line about the run."""
+        with self._lock:
+            _write(sys.stderr, f"{line}\n")
 
     def draw(self) -> None:
         """Show how far the training is; called several times a second."""
@@ -133,14 +139,16 @@ class Display:
             closed = self._closed.wait(_POLL_SECONDS)
             for record in self._tail.read():
                 self.progress.take(record)
+            for line in self._alerts():
+                self.tell(line)
             self.draw()
 
 
 class LineDisplay(Display):
     """Without a terminal: a line on stderr every ten seconds."""
 
-    def __init__(self, events: Path) -> None:
-        super().__init__(events)
+    def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
+        super().__init__(events, alerts)
         self._last = time.monotonic()
         self._told = 0
 
@@ -156,12 +164,12 @@ class LineDisplay(Display):
 class BarDisplay(Display):
     """On a terminal: a bar below the lines of rank 0."""
 
-    def __init__(self, events: Path) -> None:
+    def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        super().__init__(events)
+        super().__init__(events, alerts)
         self._console = Console(stderr=True)
         columns = (
             TextColumn("step"),
@@ -187,6 +195,12 @@ class BarDisplay(Display):
         else:
             self._console.print(Text("[rank 0] ") + Text.from_ansi(line), soft_wrap=True)
 
+    def tell(self, line: str) -> None:
+        """Print one line about the run above the bar."""
+        from rich.text import Text
+
+        self._console.print(Text(line), soft_wrap=True)
+
     def draw(self) -> None:
         """Move the bar."""
         details = "  ".join(self.progress.details())
@@ -206,11 +220,11 @@ class BarDisplay(Display):
         self._bar.stop()
 
 
-def display(events: Path, quiet: bool) -> Display:
-    """The kind of display that suits where stderr goes."""
+def display(events: Path, quiet: bool, alerts: Callable[[], list[str]] = list) -> Display:
+    """The kind of display that suits where stderr goes; ``alerts`` gives lines to print beside the progress."""
     if quiet:
-        return Display(events)
-    return BarDisplay(events) if sys.stderr.isatty() else LineDisplay(events)
+        return Display(events, alerts)
+    return BarDisplay(events, alerts) if sys.stderr.isatty() else LineDisplay(events, alerts)
 
 
 def _write(stream: TextIO, text: str) -> None:

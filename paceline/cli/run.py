@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
+import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.options import BEFORE_SCRIPT, Arguments, Plan, Script, Set
+from paceline.cli.report import alerts_of, report, say, summary
+from paceline.errors import EXIT_CODES, PREEMPTED
 
 if TYPE_CHECKING:
-    from paceline.launch.base import Launch, Request
-    from paceline.launch.local import Outcome
+    from paceline.elastic.machines import Rendezvous
+    from paceline.launch.base import Request
 
 CONTEXT = BEFORE_SCRIPT
-MORE_HELP = """ Options stand before the script; all that follows it is the script's own.
+MORE_HELP = f""" Options stand before the script; all that follows it is the script's own.
 
-Exit code: 0 success, 1 the script failed (or its own code), 2 wrong usage or settings, 3 the workers could
-not start, 4 checkpoint, 5 a worker was lost, 128 + signal.
+Exit code: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())}.
 """
 
 
@@ -38,6 +38,27 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     runs_dir: Annotated[Path, typer.Option(help="Where the directories of the runs stand.")] = Path("runs"),
     plan: Plan = None,
     port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None,
+    elastic: Annotated[
+        str | None,
+        typer.Option(
+            help="Fewest and most workers, as in 2:8: the run goes on when a worker is lost.", metavar="MIN:MAX"
+        ),
+    ] = None,
+    standby: Annotated[int, typer.Option(help="Workers that wait, ready, to take the place of lost ones.")] = 0,
+    nodes: Annotated[
+        str | None,
+        typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
+    ] = None,
+    rendezvous: Annotated[
+        str | None,
+        typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"),
+    ] = None,
+    patience: Annotated[
+        float, typer.Option(help="Seconds to wait for workers, or machines, below the fewest.")
+    ] = 600.0,
+    grace: Annotated[
+        float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")
+    ] = 25.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
 ) -> None:
     """Train with a script on many workers."""
@@ -47,70 +68,149 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     settings = config.parse_command_line(set_ or [])
     if resume is not None:
         settings["resume"] = resume
-    request = Request(script, tuple(arguments or ()), workers, settings, plan, runs_dir, name, port)
+    least, most = bounds(elastic, workers, standby)
+    machines = node_range(nodes, rendezvous)
+    request = Request(
+        script=script,
+        arguments=tuple(arguments or ()),
+        workers=workers,
+        settings=settings,
+        plan=plan,
+        runs=runs_dir,
+        name=name,
+        port=port,
+        least=least,
+        most=most,
+        standby=standby,
+        patience_seconds=patience,
+        grace_seconds=grace,
+        nodes=machines,
+        rendezvous=rendezvous,
+    )
     raise typer.Exit(train(request, quiet=quiet))
+
+
+def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None, int | None]:
+    """The fewest and the most workers of ``--elastic MIN:MAX``; with standbys alone, as many as there are.
+
+    Raises:
+        ConfigError: that is no such pair, or the number of workers is not between the two.
+    """
+    from paceline.errors import ConfigError
+
+    if standby < 0:
+        raise ConfigError(f"--standby {standby}: the number of waiting workers cannot be negative.")
+    if elastic is None:
+        return (workers, workers) if standby else (None, None)
+    first, colon, last = elastic.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ConfigError(f"--elastic {elastic}: give the fewest and the most workers, as in --elastic 2:8.")
+    if not int(first) <= workers <= int(last):
+        raise ConfigError(f"--elastic {elastic}: the number of workers to start with, {workers}, is not in between.")
+    return int(first), int(last)
+
+
+def node_range(nodes: str | None, rendezvous: str | None) -> tuple[int, int] | None:
+    """The fewest and the most machines of ``--nodes``.
+
+    Raises:
+        ConfigError: that is no such range, or only one of the two options is given.
+    """
+    from paceline.errors import ConfigError
+
+    if (nodes is None) != (rendezvous is None):
+        raise ConfigError("--nodes and --rendezvous belong together: how many machines, and where they meet.")
+    if nodes is None:
+        return None
+    first, _, last = nodes.rpartition(":")
+    first = first or last
+    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+        raise ConfigError(f"--nodes {nodes}: give a number of machines, or the fewest and the most, as in 1:3.")
+    return int(first), int(last)
 
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
-    from paceline.cli.progress import display
+    from paceline.elastic import machines
+    from paceline.elastic.connections import listen
+    from paceline.launch.base import HOST
+    from paceline.launch.prepare import check
+
+    check(request)
+    if request.rendezvous is None:
+        return _host(request, listen((HOST, request.port or 0)), None, quiet, closing)
+    where = machines.rendezvous(request.rendezvous)
+    listener = machines.claim(where)
+    if listener is None:
+        return _take_part(request, where, quiet)
+    return _host(request, listener, machines.interface_of(where.address), quiet, closing)
+
+
+def _take_part(request: Request, where: Rendezvous, quiet: bool) -> int:
+    """Train with workers of this machine in the run of another one, again when that one comes back."""
+    from dataclasses import replace
+
+    from paceline.elastic.agent import GuestAgent
+    from paceline.elastic.machines import interface_of, visit
     from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
 
-    launch = prepare(request)
-    shown = display(launch.run / "events" / "rank-0.jsonl", quiet)
-    with Workers(launch, shown.show) as workers, shown:
-        outcome = workers.wait()
-    code = report(launch, outcome)
-    if code != 0:
-        _say_where(launch, request)
-    elif closing and not quiet:
-        _say(f"done in {outcome.seconds:.1f} s; output and checkpoints: {_short(launch.run)}")
+    while True:
+        guest = visit(where, request.workers, request.patience_seconds)
+        settings = {**request.settings, **({"resume": guest.resume} if guest.resume else {})}
+        mine = replace(request, first=guest.first, name=guest.name, settings=settings)
+        launch = prepare(mine, interface_of(guest.address))
+        launch = replace(launch, roster=f"{where.address}:{where.port}")
+        try:
+            with Workers(launch, lambda *_: None, GuestAgent(launch, mine, guest)) as workers:  # rank 0 is elsewhere
+                outcome = workers.wait()
+            if outcome.signal is None and not all(one.code == PREEMPTED for one in outcome.ended):
+                guest.await_end()
+        finally:
+            guest.close()
+        if guest.over is not None:
+            say(f"the run {guest.name} is over: {guest.over['reason']}")
+            return int(guest.over["code"])
+        if outcome.signal is not None or all(one.code == PREEMPTED for one in outcome.ended):
+            return PREEMPTED
+        say(f"lost the run at {where}; waiting for it to come back")
+
+
+def _host(request: Request, listener: socket.socket, interface: str | None, quiet: bool, closing: bool) -> int:
+    """Hold the roster, and train with workers of this machine and of those that come."""
+    from dataclasses import replace
+
+    from paceline.cli.progress import display
+    from paceline.elastic.agent import HostAgent, bounds_of
+    from paceline.elastic.roster import Roster
+    from paceline.events import EventLog
+    from paceline.launch.local import Workers
+    from paceline.launch.prepare import prepare
+    from paceline.launch.story import shown_path
+
+    try:
+        launch = prepare(request, interface)
+    except BaseException:
+        listener.close()
+        raise
+    log = EventLog(launch.run / "events", "launcher")
+    told = {"name": launch.run.name, "resume": request.resume}
+    roster = Roster(listener, bounds_of(request), log.mark, told, own=request.workers)
+    launch = replace(launch, roster="{}:{}".format(*listener.getsockname()))
+    alerts = alerts_of(roster.watch, launch, request.elastic, quiet)
+    shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
+    agent = HostAgent(launch, request, roster)
+    try:
+        with Workers(launch, shown.show, agent) as workers, shown:
+            outcome = workers.wait()
+            roster.wait_for_guests()
+    finally:
+        roster.close()
+        log.close()
+    account = roster.account(request.elastic)
+    code = report(launch, outcome, request, account, seen=agent.first())
+    if code == 0 and closing and not quiet:
+        if lost := summary(account):
+            say(lost)
+        say(f"done in {outcome.seconds:.1f} s; output and checkpoints: {shown_path(launch.run)}")
     return code
-
-
-def report(launch: Launch, outcome: Outcome, seen: int | None = 0) -> int:
-    """Say why the workers ended, the first cause first; gives the exit code."""
-    import signal
-
-    from paceline.launch.failure import diagnose, explain
-
-    if outcome.signal is not None:
-        _say(f"stopped by {signal.Signals(outcome.signal).name}; all workers have ended")
-        return 128 + outcome.signal
-    diagnosis = diagnose(launch, outcome, seen)
-    if diagnosis is None:
-        return 0
-    for line in explain(diagnosis, launch.workers):
-        _say(line)
-    return diagnosis.cause.exit_code
-
-
-def _say_where(launch: Launch, request: Request) -> None:
-    from paceline.launch.runs import newest_manifest
-
-    _say(f"output of every worker: {_short(launch.run / 'output')}")
-    if newest_manifest(launch.run) is not None:
-        _say(f"resume with: {resume_command(launch, request)}")
-
-
-def resume_command(launch: Launch, request: Request) -> str:
-    """The command that continues this run from its newest checkpoint."""
-    words = ["paceline", "run", "-n", str(request.workers), "--name", launch.run.name, "--resume", "auto"]
-    if request.runs != Path("runs"):
-        words += ["--runs-dir", str(request.runs)]
-    if request.plan is not None:
-        words += ["--plan", str(request.plan)]
-    for key, value in request.settings.items():
-        if key != "resume":
-            words += ["--set", f"{key}={value}"]
-    return shlex.join([*words, str(request.script), *request.arguments])
-
-
-def _short(path: Path) -> str:
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

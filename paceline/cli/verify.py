@@ -71,7 +71,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from dataclasses import replace
 
     from paceline import env
-    from paceline.cli.run import report
+    from paceline.cli.report import report
     from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
     from paceline.testing.recorded import read
@@ -84,7 +84,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
     with Workers(launch, lambda name, line: None) as running:
         outcome = running.wait()
-    code = report(launch, outcome, seen=None)
+    code = report(launch, outcome, None, seen=None)
     if code != 0:
         raise typer.Exit(code)
     return Size(workers, read(traces / "trace.jsonl"), outcome.seconds)

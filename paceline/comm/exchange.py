@@ -121,6 +121,7 @@ class Exchange:
 
     def written(self, member: int) -> None:
         """The slots of a tensor are filled; a bucket leaves when all its tensors are, and those before it have left."""
+        self._world.check()
         bucket = self._bucket_of[member]
         bucket.waiting -= 1
         while self._left < len(self._buckets) and self._buckets[self._left].waiting == 0:
@@ -136,8 +137,10 @@ class Exchange:
         while self._done < len(self._buckets):
             self._reduce(self._buckets[self._done])
         for bucket in self._buckets:
+            self._world.exchanging = self._name, bucket.index
             self._await_means(bucket)
             self._record(bucket)
+        self._world.exchanging = "", 0
 
     def mean(self, member: int) -> torch.Tensor:
         """The mean of a tensor over all workers, after :meth:`finish`; overwritten by the next step."""
@@ -147,6 +150,7 @@ class Exchange:
         """Add up this worker's chunk along the tree, divide, and give it to all others."""
         self._done += 1
         divisor = self._divisor()  # refuses workers at different steps, whose parts would never come
+        self._world.exchanging = self._name, bucket.index
         self._await_parts(bucket)
         parts = [
             (node, self._part(bucket, rank, place))

@@ -10,13 +10,19 @@ import mmap
 import os
 import platform
 import select
+import struct
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.errors import WorkerLost
+from paceline.comm.processes import is_ending
+from paceline.errors import PacelineError, WorkerLost, WorkerSilent
 
 if TYPE_CHECKING:
+    import torch
+
+    from paceline.comm.line import Seat
     from paceline.comm.world import World
 
 _SLOTS = 1 << 15
@@ -24,37 +30,111 @@ _SPINS = 200
 """Looks before the first sleep: about 0.1 ms, what a short wait takes."""
 _NAP_SECONDS = 5e-5
 _TOKEN_BYTES = 16
+_ARENA_BYTES = 1 << 42
+_LETTERS_AT = 1 << 41
+_LETTER_BYTES = 1 << 36
+_MET, _GAVE_UP, _LETTER = 0, 1, 2
+"""The first flags: in which generation a worker was met, whether it gave up, how often it compared notes."""
 _LOOK_SECONDS = 0.02
 """How often a waiting worker looks whether the others still live."""
 
 
-def shared_memory(world: World) -> Memory | None:
-    """The memory of workers that are all on one machine, else none; all workers call this together."""
+class Arena:
+    """The memory of one worker: a file without a name in any file system.
+
+    It is far larger than any use of it; only what is written takes room. It is used again when the workers change:
+    memory that is in use already costs a tenth of new one.
+    """
+
+    def __init__(self) -> None:
+        self.file, self.token = os.memfd_create("paceline"), os.urandom(_TOKEN_BYTES)
+        os.ftruncate(self.file, _ARENA_BYTES)
+        os.pwrite(self.file, self.token, 0)
+        weakref.finalize(self, os.close, self.file)
+
+    def begin(self) -> None:
+        """Take back all announcements but the first; the workers that may still read them are gone or have left."""
+        os.pwrite(self.file, bytes((_SLOTS - 1) * 8), mmap.PAGESIZE + 8)
+
+    def meet(self, generation: int, able: bool) -> None:
+        """Announce that this worker has come to a generation, and whether it sees the arenas of all others."""
+        os.pwrite(self.file, struct.pack("<q", 2 * (generation + 1) + able), mmap.PAGESIZE)
+
+    @property
+    def handle(self) -> tuple[int, str]:
+        """By what others find it: the number of the file in this process, and a token to recognise it."""
+        return self.file, self.token.hex()
+
+
+def can_share(device: torch.device) -> bool:
+    """Whether this worker could share memory with others of its machine."""
     ordered = platform.machine() in ("x86_64", "AMD64")  # stores become visible in the order they are made
-    able = ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")
-    one_machine = world.size == world.local_size and world.device.type == "cpu"
-    if world.size == 1 or not all(world.gather(able and one_machine, "start")):
+    return ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and device.type == "cpu"
+
+
+def memory_of(world: World, arena: Arena, seats: Sequence[Seat], generation: int) -> Memory | None:
+    """The memory of workers that know each other's arenas from the roster; without a word over the network.
+
+    Raises:
+        WorkerLost: one of them was lost on the way.
+    """
+    files = [_open(seat.pid, seat.arena[0], bytes.fromhex(seat.arena[1])) if seat.arena else None for seat in seats]
+    opened = [file for file in files if file is not None]
+    arena.begin()
+    arena.meet(generation, len(opened) == len(files))
+    if len(opened) < len(files):
+        _close(opened)
         return None
-    blocks = _share(world, _SLOTS * 8)
-    pids = world.gather(os.getpid() if blocks else None, "start")
-    return Memory(world, blocks, pids) if blocks and None not in pids else None
+    memory = Memory(world, opened, [seat.pid for seat in seats])
+    met = 2 * (generation + 1)
+    memory.wait(_MET, met)
+    return memory if memory.announced(_MET, met + 1, range(len(seats))) else None
+
+
+def shared_memory(world: World, arena: Callable[[], Arena]) -> Memory | None:
+    """The memory of workers that are all on one machine, else none; all workers call this together."""
+    if world.size == 1 or world.size != world.local_size or not can_share(world.device):
+        return None
+    own = arena()
+    own.begin()
+    told = world.gather((os.getpid(), own.file, own.token), "start")
+    files = [_open(pid, handle, token) for pid, handle, token in told]
+    all_there = all(world.gather(None not in files, "start"))
+    opened = [file for file in files if file is not None]
+    if not all_there:
+        _close(opened)
+        return None
+    return Memory(world, opened, [pid for pid, *_ in told])
 
 
 class Memory:
-    """Blocks of memory, one of each worker, and flags to announce what is in them."""
+    """Blocks of memory, one of each worker, and flags to announce what is in them.
 
-    def __init__(self, world: World, flags: list[mmap.mmap], pids: list[int]) -> None:
+    Workers share the same blocks of their arenas in the same order, so that their places need no words. What a block
+    holds at first is not known.
+    """
+
+    def __init__(self, world: World, files: list[int], pids: list[int]) -> None:
         self._world = world
-        self._flags = [memoryview(block).cast("q") for block in flags]
-        self._handles = {rank: os.pidfd_open(pid) for rank, pid in enumerate(pids) if rank != world.rank}
-        weakref.finalize(self, _close, list(self._handles.values()))
+        self._files = files
+        self._next = mmap.PAGESIZE
+        opened = list(files)
+        self.close = weakref.finalize(self, _close, opened)
+        self._handles: dict[int, int] = {}
+        for rank, pid in enumerate(pids):
+            if rank != world.rank:
+                self._handles[rank] = _handle(rank, pid)
+                opened.append(self._handles[rank])
         self._pids = pids
-        self._reserved = 0
+        self._flags = [memoryview(block).cast("q") for block in self.share(_SLOTS * 8)]
+        self._reserved = _LETTER + 1
+        self._letters = 0
 
     def share(self, size: int) -> list[mmap.mmap]:
-        """A new block of each worker, in the order of ranks; all workers call this together."""
-        blocks = _share(self._world, max(size, mmap.PAGESIZE))
-        assert blocks is not None, "workers that shared memory at the start cannot any more"
+        """A new block of each worker, in the order of ranks; all workers call this with the same size."""
+        size = -(-max(size, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        blocks = [mmap.mmap(file, size, offset=self._next) for file in self._files]
+        self._next += size
         return blocks
 
     def reserve(self, slots: int) -> int:
@@ -63,19 +143,42 @@ class Memory:
         assert self._reserved <= _SLOTS, f"more than {_SLOTS} flags"
         return first
 
+    def exchange(self, letter: bytes) -> list[bytes]:
+        """What each worker writes, in the order of ranks; all workers call this together.
+
+        Two places are enough: a worker writes its next letter but one after all have read this one.
+        """
+        self._letters += 1
+        place = _LETTERS_AT + self._letters % 2 * _LETTER_BYTES
+        os.pwrite(self._files[self._world.rank], struct.pack("<q", len(letter)) + letter, place)
+        self.announce(_LETTER, self._letters)
+        self.wait(_LETTER, self._letters)
+        sizes = [struct.unpack("<q", os.pread(file, 8, place))[0] for file in self._files]
+        return [os.pread(file, size, place + 8) for file, size in zip(self._files, sizes, strict=True)]
+
+    def give_up(self) -> None:
+        """Tell the others that this worker announces nothing more."""
+        self._flags[self._world.rank][_GAVE_UP] = 1
+
     def announce(self, slot: int, value: int) -> None:
         """Tell the others that this worker got so far."""
         self._flags[self._world.rank][slot] = value
 
-    def wait(self, slot: int, value: int) -> None:
-        """Wait until all workers have announced at least this value.
+    def announced(self, slot: int, value: int, ranks: Sequence[int]) -> bool:
+        """Whether these workers have announced at least this value."""
+        return all(self._flags[rank][slot] >= value for rank in ranks)
+
+    def wait(self, slot: int, value: int, ranks: Sequence[int] | None = None) -> None:
+        """Wait until all workers, or these, have announced at least this value.
 
         Raises:
             WorkerLost: a worker ended, or stayed silent for the timeout.
         """
-        waiting = [rank for rank, flags in enumerate(self._flags) if flags[slot] < value]
+        awaited = range(len(self._flags)) if ranks is None else ranks
+        waiting = [rank for rank in awaited if self._flags[rank][slot] < value]
         looks = 0
         begin = looked = 0.0
+        alarmed = False
         while waiting:
             looks += 1
             if looks < _SPINS:
@@ -83,57 +186,75 @@ class Memory:
             else:
                 time.sleep(_NAP_SECONDS)
                 now = time.monotonic()
-                begin, looked = begin or now, looked or now
-                if now - looked > _LOOK_SECONDS:
-                    looked = now
+                if not begin:
+                    begin = looked = now
+                    self._world.waits_for(waiting)
+                if now - looked > _LOOK_SECONDS or self._world.alarmed != alarmed:
+                    looked, alarmed = now, self._world.alarmed
                     self._look_after(waiting, slot, value, now - begin)
             waiting = [rank for rank in waiting if self._flags[rank][slot] < value]
+        if begin:
+            self._world.waits_for(())
 
     def _look_after(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
+        if self._world.calls is not None:
+            self._world.calls.look()
         for rank in waiting:
-            ended = bool(select.select([self._handles[rank]], [], [], 0)[0])
-            if ended and self._flags[rank][slot] < value:
-                raise WorkerLost(
-                    f"Rank {self._world.rank} lost rank {rank}: its process {self._pids[rank]} ended. "
-                    f"The cause stands in the output of rank {rank}."
+            gone = self._gone(rank)
+            if gone and self._flags[rank][slot] < value:
+                lost = WorkerLost(
+                    f"Rank {self._world.rank} lost rank {rank}: {gone}. The cause stands in the output of rank {rank}."
                 )
+                lost.ranks = (rank,)
+                raise self._explained(lost)
         if waited > self._world.timeout:
             named = ", ".join(str(rank) for rank in waiting)
-            raise WorkerLost(
+            silent = WorkerSilent(
                 f"Rank {self._world.rank} waited {waited:.0f} s for rank {named} (timeout_seconds). "
                 f"Look at the output of rank {named}: it is stopped, or busy with something else."
             )
+            raise self._explained(silent)
+
+    def _gone(self, rank: int) -> str:
+        """Why a worker will announce nothing more; empty if it may.
+
+        A worker that is told of a loss still waits for those who live: so either all of them finish a step, or none.
+        """
+        poll = select.poll()  # select() takes no number above 1023
+        poll.register(self._handles[rank], select.POLLIN)
+        if poll.poll(0) or is_ending(self._pids[rank]):
+            return f"its process {self._pids[rank]} ended"
+        if self._flags[rank][_GAVE_UP]:
+            return "it stopped waiting for others"
+        return "it was dropped" if self._world.is_missing(rank) else ""
+
+    def _explained(self, lost: WorkerLost) -> PacelineError:
+        calls = self._world.calls
+        return calls.explain(lost) if calls else lost
 
 
-def _close(handles: list[int]) -> None:
-    for handle in handles:
-        os.close(handle)
+def _handle(rank: int, pid: int) -> int:
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise WorkerLost(f"Rank {rank} was lost at the start: its process {pid} ended.") from None
 
 
-def _share(world: World, size: int) -> list[mmap.mmap] | None:
-    """One block of each worker; none on a worker that cannot see the blocks of all others.
-
-    The blocks have no name in any file system, so nothing is left behind however the workers end.
-    """
-    own, token = os.memfd_create("paceline"), os.urandom(_TOKEN_BYTES)
-    os.ftruncate(own, size + _TOKEN_BYTES)
-    os.pwrite(own, token, size)
-    told = world.gather((os.getpid(), own, token), "sharing memory")
-    blocks = [_open(pid, handle, token, size) for pid, handle, token in told]
-    everyone = world.gather(None not in blocks, "sharing memory")
-    os.close(own)
-    return [block for block in blocks if block is not None] if all(everyone) else None
+def _close(files: list[int]) -> None:
+    for file in files:
+        os.close(file)
 
 
-def _open(pid: int, handle: int, token: bytes, size: int) -> mmap.mmap | None:
-    """The block of a worker, recognised by its token: another machine may have the same process and file numbers."""
+def _open(pid: int, handle: int, token: bytes) -> int | None:
+    """The file of a worker, recognised by its token: another machine may have the same process and file numbers."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
     except OSError:
         return None
     try:
-        return mmap.mmap(opened, size) if os.pread(opened, _TOKEN_BYTES, size) == token else None
-    except (OSError, ValueError):
-        return None
-    finally:
-        os.close(opened)
+        if os.pread(opened, _TOKEN_BYTES, 0) == token:
+            return opened
+    except OSError:
+        pass
+    os.close(opened)
+    return None

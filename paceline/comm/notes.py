@@ -13,6 +13,9 @@ from paceline.errors import DisagreementError
 LOSSES, MISSING = 1, 2
 """Tags of the two notes."""
 
+HEADER = 2
+"""Rows of a note of losses before those of the pieces."""
+
 
 class Note(Protocol):
     """One tensor of the same shape from each worker."""
@@ -32,14 +35,14 @@ class Notes:
     """
 
     def __init__(self, world: World, tag: int, size: int) -> None:
-        self._world = world
+        self.world = world
         self._tag = tag
         self.size = size
         self._board = Board(world.memory, size) if world.memory else None
 
     def send(self, own: torch.Tensor) -> Note:
         """Tell all other workers; they tell something of the same shape."""
-        return self._board.write(self._world.rank, own) if self._board else Letters(self._world, own, self._tag)
+        return self._board.write(self.world.rank, own) if self._board else Letters(self.world, own, self._tag)
 
 
 class Letters:
@@ -106,7 +109,10 @@ def plain(value: torch.Tensor) -> torch.Tensor | float:
 
 
 class Losses:
-    """The sums of losses and counts of all pieces of a step.
+    """The sums of losses and counts of all pieces of a step, and whether all workers did the same before it.
+
+    A note has two rows before those of the pieces: the step and a notice about the world; what the script did with
+    ``torch.distributed`` so far (``comm.calls``).
 
     Args:
         notes: sends them.
@@ -121,34 +127,45 @@ class Losses:
     ) -> None:
         self._step = step
         self._pieces = pieces
-        header = torch.tensor((step, len(pairs)), dtype=torch.float64, device=device)
+        self._calls = notes.world.calls
+        made = self._calls.meet("session.step", f"step {step}") if self._calls else (0.0, 0.0)
+        header = torch.tensor(((step, notes.world.notice()), made), dtype=torch.float64, device=device)
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
         rows = notes.size // 16  # the same in all steps: workers at different steps must be able to tell each other
-        own = torch.stack((header, *pairs, *[nothing] * (rows - 1 - len(pairs))))
+        own = torch.stack((*header, *pairs, *[nothing] * (rows - HEADER - len(pairs))))
         self._note = notes.send(own)
         self._table: torch.Tensor | None = None
+        self.notice = 0
+        """What a worker said of the world: that it is about to change, or that it leaves; known with the table."""
 
     def table(self) -> torch.Tensor:
         """Float64 tensor of shape [pieces of all workers, 2], in the order of microbatches.
 
         Raises:
-            DisagreementError: workers are at different steps; names the ranks and their steps.
+            DisagreementError: workers are at different steps, or called different operations of
+                ``torch.distributed`` before; names the ranks and what they did.
         """
         if self._table is None:
-            self._check_step()
+            self._check()
             notes = self._note.wait()
-            self._table = torch.cat([note[1 : held + 1] for note, held in zip(notes, self._pieces, strict=True)])
+            self._table = torch.cat(
+                [note[HEADER : held + HEADER] for note, held in zip(notes, self._pieces, strict=True)]
+            )
         return self._table
 
     def count(self) -> torch.Tensor | float:
         """What the sum of all gradients is to be divided by; on the CPU a number, which torch divides by faster."""
         return plain(self.table()[:, 1].sum())
 
-    def _check_step(self) -> None:
-        steps = [int(note[0, 0]) for note in self._note.wait()]
+    def _check(self) -> None:
+        headers = [note[:HEADER].tolist() for note in self._note.wait()]
+        steps = [int(header[0][0]) for header in headers]
         if any(step != self._step for step in steps):
             told = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))
             raise DisagreementError(
                 f"The workers are not at the same step: {told}. Every worker must take the same batches from "
                 f"session.batches; look for a loop that leaves or skips early on some ranks only."
             )
+        self.notice = max(int(header[0][1]) for header in headers)
+        if self._calls is not None:
+            self._calls.agree([(header[1][0], header[1][1]) for header in headers])

@@ -2,105 +2,218 @@
 
 from __future__ import annotations
 
-import atexit
-import errno
-import re
-import threading
+import pickle
 import time
-from collections.abc import Callable
-from datetime import timedelta
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
-from paceline.comm.memory import shared_memory
-from paceline.errors import DisagreementError, StartError, WorkerLost
+from paceline.comm import collectives
+from paceline.comm.calls import Calls
+from paceline.comm.group import Group
+from paceline.comm.line import Line, Seat, View
+from paceline.comm.meeting import Meeting, reason_of
+from paceline.comm.memory import Arena, Memory, can_share, memory_of, shared_memory
+from paceline.comm.names import ranks_in_words
+from paceline.comm.posts import MemoryPosts, Posts, StorePosts
+from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent
+
+PENDING, LEAVING = 1, 2
+"""What a worker tells the others in each step: the world is about to change; this worker is to leave."""
 
 _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 31) - 1
+_WITHIN = ("start", "sharing memory", "step")
+"""Where workers compare notes inside something else in which they meet."""
 _GRACE_SECONDS = 1.0
 """For torch to notice by itself that the time is up."""
 
 
 class World:
-    """All workers of one run, as one of them sees it.
+    """All workers of one run, as one of them sees it; with a line to the roster they may change.
 
     Attributes:
         rank: the number of this worker, from 0.
         size: how many workers there are.
         device: where this worker computes.
         timeout: seconds that a worker waits for another one.
+        generation: how often the workers have changed.
         memory: what workers on one machine share; none if they are on several, or on GPUs.
+        calls: what the script does with ``torch.distributed``; none in one process.
     """
 
-    def __init__(self, who: env.Identity, timeout: float) -> None:
+    calls: Calls | None = None
+    memory: Memory | None = None
+
+    def __init__(self, who: env.Identity, timeout: float, line: Line | None = None) -> None:
         self.rank = who.rank
         self.size = who.world_size
+        self.local_rank = who.local_rank
         self.local_size = who.local_world_size
+        self.generation = who.generation
         self.timeout = timeout
         self.device = _device(who)
+        self.line = line
+        self.leaving = False
+        self.exchanging = "", 0
+        self._comparing = False
+        self._arena: Arena | None = None
+        self.waiting: tuple[tuple[int, ...], float] = ((), 0.0)
+        self._who = who
+        self._missing: frozenset[int] = frozenset()
+        self._seats: tuple[Seat, ...] = ()
+        self._group = Group(self.device, timeout)
+        if line is not None:
+            line.on_alarm = self._interrupt
+
+    def meet(self) -> None:
+        """Come together with the workers that the environment names.
+
+        Raises:
+            StartError: they did not come.
+        """
         if self.size > 1 and not dist.is_initialized():
-            self._join(who)
-        self.memory = shared_memory(self)
+            Meeting(self._who, self.timeout).join(self.device)
+        self.memory = shared_memory(self, self._own_arena)
+        self.calls = self._record_calls() if self.size > 1 else None
 
-    def _join(self, who: env.Identity) -> None:
-        address = env.rendezvous_address(who)
-        store = self._open_store(address, who)
-        self._await_everyone(store, address, who)
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=PrefixStore(f"paceline/{who.generation}", store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=self.timeout),
-        )
-        atexit.register(_leave)
+    def enter(self, view: View) -> None:
+        """Come together with the workers of a view, after :meth:`leave`.
 
-    def _open_store(self, address: str, who: env.Identity) -> Store:
-        host, _, port = address.rpartition(":")
-        opens = self.rank == 0 and not env.has_agent_store()
+        Raises:
+            WorkerLost: one of them was lost on the way.
+        """
+        assert self.line is not None
+        self.rank, self.size, self.generation = view.rank_of(self.line.number), len(view.seats), view.generation
+        own = view.seats[self.rank]
+        neighbours = [
+            rank for rank, seat in enumerate(view.seats) if (seat.host, seat.address) == (own.host, own.address)
+        ]
+        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
+        self._seats = view.seats
+        if view.fenced:  # who was dropped may come back and write into what it knows
+            self._arena = None
+        if self.size == 1 and self.generation > 0:  # the script may have used a group before
+            self._group.join((own.address, own.port), 0, 1, self.generation)
+        if self.size > 1:
+            self._come_together(view)
+            calls = self._record_calls()
+            if self.memory is not None:  # nobody may read what another one posted in an earlier view
+                self.memory.exchange(b"")
+            self.calls = calls
+
+    def _come_together(self, view: View) -> None:
+        """Through shared memory alone if that is known to be there: torch's group then follows while training goes on.
+
+        A group takes a tenth of a second, and only the script may want it.
+        """
+        first = view.seats[0].address, view.seats[0].port
+        place = self.rank, self.size, self.generation
+        here = self.local_size == self.size and not view.fenced and can_share(self.device)
+        self.memory = memory_of(self, self._own_arena(), view.seats, view.generation) if here else None
+        if self.memory is not None:
+            self._group.join_soon(first, *place)
+            return
         try:
-            return _within(self.timeout, lambda: self._store(host, int(port), opens))
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            if opens and (errno.errorcode[errno.EADDRINUSE] in str(error) or "in use" in str(error)):
-                raise StartError(
-                    f"Port {port} on {host} is in use by another process; choose another one "
-                    f"(MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
-                ) from None
-            reason = str(error).splitlines()[0]
-            doing = "open the meeting point" if opens else "reach rank 0"
-            raise StartError(
-                f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}"
-            ) from None
+            self._group.join(first, *place)
+            if self.alarmed:  # it came while the connections were made
+                raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
+        except RuntimeError as error:
+            raise WorkerLost(f"Rank {self.rank}: could not reach the others: {reason_of(error)}.") from error
+        self.memory = shared_memory(self, self._own_arena)
 
-    def _store(self, host: str, port: int, opens: bool) -> Store:
-        limit = timedelta(seconds=self.timeout)
-        return TCPStore(host, port, self.size, is_master=opens, timeout=limit, wait_for_workers=False)
+    def leave(self) -> None:
+        """Part from the others, who may be gone or blocked; nothing is sent any more, and nothing waits."""
+        collectives.stop()
+        if self.memory is not None:
+            self.memory.give_up()
+        self.memory = self.calls = None
+        self._group.leave()
 
-    def _await_everyone(self, store: Store, address: str, who: env.Identity) -> None:
-        """Wait until each rank has said that it is here; name those that have not."""
-        keys = [f"paceline/{who.generation}/here/{rank}" for rank in range(self.size)]
-        deadline = time.monotonic() + self.timeout
-        try:
-            store.set(keys[self.rank], "here")
-            while not store.check(keys):
-                if time.monotonic() > deadline:
-                    missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-                    raise StartError(
-                        f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {_ranks(missing)} of "
-                        f"{self.size} workers did not come. Look at their output; were all of them started with this "
-                        f"address?"
-                    )
-                time.sleep(_POLL_SECONDS)
-        except dist.DistError as error:
-            raise StartError(
-                f"Rank {self.rank} lost the meeting point at {address} before all workers were there: "
-                f"{_reason(error)}. The cause stands in the output of rank 0."
-            ) from error
+    def arena_handle(self) -> tuple[int, str] | None:
+        """By what others on this machine find the memory that this worker shares."""
+        return self._own_arena().handle if can_share(self.device) else None
+
+    def workers_at(self, ranks: Sequence[int]) -> list[int]:
+        """The numbers of the worker processes that have these ranks."""
+        return [self._seats[rank].worker for rank in ranks]
+
+    def await_group(self) -> None:
+        """Until torch's group is there, if it is on its way.
+
+        Raises:
+            WorkerLost: another worker was lost meanwhile.
+        """
+        while self._group.is_joining(_POLL_SECONDS):
+            self.check()
+
+    def _own_arena(self) -> Arena:
+        if self._arena is None:
+            self._arena = Arena()
+        return self._arena
+
+    def check(self) -> None:
+        """Do not begin what another worker's loss has made useless.
+
+        Raises:
+            WorkerLost: a worker was lost since these came together.
+        """
+        if self.alarmed:
+            raise WorkerLost(f"Rank {self.rank}: another worker was lost.")
+
+    def _interrupt(self) -> None:
+        """Somebody was lost: end what blocks on the network. In shared memory each wait looks for itself."""
+        if self.memory is None or self._comparing:
+            self._group.interrupt()
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether a worker was lost since these workers came together."""
+        return self.line is not None and self.line.alarmed
+
+    def is_missing(self, rank: int) -> bool:
+        """Whether a worker was dropped from the next view."""
+        if self.line is None or not self.line.alarmed:
+            return False
+        return self.line.broken or self._seats[rank].worker in self.line.missing
+
+    def waits_for(self, ranks: Sequence[int]) -> None:
+        """Remember whom this worker waits for; nobody when it goes on."""
+        self.waiting = (tuple(ranks), time.monotonic())
+
+    def open_store(self, address: str) -> int:
+        """Open the store at which a view meets whose first worker this is; returns its port."""
+        return self._group.open_store(address)
+
+    def doing(self) -> str:
+        """What this worker does while it waits for others."""
+        what, bucket = self.exchanging
+        if not what:
+            return "where all workers compare notes" if self._comparing else "in the exchange of losses"
+        return f"in the all-reduce of bucket {bucket} of the {what}"
+
+    def notice(self) -> int:
+        """What the others must know in this step: ``LEAVING``, ``PENDING``, or 0."""
+        if self.leaving:
+            return LEAVING
+        return PENDING if self.line is not None and self.line.pending > self.generation else 0
+
+    def alone(self) -> None:
+        """Be the only worker from now on: the others are gone, or end."""
+        self.rank, self.size, self.local_size = 0, 1, 1
+
+    def _record_calls(self) -> Calls:
+        if self.memory is not None:
+            posts: Posts = MemoryPosts(self.memory, self.rank)
+        else:
+            posts = StorePosts(dist.distributed_c10d._get_default_store(), self.rank, self.size)
+        calls = Calls(self.rank, posts, weakref.WeakMethod(self._lost))
+        collectives.record_in(calls, self.await_group)
+        return calls
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """What every worker has to say, in the order of ranks; any value that can be pickled.
@@ -111,18 +224,34 @@ class World:
         """
         if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self.size
-        try:
-            dist.all_gather_object(values, (what, value))
-        except RuntimeError as error:
-            raise self._lost([], "when all workers compared notes", error) from error
-        if any(told != what for told, _ in values):
-            places = ", ".join(f"rank {rank} in {told}" for rank, (told, _) in enumerate(values))
+        met = self.calls and what not in _WITHIN
+        made = self.calls.meet(f"session.{what}", what) if self.calls and met else (0.0, 0.0)
+        values = self._compare((what, value, made))
+        if any(told != what for told, *_ in values):
+            places = ", ".join(f"rank {rank} in {told}" for rank, (told, *_) in enumerate(values))
             raise DisagreementError(
                 f"The workers are at different places: {places}. All must call the same methods in the same order; "
                 f"look for code that only some ranks run."
             )
-        return [told for _, told in values]
+        if self.calls and met:
+            self.calls.agree([told for *_, told in values])
+        return [told for _, told, _ in values]
+
+    def _compare(self, own: Any) -> list[Any]:
+        if self.memory is not None:
+            return [pickle.loads(letter) for letter in self.memory.exchange(pickle.dumps(own))]
+        values: list[Any] = [None] * self.size
+        self._comparing = True
+        self.waits_for([rank for rank in range(self.size) if rank != self.rank])
+        try:
+            self.check()  # before the alarm could interrupt this
+            dist.all_gather_object(values, own)
+        except RuntimeError as error:
+            raise self._lost([], "when all workers compared notes", error) from error
+        finally:
+            self._comparing = False
+        self.waits_for(())
+        return values
 
     def post(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for."""
@@ -147,13 +276,17 @@ class World:
             raise self._lost([operation.peer], f"in exchange {operation.tag}", error) from error
         return Transfer(self, work, [operation.peer], operation.tag)
 
-    def _lost(self, peers: list[int], where: str, error: RuntimeError) -> WorkerLost:
-        reason = _reason(error)
+    def _lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
+        reason = reason_of(error)
+        if self.alarmed:  # the launcher knows who
+            return WorkerLost(f"Rank {self.rank}: another worker was lost {where}. [{reason}]")
         silent = peers and "imed out" in reason
         gone = peers if silent else self._gone(peers)
-        named = _ranks(gone) if gone else "another worker"
+        named = ranks_in_words(gone) if gone else "another worker"
         what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
-        return WorkerLost(f"Rank {self.rank}: {what} {where}. The cause stands in the output of {named}. [{reason}]")
+        kind = WorkerSilent if silent else WorkerLost
+        lost = kind(f"Rank {self.rank}: {what} {where}. The cause stands in the output of {named}. [{reason}]")
+        return self.calls.explain(lost) if self.calls else lost
 
     def _gone(self, peers: list[int]) -> list[int]:
         """These workers and all others whose connection is broken: the one that was lost first is among them."""
@@ -195,10 +328,13 @@ class Transfer:
         Raises:
             WorkerLost: the peer went away, or stayed silent for the timeout.
         """
+        world = self._world
+        world.waits_for(self._peers)
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise self._world._lost(self._peers, f"in exchange {self._tag}", error) from error
+            raise world._lost(self._peers, f"in exchange {self._tag}", error) from error
+        world.waits_for(())
 
 
 def _device(who: env.Identity) -> torch.device:
@@ -212,38 +348,3 @@ def _device(who: env.Identity) -> torch.device:
     device = torch.device("cuda", who.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _within(seconds: float, connect: Callable[[], Store]) -> Store:
-    """Connect; torch would wait without end for another program that listens there but does not answer."""
-    found: list[Store | Exception] = []
-
-    def connecting() -> None:
-        try:
-            found.append(connect())
-        except (RuntimeError, ValueError) as error:
-            found.append(error)
-
-    thread = threading.Thread(target=connecting, daemon=True)
-    thread.start()
-    thread.join(seconds + _GRACE_SECONDS)
-    if not found:
-        raise ValueError("what listens there does not answer as rank 0 would; is the port used by another program?")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
-
-
-def _leave() -> None:
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(str(rank) for rank in ranks)
-
-
-def _reason(error: BaseException) -> str:
-    """The first sentence of what torch or gloo says, without its place in their source."""
-    first = str(error).splitlines()[0] if str(error) else type(error).__name__
-    return re.sub(r"^\[[^\]]*:\d+\] ", "", first.strip()).split(". ")[0]

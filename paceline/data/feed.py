@@ -63,11 +63,13 @@ class Feed:
         self._order = order
         self._device = device
         self._requests = _Requests()
+        self._data = KeyedDataset(data, order.seed, collates=collate is not None)
+        self._collate = collate or default_collate
         self._loader: DataLoader[Any] = DataLoader(
-            KeyedDataset(data, order.seed, collates=collate is not None),
+            self._data,
             batch_sampler=self._requests,
             num_workers=loaders,
-            collate_fn=collate or default_collate,
+            collate_fn=self._collate,
             pin_memory=device.type == "cuda",
             persistent_workers=loaders > 0,
             prefetch_factor=2 if loaders else None,
@@ -83,6 +85,19 @@ class Feed:
                 Piece(piece, parts[piece[-1]].stop - parts[piece[0]].start, self._to_device(next(items)))
                 for piece in pieces_of(step)
             ]
+
+    def load(self, step: int, pieces: list[range]) -> list[Piece]:
+        """Some pieces of one step, loaded here and now."""
+        parts = self._order.parts_of(step)
+        requests = self._requests_of(step, step + 1, lambda _: pieces)
+        return [
+            Piece(
+                piece,
+                parts[piece[-1]].stop - parts[piece[0]].start,
+                self._to_device(self._collate(self._data.__getitems__(request))),
+            )
+            for piece, request in zip(pieces, requests, strict=True)
+        ]
 
     def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[Request]:
         for step in range(start, stop):

@@ -30,7 +30,20 @@ class Request:
     runs: Path = Path("runs")
     name: str | None = None
     port: int | None = None
+    least: int | None = None  # fewer workers do not train; none: all or nothing
+    most: int | None = None
+    standby: int = 0  # workers that wait to take the place of lost ones
+    patience_seconds: float = 600.0  # for replacements, below the least number
+    grace_seconds: float = 25.0  # to finish a step and save after a signal
+    nodes: tuple[int, int] | None = None  # fewest and most machines; none: this one alone
+    rendezvous: str | None = None  # host:port of the first machine
+    first: int = 0  # the number of the first worker here; above zero on other machines than the first
     environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
+
+    @property
+    def elastic(self) -> bool:
+        """Whether training goes on when a worker is lost."""
+        return self.least is not None or self.nodes is not None
 
     @property
     def resume(self) -> str | None:
@@ -56,23 +69,33 @@ class Launch:
     run: Path
     environment: Mapping[str, str]  # the same for every worker
     cores: tuple[frozenset[int], ...] = ()  # of each worker; empty: the system decides
+    roster: str | None = None  # where workers find each other; none: by torchrun's variables
+    first: int = 0
+    grace_seconds: float = 25.0
 
     def command(self) -> list[str]:
         """What each worker executes."""
         return [sys.executable, "-u", str(self.script), *self.arguments]
 
-    def worker_environment(self, rank: int) -> dict[str, str]:
-        """The variables of one worker."""
-        mine = {name: str(rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+    def worker_environment(self, number: int, place: int | None = None) -> dict[str, str]:
+        """The variables of one worker; ``place`` is its local rank, and with it its device."""
+        place = (number - self.first) % self.workers if place is None else place
+        mine = {name: str(place) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+        if self.roster is not None:
+            mine |= {env.ROSTER: self.roster, env.WORKER: str(number)}
         return {**self.environment, **mine}
 
-    def output(self, rank: int) -> Path:
-        """The file with everything that a worker printed."""
-        return self.run / "output" / f"rank-{rank}.log"
+    def name(self, number: int) -> str:
+        """What the files of a worker are called: by its rank, or by its number if it was started to join later."""
+        return f"rank-{number}" if number < self.workers else f"worker-{number}"
 
-    def error(self, rank: int) -> Path:
+    def output(self, number: int) -> Path:
+        """The file with everything that a worker printed."""
+        return self.run / "output" / f"{self.name(number)}.log"
+
+    def error(self, number: int) -> Path:
         """The file in which a worker says why it failed."""
-        return self.run / "errors" / f"rank-{rank}.json"
+        return self.run / "errors" / f"{self.name(number)}.json"
 
 
 def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[int], ...]:
@@ -115,10 +138,11 @@ def lay_out(
         "PYTHONHASHSEED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # what breaks when a worker is lost is told once, by us
         "OMP_NUM_THREADS": str(threads_per_worker(settings, request.workers, len(machine.cores))),
         **inherited,
         **request.environment,
-        "WORLD_SIZE": workers,
+        "WORLD_SIZE": str(request.workers * (request.nodes[0] if request.nodes else 1)),
         "LOCAL_WORLD_SIZE": workers,
         "ROLE_WORLD_SIZE": workers,
         "ROLE_NAME": "default",
@@ -132,6 +156,7 @@ def lay_out(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         env.RUN_DIRECTORY: str(run),
         env.SETTINGS: json.dumps(dict(request.settings)),
+        env.LARGEST: str(request.most or request.workers * (request.nodes[1] if request.nodes else 1)),
     }
     if settings.threads is not None:
         shared["OMP_NUM_THREADS"] = str(settings.threads)
@@ -144,4 +169,6 @@ def lay_out(
         run=run,
         environment=shared,
         cores=bind(machine.domains, request.workers),
+        grace_seconds=request.grace_seconds,
+        first=request.first,
     )

@@ -10,8 +10,12 @@ from paceline.launch import machine, runs
 from paceline.launch.base import Launch, Request, lay_out
 
 
-def prepare(request: Request) -> Launch:
+def prepare(request: Request, interface: str | None = None) -> Launch:
     """Check the request, choose the port and the run directory, and create that directory.
+
+    Args:
+        request: what was asked for.
+        interface: the network interface for workers of several machines; none: all are on this one.
 
     Raises:
         ConfigError: the script, a setting, the number of workers or the name cannot be used.
@@ -20,8 +24,11 @@ def prepare(request: Request) -> Launch:
     check(request)
     settings = known_settings(request)
     here = machine.look()
-    port = machine.choose_port(request.port)
-    launch = lay_out(request, settings, here, env.inherited(), runs.choose(request), port)
+    machine.choose_port(request.port)  # for the roster
+    inherited = env.inherited()
+    if interface is not None:
+        inherited = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **inherited}
+    launch = lay_out(request, settings, here, inherited, runs.choose(request), machine.choose_port(None))
     runs.make(launch, request, here)
     return launch
 

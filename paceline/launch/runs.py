@@ -2,9 +2,10 @@
 
 runs/<name>/
   launch.json            what was started, when, on what
-  output/rank-<r>.log    everything that a worker printed
+  output/rank-<r>.log    everything that a worker printed; worker-<n>.log of those that were started to join later
   events/rank-<r>.jsonl  what happened (see paceline.events)
   errors/rank-<r>.json   why a worker failed
+  failure.txt, .json     why the run failed, if it did: in words, and as data
   checkpoints/step-*/    a checkpoint is complete when its manifest.json is there
 """
 
@@ -27,6 +28,8 @@ def choose(request: Request, now: float | None = None) -> Path:
         ConfigError: the name is no name of a directory, or is taken.
     """
     runs = request.runs.absolute()
+    if request.first and request.name is not None:  # the first machine chose it
+        return runs / request.name
     if request.name is not None:
         return _named(runs, request.name, resumes=request.resume is not None)
     if request.resume == "auto" and (newest := newest_resumable(runs, request.script)) is not None:
@@ -65,6 +68,29 @@ def newest_manifest(run: Path) -> Path | None:
     return max(manifests, key=lambda path: path.stat().st_mtime, default=None)
 
 
+def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
+    """The path or URL of the newest complete checkpoint, its step, and when it was written, in seconds since 1970.
+
+    Looked for in the directory of the run, or else, when checkpoints go elsewhere, in its records.
+    """
+    manifest = newest_manifest(run)
+    if manifest is not None:
+        name = manifest.parent.name.rpartition("-")[2]
+        return str(manifest.parent), int(name) if name.isdecimal() else 0, manifest.stat().st_mtime
+    try:
+        lines = (run / "events" / "rank-0.jsonl").read_text().splitlines()
+    except OSError:
+        return None
+    for line in reversed(lines):
+        if '"event": "checkpoint"' in line:
+            try:
+                record = json.loads(line)
+                return str(record["path"]), int(record["step"]), float(record["time"])
+            except (ValueError, KeyError, TypeError):
+                continue
+    return None
+
+
 def _stem(run: Path) -> str | None:
     try:
         return Path(json.loads((run / "launch.json").read_text())["script"]).stem
@@ -81,10 +107,12 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
     try:
         for name in ("output", "events", "errors", "checkpoints"):
             (launch.run / name).mkdir(parents=True, exist_ok=True)
-        for old in (launch.run / "errors").glob("rank-*.json"):
-            old.unlink()
+        if not request.first:
+            for old in [*launch.run.glob("errors/*.json"), *launch.run.glob("failure.*")]:
+                old.unlink()
         facts = json.dumps(_facts(launch, request, machine), indent=2)
-        (launch.run / "launch.json").write_text(facts + "\n")
+        name = f"launch-{request.first}.json" if request.first else "launch.json"
+        (launch.run / name).write_text(facts + "\n")
     except OSError as error:
         raise ConfigError(f"The run directory {launch.run} cannot be written: {error.strerror}.") from None
 

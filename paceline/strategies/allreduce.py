@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from paceline.comm.exchange import Exchange
-from paceline.comm.notes import LOSSES, MISSING, Losses, Notes
+from paceline.comm.notes import HEADER, LOSSES, MISSING, Losses, Notes
 from paceline.comm.shared import exchange_for
 from paceline.data.feed import Piece
 from paceline.errors import InputError
@@ -45,7 +45,7 @@ class AllReduce:
         self._leaving = Leaving(job, job.update.parameters)
         self._statistics: Exchange | None = None
         rows = job.order.microbatches + 1
-        self._losses = Notes(job.world, LOSSES, 16 * rows)
+        self._losses = Notes(job.world, LOSSES, 16 * (job.order.microbatches + HEADER))
         self._missing = Notes(job.world, MISSING, rows * len(self._parameters))
 
     @property
@@ -74,6 +74,7 @@ class AllReduce:
         job.compute.buffers.begin()
         job.update.check_frozen()
         for piece in pieces:
+            job.world.check()
             computed = job.compute.forward_pass(piece, step)
             pairs.append(computed.pair)
             statistics.push(piece.microbatches.start, [*computed.buffers])
@@ -90,7 +91,12 @@ class AllReduce:
         parts = self._parts(layout, losses, missing)
         self._joining.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
         means = self._mean_statistics(step, nodes, [values for _, values in statistics.nodes()])
-        return conclude(job, step, pieces, parts, means)
+        return conclude(job, step, pieces, parts, means, losses.notice)
+
+    def close(self) -> None:
+        self._leaving.close()
+        for parameter in self._parameters:
+            parameter.grad = None
 
     def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor]) -> Losses:
         return Losses(self._losses, step, [len(row) for row in layout], pairs, self._job.world.device)
@@ -153,8 +159,10 @@ class Leaving:
             job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients", _GRADIENT_TAGS
         )
         self._armed = False
-        for place, parameter in enumerate(parameters):
+        self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
+            for place, parameter in enumerate(parameters)
+        ]
 
     def begin(self, nodes: list[list[Node]], exact: bool) -> None:
         """Start a step; ``nodes`` are what each rank will send."""
@@ -166,6 +174,12 @@ class Leaving:
         self._nearest: list[Values] = []
         for parameter in self._parameters:
             parameter.grad = None
+
+    def close(self) -> None:
+        """Do nothing more, and let go of everything."""
+        self._armed = False
+        for hook in self._hooks:
+            hook.remove()
 
     def push(self, microbatch: int) -> None:
         """Take the gradients of a microbatch that is not the last."""

@@ -35,13 +35,15 @@ class Job:
 class Outcome:
     """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
 
-    ``applied`` is false for a step that was skipped because its loss was not finite.
+    ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is what the workers
+    told each other of the world (``comm.line``): whether it is about to change, or a worker is to leave.
     """
 
     loss: float
     norm: torch.Tensor
     learning_rate: float
     applied: bool = True
+    notice: int = 0
 
 
 class Strategy(Protocol):
@@ -60,4 +62,8 @@ class Strategy(Protocol):
 
     def step(self, step: int, pieces: list[Piece]) -> Outcome:
         """Compute the pieces, bring the gradients together, update the model."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything, also in the middle of a step: another one takes over, in another world."""
         ...

@@ -48,6 +48,7 @@ class Compute:
         self.buffers = Buffers(model)
         self._seed = seed
         self._autocast = autocast
+        self.joins: bool | None = None  # whether neighbouring microbatches are computed in one pass; none: not known
         self.watches_random = False
         self.drew_random = False
 

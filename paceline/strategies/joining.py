@@ -27,10 +27,10 @@ class Joining:
 
     def __init__(self, job: Job) -> None:
         settings = job.settings
-        self.joined = False
+        self.joined = bool(job.compute.joins)
         self._job = job
         asked_apart = settings.exact or settings.microbatches is not None or job.collate is not None
-        self._open = not asked_apart and job.order.microbatches > 1
+        self._open = not asked_apart and job.order.microbatches > 1 and job.compute.joins is None
         job.compute.watches_random = self._open
 
     @property
@@ -53,11 +53,10 @@ class Joining:
         """
         if not self._open:
             return
-        self._open = False
         obstacle = self._obstacle(pieces, pairs)
-        self._job.compute.watches_random = False
         obstacles = [reason for reason in self._job.world.gather(obstacle, "step") if reason]
-        self.joined = not obstacles
+        self._open = self._job.compute.watches_random = False
+        self.joined = self._job.compute.joins = not obstacles
         text = (
             f"microbatches stay apart: {obstacles[0]}"
             if obstacles

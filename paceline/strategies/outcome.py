@@ -10,7 +10,9 @@ from paceline.strategies.base import Job, Outcome
 from paceline.strategies.verdict import Part, check_gradients, mean_loss, not_finite, refusal, unused
 
 
-def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statistics: list[torch.Tensor]) -> Outcome:
+def conclude(
+    job: Job, step: int, pieces: list[Piece], parts: list[Part], statistics: list[torch.Tensor], notice: int = 0
+) -> Outcome:
     """Judge a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
@@ -19,6 +21,7 @@ def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statis
         pieces: what this worker computed.
         parts: the outcome of all pieces of all workers, in the order of microbatches.
         statistics: the means of the buffers that the forward pass changes.
+        notice: what the workers told each other of the world.
 
     Raises:
         NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
@@ -32,7 +35,7 @@ def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statis
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
         loss = mean_loss(parts, job.settings.exact)
-        return Outcome(loss, torch.tensor(float("nan")), job.update.learning_rate, applied=False)
+        return Outcome(loss, torch.tensor(float("nan")), job.update.learning_rate, applied=False, notice=notice)
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
         job.compute.buffers.reset()
@@ -45,7 +48,7 @@ def conclude(job: Job, step: int, pieces: list[Piece], parts: list[Part], statis
     loss = mean_loss(parts, job.settings.exact)
     seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
     norm, rate = job.update.apply(step)
-    return Outcome(loss, norm, rate)
+    return Outcome(loss, norm, rate, notice=notice)
 
 
 def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:

@@ -63,7 +63,11 @@ class Single:
             parameter.grad = value
         self._joining.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
-        return conclude(job, step, pieces, parts, [value.div_(samples) for value in self._changed(statistics.total())])
+        changed = [value.div_(samples) for value in self._changed(statistics.total())]
+        return conclude(job, step, pieces, parts, changed, job.world.notice())
+
+    def close(self) -> None:
+        self._take_gradients()
 
     def _changed(self, sums: Values) -> list[torch.Tensor]:
         buffers = self._job.compute.buffers

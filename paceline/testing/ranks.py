@@ -58,12 +58,16 @@ class Worker:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a worker ended; ``code`` is negative if a signal ended it."""
+    """How a worker ended.
+
+    ``code`` is negative if a signal ended it; ``late`` if it was killed for not ending after the failure of another.
+    """
 
     rank: int
     code: int
     out: str
     err: str
+    late: bool = False
 
     @property
     def signal(self) -> str:
@@ -98,6 +102,7 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
     one_machine: bool = True,
     absent: Sequence[int] = (),
     start: Callable[[list[Worker]], Sequence[Process]] | None = None,
+    after_failure: float | None = None,
 ) -> list[Ended]:
     """Run a script on some workers and wait until all have ended.
 
@@ -111,6 +116,8 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
         one_machine: false: each worker counts as alone on a machine, so that they talk over the network.
         absent: ranks that are not started.
         start: starts the processes; the default starts a new Python for each.
+        after_failure: seconds that the others have when one has ended with an exit code other than 0; who still runs
+            then is killed. None: they have until the deadline.
 
     Raises:
         TimeoutError: not all workers ended before the deadline; shows what they printed.
@@ -121,13 +128,20 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
         worker.environment.update({"MASTER_PORT": port, **(environment or {})})
     started = [worker for worker in started if worker.rank not in absent]
     with _ending((start or start_new)(started)) as processes:
-        late = _wait(started, processes, kill, time.monotonic() + deadline)
-        codes = [process.poll() for process in processes]
-    if late:
+        until = time.monotonic() + deadline
+        late = _wait(started, processes, kill, until, after_failure)
+    codes = [process.poll() for process in processes]
+    if late and time.monotonic() > until:
         said = "\n".join(f"-- rank {one.rank}\n{one.out.read_text()}{one.err.read_text()}" for one in started)
         raise TimeoutError(f"Still running after {deadline:.0f} s: ranks {', '.join(map(str, late))}.\n{said}")
     return [
-        Ended(worker.rank, code or 0, worker.out.read_text(errors="replace"), worker.err.read_text(errors="replace"))
+        Ended(
+            worker.rank,
+            code or 0,
+            worker.out.read_text(errors="replace"),
+            worker.err.read_text(errors="replace"),
+            worker.rank in late,
+        )
         for worker, code in zip(started, codes, strict=True)
     ]
 
@@ -166,14 +180,19 @@ def _worker(rank: int, workers: int, script: Path, directory: Path, one_machine:
     return Worker(rank, script, own, directory / f"rank-{rank}.out", directory / f"rank-{rank}.err")
 
 
-def _wait(workers: list[Worker], processes: Sequence[Process], kill: Kill | None, until: float) -> list[int]:
-    """Wait for all to end, and kill on the way; returns the ranks that were too late."""
+def _wait(
+    workers: list[Worker], processes: Sequence[Process], kill: Kill | None, until: float, after_failure: float | None
+) -> list[int]:
+    """Wait for all to end, and kill on the way; returns the ranks that were too late, which have not ended."""
+    failed = False
     while any(process.poll() is None for process in processes):
         if kill is not None and any(kill.text in one.out.read_text() for one in workers if one.rank == kill.by):
             for worker, process in zip(workers, processes, strict=True):
                 if kill.ranks is None or worker.rank in kill.ranks:
                     process.send_signal(kill.signal)
             kill = None
+        if after_failure is not None and not failed and any(process.poll() for process in processes):
+            failed, until = True, min(until, time.monotonic() + after_failure)
         if time.monotonic() > until:
             pairs = zip(workers, processes, strict=True)
             return [worker.rank for worker, process in pairs if process.poll() is None]

@@ -67,5 +67,6 @@ def test_the_options_of_run(paceline: Paceline) -> None:
     words = paceline("run", "--help").out.replace(",", " ").split()
     assert {word for word in words if word.startswith("-") and word.strip("-")} == {
         *("-n", "-np", "--workers", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir"),
-        *("--plan", "--port", "--quiet", "--help"),
+        *("--plan", "--port", "--quiet", "--help", "--elastic", "--standby", "--nodes", "--nnodes"),
+        *("--rendezvous", "--patience", "--grace"),
     }

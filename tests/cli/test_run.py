@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from paceline.launch import kernel
+
 Script = Callable[..., Path]
 Paceline = Callable[..., Any]
 
@@ -77,7 +79,7 @@ def test_a_port_in_use(paceline: Paceline, script: Script) -> None:
         taken.listen()
         result = paceline("run", "--port", taken.getsockname()[1], script("print('never')"))
     assert (result.code, result.out) == (3, "")
-    assert "cannot be used" in result.err
+    assert "cannot be used: Address already in use. Choose another" in result.err
 
 
 def test_the_scripts_exit_code_passes_through(paceline: Paceline, script: Script) -> None:
@@ -85,17 +87,18 @@ def test_the_scripts_exit_code_passes_through(paceline: Paceline, script: Script
     assert result.code == 7
     lines = result.err.splitlines()
     assert lines[0] == "rank 1: ended with exit code 7"
-    assert "ranks 0, 2 stopped because they lost rank 1" in lines
+    assert "ranks 0, 2 stopped because they lost rank 1; what they report follows from that" in lines
 
 
 def test_an_error_before_start_shows_its_traceback_once(paceline: Paceline, script: Script) -> None:
     result = paceline("run", "-n", 2, script("if rank == 1: raise ValueError('bad')\ntime.sleep(600)"))
     assert result.code == 1
-    assert result.err.count("ValueError: bad") == 1
-    assert result.err.splitlines()[0] == "rank 1: ended with exit code 1"
+    lines = result.err.splitlines()
+    assert (lines[0], lines[-1]) == ("rank 1: ValueError: bad (train.py:11)", "ValueError: bad")
+    assert result.err.count("Traceback") == 1
 
 
-def test_the_cause_is_told_before_its_consequences(paceline: Paceline, script: Script) -> None:
+def test_the_cause_is_told_before_its_consequences(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     path = script(
         """
         if rank == 1:
@@ -106,18 +109,45 @@ def test_the_cause_is_told_before_its_consequences(paceline: Paceline, script: S
     )
     result = paceline("run", "-n", 3, path)
     assert result.code == 4
-    assert result.err.splitlines()[:2] == [
-        "rank 1: step-10 is damaged",
-        "ranks 0, 2 stopped because they lost rank 1",
-    ]
-    assert "Traceback" not in result.err
+    lines = result.err.splitlines()
+    assert (lines[0], lines[-1]) == ("rank 1: step-10 is damaged", "Traceback of rank 1")
+    assert result.err.count("Traceback") == 1
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "failure.txt").read_text() == result.err
+    told = json.loads((run / "failure.json").read_text())
+    assert (told["kind"], told["rank"], told["step"], told["code"]) == ("checkpoint", 1, 3, 4)
+    assert [one["rank"] for one in told["consequences"]] == [0, 2]
 
 
 def test_a_worker_ended_by_a_signal(paceline: Paceline, script: Script) -> None:
     path = script("if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)")
     result = paceline("run", "-n", 2, path)
     assert result.code == 128 + 11
-    assert result.err.startswith("rank 1: was ended by signal 11 (SIGSEGV)")
+    assert result.err.startswith("rank 1: was ended by signal 11 (SIGSEGV)\n")
+
+
+def test_the_kernel_ended_it_for_lack_of_memory(
+    paceline: Paceline, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom_kill 4\n")
+    monkeypatch.setattr(kernel, "own_counters", lambda: [counter])
+    path = script(
+        f"""
+        if rank == 1:
+            Path({str(counter)!r}).write_text("oom_kill 5\\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        """
+    )
+    result = paceline("run", "-n", 2, path)
+    assert (result.code, result.err.splitlines()[0]) == (5, "rank 1: ran out of memory (the kernel ended it)")
+    assert any(line.startswith("fix: give each worker less to hold") for line in result.err.splitlines()[:10])
+
+
+def test_killed_by_somebody(paceline: Paceline, script: Script) -> None:
+    result = paceline("run", "-n", 2, script("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)"))
+    assert (result.code, result.err.splitlines()[0]) == (5, "rank 1: was ended by signal 9 (SIGKILL)")
 
 
 SAVES = """

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import files
+from paceline.checkpoint import files, storage
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -80,30 +80,47 @@ attempt("a new layer", model=model(Deep))
 attempt("a layer less", model=model(Shallow))
 attempt("another type", model=model(Transformer).double())
 attempt("another optimizer", optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
-for name in ("flipped", "cut", "lost", "no text", "half a manifest", "newer format"):
+attempt("named", resume=str(saved.parent / "flipped" / "step-000006"))
+for name in DAMAGED:
     attempt(name, directory=saved.parent / name)
+attempt("newer format", directory=saved.parent / "newer format")
 """
+DAMAGED = ("flipped", "flipped elsewhere", "cut", "lost", "no text", "half a manifest", "another manifest", "all")
+RESUMING = RESUMING.replace("DAMAGED", str(DAMAGED))
 
 
 def damage(folder: Path, saved: Path) -> None:
-    """Copies of the checkpoints, each damaged in another way."""
+    """Copies of the checkpoints, the newest of each damaged in another way."""
 
     def copy(name: str) -> Path:
         return Path(shutil.copytree(saved, folder / name)) / "step-000006"
 
-    for name in ("flipped", "cut", "lost"):
-        (data,) = copy(name).glob("*.distcp")
-        content = bytearray(data.read_bytes())
-        weight = files.read(data.parent, ["parameter/embedding.weight"])["parameter/embedding.weight"].numpy().tobytes()
-        content[content.index(weight) + 7] ^= 1
-        data.write_bytes(content if name == "flipped" else content[: len(content) // 3])
+    for name in ("flipped", "flipped elsewhere", "cut", "lost"):
+        flip(copy(name), files.EXTRA if name == "flipped elsewhere" else "parameter/embedding.weight")
+        (data,) = (folder / name / "step-000006").glob("*.distcp")
+        if name == "cut":
+            data.write_bytes(data.read_bytes()[: data.stat().st_size // 3])
         if name == "lost":
             data.unlink()
     (copy("no text") / "manifest.json").write_bytes(b"\xff\xfe\x00")
     manifest = copy("half a manifest") / "manifest.json"
     manifest.write_text(manifest.read_text()[:200])
+    manifest = copy("another manifest") / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 7'))
     manifest = copy("newer format") / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 99}))
+    copy("all")
+    for checkpoint in (folder / "all").glob("step-*"):
+        flip(checkpoint, "parameter/embedding.weight")
+
+
+def flip(checkpoint: Path, name: str) -> None:
+    """Turn one bit of a tensor round."""
+    (file,) = checkpoint.glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    value = files.read(storage.folder_at(checkpoint.parent).reader(checkpoint.name), [name])[name].numpy().tobytes()
+    content[content.index(value) + len(value) // 2] ^= 1
+    file.write_bytes(content)
 
 
 @pytest.fixture(scope="module")
@@ -136,12 +153,9 @@ def attempts(told: Told, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
         ("a layer less", ["another model", "the model has no parameter 'blocks.1.mix.weight'"]),
         ("another type", ["parameter 'embedding.weight'", "torch.float32 [16, 8]", "torch.float64 [16, 8]"]),
         ("another optimizer", ["optimizer"]),
-        ("flipped", ["step-000006", "damaged"]),
-        ("cut", ["step-000006", "damaged"]),
-        ("lost", ["step-000006", "damaged"]),
-        ("no text", ["manifest.json", "damaged"]),
-        ("half a manifest", ["manifest.json", "damaged"]),
-        ("newer format", ["format 99", "format 1"]),
+        ("named", ["step-000006", "damaged"]),
+        ("all", ["step-000006 is damaged", "step-000004 is damaged", "step-000002 is damaged", "Remove them"]),
+        ("newer format", ["format 99", "format 2"]),
     ],
 )
 def test_refused(attempts: list[dict[str, Any]], attempt: str, words: list[str]) -> None:
@@ -160,6 +174,14 @@ def test_resumed(attempts: list[dict[str, Any]]) -> None:
         assert one["an older one"][:2] == ["resumed", 4]
         assert one["an older one"][2] != one["fingerprint"]
         assert one["empty"][:2] == ["resumed", 0]
+
+
+@pytest.mark.parametrize("how", DAMAGED[:-1])
+def test_a_damaged_checkpoint_is_passed_over(attempts: list[dict[str, Any]], how: str) -> None:
+    for one in attempts:
+        assert one[how] == ["resumed", 4, attempts[0]["an older one"][2]]
+        there = {path.name for path in Path(one["path"]).parents[1].joinpath(how).iterdir()}
+        assert there == {"latest", "step-000002", "step-000004", "damaged-step-000006"}
 
 
 def test_every_worker_ends(ranks: Run, tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from subjects import CASES, tell
 
 if os.environ["RANK"] == "0" and "DYING" in os.environ:
     # end as in a power cut, before or after this call of this function
-    from paceline.checkpoint import save
+    from paceline.checkpoint import files, storage
     name, call, when = os.environ["DYING"].split()
-    home = Path if name == "rename" else save
+    home = {"rename": Path, "write": files}.get(name, storage)
     function, calls = getattr(home, name), []
     def deadly(*arguments):
         if name != "rename" or arguments[0].name.startswith(".partial"):
@@ -119,3 +119,60 @@ def test_killed_while_saving(
     check_the_end(results, range(3, 7), uninterrupted)
     left = {path.name for path in (tmp_path / "saved").iterdir()}
     assert left == {"step-000033", "step-000036", "latest"}
+
+
+# A state of some megabytes; the third save is killed at a moment drawn anew for each start.
+SAVING = """
+import os, random, threading, time
+import torch
+import paceline
+from paceline.checkpoint import save
+from subjects import tell
+
+at, before, begun = random.Random(os.environ.get("MOMENT")).uniform(0, 1.2), save.save, []
+
+def deadly(folder, snapshot):
+    begun.append(time.perf_counter())
+    os.write(1, f"saving {snapshot.step}\\n".encode())  # in one piece: the training thread prints, too
+    if len(begun) == 3 and "MOMENT" in os.environ:
+        threading.Timer(at * (begun[1] - begun[0]), os.kill, (os.getpid(), 9)).start()
+    return before(folder, snapshot)
+
+save.save = deadly
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(64, 16), torch.randn(64, 1))
+session = paceline.start(
+    model=torch.nn.Sequential(torch.nn.Linear(16, 20_000), torch.nn.Tanh(), torch.nn.Linear(20_000, 1)),
+    optimizer=torch.optim.AdamW,
+    loss=torch.nn.functional.mse_loss,
+    data=data,
+    batch=16,
+    exact=True,
+    checkpoint={"directory": os.environ["SAVED"], "every": 2},
+    resume="auto",
+)
+print("start", session.position, flush=True)
+for batch in session.batches(steps=48):
+    session.step(batch)
+if "MOMENT" in os.environ:
+    time.sleep(60)  # on a busy machine a moment may be long
+tell(fingerprint=session.fingerprint())
+"""
+
+
+@pytest.mark.parametrize("store", ["", "file://"], ids=["path", "url"])
+def test_killed_at_random_moments_of_saving(ranks: Run, told: Told, tmp_path: Path, store: str) -> None:
+    """The run always goes on from a checkpoint no further back than the interval, and ends with the same bits."""
+    (whole,) = told(SAVING, 1, tmp_path, environment={"SAVED": str(tmp_path / "whole")})
+    saved = tmp_path / "saved"
+    environment = {"SAVED": f"{store}{saved}"}
+    least = 0
+    for moment in range(4):
+        (one,) = ranks(SAVING, 1, tmp_path, environment=environment | {"MOMENT": str(moment)})
+        assert one.signal == "SIGKILL", one.err
+        said = [line.split() for line in one.out.splitlines()]
+        assert int(said[0][1]) >= least
+        least = int(said[-1][1]) - 2
+    (last,) = told(SAVING, 1, tmp_path, environment=environment)
+    assert last == whole
+    assert {path.name for path in saved.iterdir()} == {"step-000046", "step-000048", "latest"}

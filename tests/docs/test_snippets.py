@@ -77,7 +77,7 @@ def run(command: list[str], cwd: Path, given: str = "") -> subprocess.CompletedP
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -1,56 +1,60 @@
 """What a checkpoint says about itself."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from paceline.checkpoint import manifest
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.errors import CheckpointError
 
+EXAMPLE = Manifest(
+    step=3,
+    order={"batch": 8},
+    tensors={"parameter/weight": ["torch.float32", [2, 3]]},
+    fingerprint="ab" * 32,
+    extra="cd" * 32,
+    numerics={"exact": True},
+    versions={"torch": "2"},
+    time=1_700_000_000.25,
+)
+TEXT = EXAMPLE.to_json()
 
-def example(step: int = 3) -> Manifest:
-    return Manifest(step, {"batch": 8}, {"parameter/weight": ["torch.float32", [2, 3]]}, "ab" * 32, {}, {"torch": "2"})
 
-
-def test_written_and_read(tmp_path: Path) -> None:
-    (tmp_path / manifest.FILE).write_text(example().to_json())
-    assert manifest.read(tmp_path) == example()
+def test_written_and_read() -> None:
+    assert manifest.parse(TEXT, "here") == EXAMPLE
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{", "damaged"),
-        ("[]", "damaged"),
-        ('{"step": 3}', "damaged"),
-        (json.dumps(json.loads(example().to_json()) | {"surprise": 1}), "damaged"),
-        (json.dumps(json.loads(example().to_json()) | {"format": 99}), "format 99.*format 1"),
-    ],
+    "text",
+    ["", "{", "[]", "3", '{"step": 3}', json.dumps(json.loads(TEXT) | {"surprise": 1}), TEXT.replace("8", "9", 1)],
 )
-def test_a_bad_manifest_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / manifest.FILE).write_text(text)
-    with pytest.raises(CheckpointError, match=words):
-        manifest.read(tmp_path)
+def test_a_damaged_manifest_is_noticed(text: str) -> None:
+    with pytest.raises(Damaged, match="here is damaged"):
+        manifest.parse(text, "here")
 
 
-def test_only_a_directory_with_a_manifest_is_complete(tmp_path: Path) -> None:
-    assert manifest.complete(tmp_path / "missing") == []
-    for step in (5, 40, 999_999):
-        (tmp_path / manifest.name_of(step)).mkdir()
-    for step in (5, 40):
-        (tmp_path / manifest.name_of(step) / manifest.FILE).touch()
-    assert [path.name for path in manifest.complete(tmp_path)] == ["step-000040", "step-000005"]
-    with pytest.raises(CheckpointError, match="not a complete checkpoint"):
-        manifest.read(tmp_path / manifest.name_of(999_999))
+def test_every_flipped_bit_is_noticed() -> None:
+    whole = TEXT.encode()
+    for place in range(len(whole)):
+        flipped = bytes([*whole[:place], whole[place] ^ 1, *whole[place + 1 :]]).decode()
+        try:
+            assert manifest.parse(flipped, "here") == EXAMPLE  # white space between the values
+            assert chr(whole[place]).isspace()
+        except CheckpointError:
+            pass
 
 
-def test_the_newest_is_the_one_with_the_most_steps(tmp_path: Path) -> None:
-    for step in (999_999, 1_000_000):
-        (tmp_path / manifest.name_of(step)).mkdir()
-        (tmp_path / manifest.name_of(step) / manifest.FILE).touch()
-    assert manifest.complete(tmp_path)[0].name == "step-1000000"
+def test_another_format_is_not_called_damaged() -> None:
+    with pytest.raises(CheckpointError, match=r"format 99.*format 2") as caught:
+        manifest.parse(json.dumps(json.loads(TEXT) | {"format": 99}), "here")
+    assert not isinstance(caught.value, Damaged)
+
+
+def test_the_newest_is_the_one_with_the_most_steps() -> None:
+    names = ["step-000005", "step-999999", "damaged-step-000099", "step-1000000", "latest", "step-x", "step-000040"]
+    assert manifest.newest_first(names) == ["step-1000000", "step-999999", "step-000040", "step-000005"]
+    assert manifest.name_of(5) == "step-000005" and manifest.name_of(1_000_000) == "step-1000000"
 
 
 def test_the_first_difference_in_words() -> None:

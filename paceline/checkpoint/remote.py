@@ -1,0 +1,102 @@
+"""Checkpoints at a URL, through fsspec: object stores (``s3://``, ``gs://``, ``az://``), ``memory://``, and others.
+
+An object store has no rename and no directories. So a checkpoint is written under its final name, the manifest last;
+without a manifest it does not count, and the next save removes it. It is removed in the other order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from paceline.checkpoint.manifest import FILE, newest_first, step_of
+from paceline.checkpoint.storage import LATEST, free_name
+from paceline.errors import ConfigError
+
+
+class RemoteFolder:
+    """A folder of checkpoints at a URL.
+
+    Raises:
+        ConfigError: fsspec, or its package for this kind of URL, is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files: Any
+            self._files, self._root = url_to_fs(self._url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"checkpoint.directory = {url!r} cannot be used: {error}. URLs need pip install "
+                f"'paceline[object-store]', and the package of fsspec for the kind of store, such as s3fs or gcsfs."
+            ) from None
+
+    def place(self, name: str = "") -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def complete(self) -> list[str]:
+        return newest_first(name for name in self._names() if self._has_manifest(name))
+
+    def manifest(self, name: str) -> str:
+        return str(self._files.cat_file(self._path(name, FILE)).decode())
+
+    def reader(self, name: str) -> StorageReader:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        reader: StorageReader = FsspecReader(self.place(name))
+        return reader
+
+    def begin(self, name: str, size: int) -> StorageWriter:
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        for left in self._names():
+            if 0 <= step_of(left) <= step_of(name) and not self._has_manifest(left):
+                self._files.rm(self._path(left), recursive=True)
+        self._files.makedirs(self._path(name), exist_ok=True)
+        # To sync is the matter of the store; what has no file number would sync all disks of the machine instead.
+        writer: StorageWriter = FsspecWriter(self.place(name), sync_files=False, per_thread_copy_ahead=0)
+        return writer
+
+    def commit(self, name: str, manifest: str) -> None:
+        self._put(self._path(name, FILE), manifest)
+        self._put(self._path(LATEST), name + "\n")
+
+    def abandon(self, name: str) -> None:
+        if self._files.exists(self._path(name)) and not self._has_manifest(name):
+            self._files.rm(self._path(name), recursive=True)
+
+    def remove(self, name: str) -> None:
+        self._files.rm_file(self._path(name, FILE))
+        self._files.rm(self._path(name), recursive=True)
+
+    def set_aside(self, name: str) -> str:
+        aside = free_name(name, set(self._names()))
+        before, after = self._path(name), self._path(aside)
+        self._files.makedirs(after, exist_ok=True)
+        for path in self._files.find(before):  # to move a whole directory fails where there are none
+            self._files.cp_file(path, after + path.removeprefix(before))
+        self.remove(name)
+        return self.place(aside)
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root.rstrip("/"), *parts])
+
+    def _names(self) -> list[str]:
+        self._files.invalidate_cache()  # other processes write too
+        try:
+            found = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def _has_manifest(self, name: str) -> bool:
+        return bool(self._files.exists(self._path(name, FILE)))
+
+    def _put(self, path: str, text: str) -> None:
+        """Write a file so that nobody sees the half of it, on whatever kind of store."""
+        self._files.pipe_file(f"{path}.new", text.encode())
+        self._files.mv(f"{path}.new", path)

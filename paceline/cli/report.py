@@ -1,0 +1,142 @@
+"""What ``paceline run`` prints besides progress: what happens on the way, and at the end why it ended."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.elastic.watch import Alert, Watch
+    from paceline.launch.account import Account
+    from paceline.launch.base import Launch, Request
+    from paceline.launch.local import Outcome
+
+_PROGRESS = ("lost", "joined")
+_SEE_SECONDS = 1.0
+
+
+def report(
+    launch: Launch, outcome: Outcome, request: Request | None, account: Account | None = None, seen: int | None = 0
+) -> int:
+    """Say why the workers ended, the first cause first, here and in ``failure.txt`` and ``failure.json``.
+
+    Args:
+        launch: what was started.
+        outcome: how it ended.
+        request: what was asked for; none: the run is not kept, and cannot be resumed.
+        account: what the roster knows.
+        seen: the worker whose output the user has seen already.
+
+    Returns:
+        the exit code.
+    """
+    from paceline.launch import story
+    from paceline.launch.failure import diagnose
+    from paceline.launch.runs import newest_checkpoint
+
+    failure = diagnose(launch, outcome, account, seen)
+    if failure is None:
+        return 0
+    context = story.Context(
+        launch.workers,
+        story.shown_path(launch.run / "output"),
+        story.shown_path(launch.run / "failure.txt"),
+        newest_checkpoint(launch.run) if request is not None else None,
+        resume_command(launch, request) if request is not None else "",
+        **({"account": account} if account is not None else {}),
+    )
+    lines = [*story.short(failure, context), *story.details(failure)]
+    _keep(launch.run / "failure.txt", "\n".join(lines) + "\n")
+    _keep(launch.run / "failure.json", json.dumps(story.record(failure, context), indent=1) + "\n")
+    for line in lines:
+        say(line)
+    return failure.code
+
+
+def _keep(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        say(f"{path} could not be written: {error.strerror}")
+
+
+def resume_command(launch: Launch, request: Request) -> str:
+    """The command that continues this run from its newest checkpoint."""
+    words = ["paceline", "run", "-n", str(request.workers), "--name", launch.run.name, "--resume", "auto"]
+    for option, value, usual in (
+        ("--runs-dir", request.runs, Path("runs")),
+        ("--plan", request.plan, None),
+        ("--port", request.port, None),
+        ("--elastic", _elastic(request), None),
+        ("--standby", request.standby, 0),
+        ("--nodes", request.nodes and "{}:{}".format(*request.nodes), None),
+        ("--rendezvous", request.rendezvous, None),
+        ("--patience", request.patience_seconds, type(request).patience_seconds),
+        ("--grace", request.grace_seconds, type(request).grace_seconds),
+    ):
+        if value != usual:
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    for key, value in request.settings.items():
+        if key != "resume":
+            words += ["--set", f"{key}={value}"]
+    return shlex.join([*words, str(request.script), *request.arguments])
+
+
+def _elastic(request: Request) -> str | None:
+    fixed = request.least == request.most == request.workers and request.standby
+    return None if request.least is None or fixed else f"{request.least}:{request.most}"
+
+
+def alerts_of(watch: Watch, launch: Launch, elastic: bool, quiet: bool) -> Callable[[], list[str]]:
+    """A function that gives what has happened since it was called last, in lines for a person."""
+
+    def take() -> list[str]:
+        lines = []
+        while watch.alerts and not _too_early(watch.alerts[0], watch):
+            alert = watch.alerts.popleft()
+            if alert.kind not in _PROGRESS or (elastic and not quiet):
+                lines.append(_line(alert, watch, launch))
+        return lines
+
+    return take
+
+
+def _too_early(alert: Alert, watch: Watch) -> bool:
+    """Whether the launcher is about to see how that process ended: the other workers notice first."""
+    number = alert.workers[0] if alert.workers else -1
+    unseen = alert.kind == "lost" and watch.pid_of(number) and number not in watch.seen
+    return bool(unseen) and time.monotonic() - alert.time < _SEE_SECONDS
+
+
+def _line(alert: Alert, watch: Watch, launch: Launch) -> str:
+    """One line for a person; of a worker that has not come also what can be seen of it from outside."""
+    from paceline.launch.kernel import state_of
+    from paceline.launch.reports import tail
+
+    if alert.kind == "lost":
+        return f"lost: {watch.seen.get(alert.workers[0], alert.text)}"
+    if alert.kind != "absent" or len(alert.workers) != 1:
+        return alert.text
+    (number,) = alert.workers
+    state = state_of(watch.pid_of(number))
+    printed = tail(launch, number, 1)
+    last = f"the last it printed: {printed[0]!r}" if printed else "it has printed nothing"
+    return f"{alert.text}; the process {state or 'is there'}, {last}"
+
+
+def summary(account: Account) -> str:
+    """How many workers were lost and replaced, in one line; empty if none was."""
+    from paceline.launch.story import lost_in_words
+
+    return lost_in_words(account) if account.lost else ""
+
+
+def say(line: str) -> None:
+    """Print one line where messages of the launcher go."""
+    encoding = sys.stderr.encoding or "utf-8"
+    print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)

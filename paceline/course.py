@@ -1,0 +1,299 @@
+"""The course of training as one worker takes it: from step to step, through losses, joins and notices.
+
+With a line to the roster a lost worker does not end it: what was under way is dropped, the workers gather anew
+(``elastic.recovery``), and it is done again with other shares.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline import env, evaluation
+from paceline.agreement import check
+from paceline.checkpoint.keeper import Keeper
+from paceline.checkpoint.training import State
+from paceline.comm.line import Line, Parting
+from paceline.comm.world import LEAVING
+from paceline.data.feed import Feed, Piece
+from paceline.elastic.recovery import Recovery, Standing
+from paceline.errors import PREEMPTED, ConfigError, WorkerLost
+from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.strategies.registry import strategy_named
+from paceline.testing import points
+
+_log = logging.getLogger("paceline")
+_OWN_MACHINE = 1000
+"""Workers of the machine that holds the roster have smaller numbers."""
+
+
+class Course:
+    """Takes the steps and evaluations that the script asks for.
+
+    Args:
+        job: what is trained; its workers have not met yet.
+        facts: on which all workers must agree.
+        feed: of the data.
+        state: of the training.
+        keeper: of checkpoints.
+        resume: the checkpoint to start from, if any.
+
+    Attributes:
+        views: how often the workers have gathered; pieces loaded before are not this worker's any more.
+        strategy: the one at work.
+    """
+
+    strategy: Strategy
+
+    def __init__(
+        self, job: Job, facts: dict[str, object], feed: Feed, state: State, keeper: Keeper, resume: str | None
+    ) -> None:
+        self._job = job
+        self._facts = facts
+        self._feed = feed
+        self._keeper = keeper
+        self._state = state
+        self._resume = resume
+        self._asked = 0, 0
+        self._doing = "starting", time.monotonic(), False
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._closed = False
+        self.views = 0
+        line = job.world.line
+        self._recovery: Recovery | None = None
+        if line is None:
+            job.world.meet()
+            self._alone = Standing(self._begin())
+            self._settle_in()
+        else:
+            self._recovery = Recovery(job, line, state, keeper, self._begin)
+            self._line_up(line)
+            self._gather()
+            self._await_group()
+
+    @property
+    def standing(self) -> Standing:
+        """How far this worker is."""
+        standing = self._alone if self._recovery is None else self._recovery.standing
+        assert standing is not None
+        return standing
+
+    @property
+    def taken(self) -> int:
+        """How many steps others had done when this worker last took their state; 0 if it never has.
+
+        They may be in the middle of what the script does with the last one of these.
+        """
+        return 0 if self._recovery is None else self._recovery.taken
+
+    def _begin(self) -> int:
+        """Nobody has a state: agree, and load the checkpoint if there is one to go on from."""
+        self._job.update.optimizer.state.clear()  # of a spare that made itself warm
+        check(self._job.world, self._facts)
+        resume = self._resume
+        if resume is None and self._job.world.generation > 0 and self._keeper.able:
+            resume = "auto"  # all that had a state are lost
+        return self._keeper.resume(self._state, resume)
+
+    def _settle_in(self) -> None:
+        self.strategy = strategy_named(self._job.settings.strategy, self._job.world.size)(self._job)
+        self.views += 1
+
+    def _line_up(self, line: Line) -> None:
+        """Tell the roster that this worker is there; a spare makes itself warm first."""
+        enrolled, world = env.enrolment(), self._job.world
+        assert enrolled is not None
+        if enrolled.spare:
+            self._warm_up()
+        line.place = self._place
+        about = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "address": line.address,
+            "port": world.open_store(line.address),
+        }
+        facts = {key: value for key, value in self._facts.items() if not key.startswith("initial")}
+        line.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE)
+
+    def _warm_up(self) -> None:
+        """Take a step for nothing, so that the others need not wait for what a process does only once."""
+        compute, parameters = self._job.compute, self._job.update.parameters
+        before = {name: value.detach().clone() for name, value in parameters.items()}
+        (piece,) = self._feed.load(0, [range(1)])
+        compute.buffers.begin()
+        compute.forward_pass(piece, 0).total.backward()
+        compute.buffers.reset()
+        self._job.update.optimizer.step()
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(before[name])
+                parameter.grad = None
+        torch.zeros(self._state.snapshot(0).bytes, dtype=torch.uint8)  # the memory stays, for the state to come
+
+    def _gather(self, planned: bool = False, lost: WorkerLost | None = None) -> None:
+        """Come into the next view, and go on from there."""
+        assert self._recovery is not None
+        ended = self._job.world.workers_at(lost.ranks) if lost is not None else []
+        parting = self._recovery.gather(self._stop, planned, ended)
+        if parting is not None:
+            self._end(parting)
+        self._settle_in()
+
+    def _await_group(self) -> None:
+        """The script may use torch's group as soon as it goes on."""
+        while self._job.world.generation == 0:
+            try:
+                self._job.world.await_group()
+                return
+            except WorkerLost as lost:
+                self._gather(lost=lost)
+
+    def _stop(self) -> None:
+        self.at("gathering anew")
+        if self.views:
+            points.reach("during recovery", self.standing.steps)
+            self.strategy.close()
+            self._job.compute.buffers.reset()
+
+    def _end(self, parting: Parting) -> None:
+        if parting.code in (0, PREEMPTED):
+            raise SystemExit(parting.code)
+        raise WorkerLost(f"{parting.reason[:1].upper()}{parting.reason[1:]}.")
+
+    def close(self) -> None:
+        """Another session follows in this process: part from the others, once all have come so far."""
+        if self._recovery is None:
+            return
+        with contextlib.suppress(WorkerLost):
+            self._job.world.gather(None, "start")
+        self.strategy.close()
+        self._job.world.leave()
+        if self._job.world.line is not None:
+            self._job.world.line.place = dict  # the next session has a line of its own
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError(
+                "This session ended when the script started the next one: under paceline run they train one after "
+                "the other. Put models that are trained in turns into one module, with one session."
+            )
+
+    def at(self, doing: str, busy: bool = False) -> None:
+        """Remember what this worker does now; ``busy`` if that may well take long."""
+        self._doing = doing, time.monotonic(), busy
+
+    def _place(self) -> dict[str, Any]:
+        """What this worker does, for the roll call; called by the thread of the line."""
+        doing, since, busy = self._doing
+        world = self._job.world
+        awaited, asked = world.waiting
+        if awaited:
+            doing, since = world.doing(), asked
+        waits = bool(awaited) or doing == "gathering anew"
+        return {
+            "step": self.standing.steps if self.views else 0,
+            "doing": doing,
+            "waits": waits,
+            "busy": busy,
+            "since": time.monotonic() - since,
+            "step_seconds": median(self._step_seconds) if self._step_seconds else None,
+        }
+
+    def step(self, step: int, pieces: list[Piece], fed: int) -> Outcome:
+        """Take a step; one that others had done before this worker took their state has the outcome of their last one.
+
+        Args:
+            step: its number.
+            pieces: what this worker computes.
+            fed: the number of the view for which they were loaded.
+
+        Raises:
+            WorkerLost: there are not enough workers left.
+        """
+        self._check_open()
+        begin = time.perf_counter()
+        while step >= self.taken:
+            try:
+                if fed != self.views:
+                    pieces, fed = self._feed.load(step, self.strategy.pieces(step)), self.views
+                self.at("computing")
+                outcome = self.strategy.step(step, pieces)
+            except WorkerLost as lost:
+                if self._recovery is None:
+                    raise
+                self._gather(lost=lost)
+                continue
+            self._step_seconds.append(time.perf_counter() - begin)
+            self.standing.steps, self.standing.outcome = step + 1, outcome
+            self.at("in the script")
+            return outcome
+        known = self.standing.outcome or Outcome(math.nan, torch.tensor(math.nan), math.nan, applied=False)
+        return replace(known, notice=0)  # the workers have gathered since
+
+    def evaluate(self, steps: int, forward: Callable[..., Any], data: Any) -> float:
+        """The mean of a metric; a worker that joined later gets the results that there were before.
+
+        Args:
+            steps: after how many steps the script asks for it.
+            forward: the metric.
+            data: what to measure on.
+
+        Raises:
+            WorkerLost: there are not enough workers left.
+        """
+        self._check_open()
+        place = self._asked[1] if self._asked[0] == steps else 0
+        while place >= len(self.standing.evaluations.get(steps, ())):
+            self.at("evaluating")
+            try:
+                value, notice = evaluation.evaluate(self._job, forward, data)
+            except WorkerLost as lost:
+                if self._recovery is None:
+                    raise
+                self._gather(lost=lost)
+                continue
+            self.standing.evaluations.setdefault(steps, []).append(value)
+            self.heed(notice)
+        self._asked = steps, place + 1
+        self.at("in the script")
+        return self.standing.evaluations[steps][place]
+
+    def heed(self, notice: int) -> None:
+        """Do what the workers told each other: gather anew if the world is to change, or stop in good order.
+
+        Raises:
+            SystemExit: this worker's part is over, or the run's.
+        """
+        if not notice:
+            return
+        if self._recovery is not None:
+            self._meet_before_leaving()
+            if self._job.world.leaving:
+                self._keeper.finish()  # another one writes the next checkpoint
+            self._gather(planned=True)
+        elif notice >= LEAVING:
+            place = self._keeper.save(self._state, self.standing.steps)
+            if self._job.world.rank == 0:
+                _log.warning("preempted: the state after step %d is in %s", self.standing.steps - 1, place)
+            self._job.world.gather(None, "leaving")  # nobody ends before the checkpoint is there
+            self._job.events.mark("parting", code=PREEMPTED, reason="preempted")
+            raise SystemExit(PREEMPTED)
+
+    def _meet_before_leaving(self) -> None:
+        """Over the network a connection that is closed may take with it what another worker has yet to read."""
+        world = self._job.world
+        if world.size > 1 and world.memory is None and not world.alarmed:
+            with contextlib.suppress(WorkerLost):
+                world.gather(None, "leaving")

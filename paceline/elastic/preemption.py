@@ -1,0 +1,30 @@
+"""The notice that a machine is about to be taken away: finish the step, hand over, leave.
+
+Spot machines, Slurm and Kubernetes send SIGTERM, or SIGUSR1 on wish, some time before they kill.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+from paceline.comm.world import World
+
+_NOTICES = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def catch_notices(world: World) -> None:
+    """From now on such a signal makes this worker leave after its step; more of them change nothing.
+
+    They often come twice: to all processes of a machine, and from the launcher that passes its own on. Signals that the
+    script handles itself stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+
+    def leave(*_: object) -> None:
+        world.leaving = True
+
+    for number in _NOTICES:
+        if signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, leave)

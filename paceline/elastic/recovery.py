@@ -1,0 +1,168 @@
+"""How a worker goes on when the world has changed: gather anew, catch up, repeat the step.
+
+::
+
+    survivors      step 7 ✗ ─ ready ─ view 1 ─ groups ─ level ─ step 7 ─ step 8
+    lost           step 7 †
+    spare          ........... ready ─ view 1 ─ groups ─ level ─ step 7 ─ step 8
+
+All processes and their states stay. *Level*: the most advanced worker gives its state to those that are behind it, to
+joiners above all. A step counts as done on a worker when its update has been applied; who is one step behind gets the
+state after it, so no step is lost, and none is applied twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paceline import env
+from paceline.checkpoint import files
+from paceline.checkpoint.keeper import Keeper
+from paceline.checkpoint.training import State
+from paceline.comm.line import Line, Parting, View
+from paceline.elastic.handover import Load, hand_over
+from paceline.errors import WorkerLost
+from paceline.strategies.base import Job, Outcome
+
+
+@dataclass
+class Standing:
+    """How far a worker is, and what those that are behind need besides the tensors.
+
+    Attributes:
+        steps: steps done.
+        evaluations: after how many steps the script asked for evaluations, and their results in order.
+        outcome: what the last step gave.
+    """
+
+    steps: int = 0
+    evaluations: dict[int, list[float]] = field(default_factory=dict)
+    outcome: Outcome | None = None
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """For comparison: who is further."""
+        return self.steps, sum(map(len, self.evaluations.values()))
+
+
+class Recovery:
+    """Takes this worker from one view to the next.
+
+    Args:
+        job: what is trained, and with whom.
+        line: to the roster.
+        state: what is handed over.
+        keeper: of checkpoints.
+        begin: called when nobody has a state yet; gives the number of steps done.
+
+    Attributes:
+        taken: steps done in the state that this worker has last taken from another one; 0 if it never has.
+    """
+
+    taken = 0
+
+    def __init__(self, job: Job, line: Line, state: State, keeper: Keeper, begin: Callable[[], int]) -> None:
+        self._job = job
+        self._line = line
+        self._state = state
+        self._keeper = keeper
+        self._begin = begin
+        self.standing: Standing | None = None
+
+    def gather(self, stop: Callable[[], None], planned: bool, ended: Sequence[int] = ()) -> Parting | None:
+        """Come into the next view, at the state of the most advanced of its workers.
+
+        Args:
+            stop: called first, and whenever another worker is lost on the way; ends what the worker was doing.
+
+            planned: at the end of a step, as the workers told each other.
+            ended: the numbers of worker processes that are known to have ended.
+
+        Returns:
+            how this worker's part ends, if it does; it is alone then.
+
+        Raises:
+            WorkerLost: the roster is gone.
+        """
+        world, begin = self._job.world, time.perf_counter()
+        while True:
+            stop()
+            world.leave()
+            progress = self.standing.progress if self.standing else None
+            told = self._line.await_view(progress, world.arena_handle(), world.leaving, planned, ended)
+            if isinstance(told, Parting):
+                self._part(told)
+                return told
+            agreed = time.perf_counter()
+            try:
+                world.enter(told)
+                entered = time.perf_counter()
+                self._level(told)
+            except WorkerLost as lost:
+                planned, ended = False, world.workers_at(lost.ranks)
+                continue
+            env.tell_identity(world.rank, world.size, world.local_rank, world.local_size)
+            self._job.events.move(world.rank, told.generation)
+            self._record(told, begin, agreed, entered)
+            return None
+
+    def _record(self, view: View, begin: float, agreed: float, entered: float) -> None:
+        now = time.perf_counter()
+        self._job.events.mark(
+            "recovered" if view.generation > 0 else "gathered",
+            step=self.standing.steps if self.standing else 0,
+            workers=[seat.worker for seat in view.seats],
+            joined=list(view.joined),
+            lost=list(view.lost),
+            seconds=now - begin,
+            agreeing=agreed - begin,
+            entering=entered - agreed,
+            leveling=now - entered,
+        )
+
+    def _level(self, view: View) -> None:
+        most = max((seat.progress for seat in view.seats if seat.progress is not None), default=None)
+        if most is None:
+            steps = self._begin()
+            self.standing = Standing(steps)
+            return
+        donor = next(rank for rank, seat in enumerate(view.seats) if seat.progress == most)
+        behind = [rank for rank, seat in enumerate(view.seats) if seat.progress != most]
+        if behind:
+            taken = hand_over(self._job.world, donor, behind, self._load() if self._job.world.rank == donor else None)
+            if taken is not None:
+                self._take(taken)
+        self._share_what_was_learned()
+
+    def _share_what_was_learned(self) -> None:
+        """What the first step finds out decides who sends what: after a loss in it all must know it, or none."""
+        compute = self._job.compute
+        told = self._job.world.gather((compute.joins, self._changing_buffers()), "gathering anew")
+        compute.joins = next((joins for joins, _ in told if joins is not None), None)
+        live = next((live for _, live in told if live is not None), None)
+        if live is not None and not compute.buffers.settled:
+            compute.buffers.settle(live)
+
+    def _changing_buffers(self) -> list[str] | None:
+        """The buffers that the forward pass changes; none if the workers have not agreed on them yet."""
+        buffers = self._job.compute.buffers
+        return list(buffers.live) if buffers.settled else None
+
+    def _load(self) -> Load:
+        assert self.standing is not None
+        snapshot = self._state.snapshot(self.standing.steps)
+        return Load(snapshot.tensors, (snapshot.extra, self.standing))
+
+    def _take(self, load: Load) -> None:
+        extra, self.standing = load.rest
+        self._state.take(dict(load.tensors), files.from_tensor(extra))
+        self.taken = self.standing.steps
+
+    def _part(self, parting: Parting) -> None:
+        """Out of the world; with the last checkpoint if this worker is to write it."""
+        self._job.world.alone()
+        self._job.events.mark("parting", code=parting.code, reason=parting.reason)
+        if parting.save and self.standing is not None and self.standing.steps and self._keeper.able:
+            self._keeper.save(self._state, self.standing.steps)

@@ -1,0 +1,97 @@
+"""What the roster knows of a run that has ended, as plain data: the other side of what the processes left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.launch.local import Ended
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What one worker did, and who waited for it, when it was lost or found to be late.
+
+    Attributes:
+        step: the step it was at; none if it was not heard of.
+        doing: in words, such as ``in the data loader``.
+        line: of the script, ``train.py:41``; empty if unknown.
+        waiting: the ranks that waited for it.
+        seconds: how long they had waited.
+        where: what those did, such as ``in the all-reduce of bucket 2 of the gradients``.
+    """
+
+    step: int | None = None
+    doing: str = ""
+    line: str = ""
+    waiting: tuple[int, ...] = ()
+    seconds: float = 0.0
+    where: str = ""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A worker that was lost on the way.
+
+    Attributes:
+        worker: its number.
+        rank: what it was then.
+        what: in words, who and how.
+        late: it was dropped because it was late; its process was still there.
+        time: when, in seconds since 1970.
+    """
+
+    worker: int
+    rank: int | None
+    what: str
+    late: bool
+    time: float
+
+
+@dataclass(frozen=True)
+class Account:
+    """How the roster saw the run end. Workers are named by their numbers.
+
+    Attributes:
+        code: the exit code that was decided on; none if nothing was.
+        reason: why, in words.
+        kind: ``hang``, ``ended-early`` or ``not-started``; else empty.
+        culprits: whom the reason is about.
+        elastic: whether lost workers were replaced.
+        step: how many steps were done.
+        ranks: of the workers of the last view.
+        homes: process id and host of each worker.
+        lost: in the order in which it was noticed.
+        joined: how many workers came to take the place of others.
+        leaving: workers that were asked to end.
+        scenes: of workers that were lost or late.
+        reports: what workers of other machines said of their failure.
+        ended: how workers of other machines ended.
+    """
+
+    code: int | None = None
+    reason: str = ""
+    kind: str = ""
+    culprits: tuple[int, ...] = ()
+    elastic: bool = False
+    step: int = 0
+    ranks: Mapping[int, int] = field(default_factory=dict)
+    homes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    lost: tuple[Loss, ...] = ()
+    joined: int = 0
+    leaving: tuple[int, ...] = ()
+    scenes: Mapping[int, Scene] = field(default_factory=dict)
+    reports: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    ended: tuple[Ended, ...] = ()
+
+    def rank_of(self, worker: int) -> int | None:
+        """Its rank in the last view, or when it was lost; before the first view workers have their number."""
+        if worker in self.ranks:
+            return self.ranks[worker]
+        known = [loss.rank for loss in self.lost if loss.worker == worker]
+        return known[-1] if known else None if self.ranks else worker
+
+    def replaced(self) -> set[int]:
+        """Workers whose loss did not end the run."""
+        return {loss.worker for loss in self.lost} - self.ranks.keys()

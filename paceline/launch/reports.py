@@ -1,0 +1,237 @@
+"""How one worker failed: from its own record, or else from how it ended and what it printed last."""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from paceline import errors
+from paceline.excepthook import is_of_user
+from paceline.launch.base import Launch
+from paceline.launch.local import Ended
+
+_TAIL_LINES = 30
+_LONGEST_TRACEBACK = 500
+_TAIL_BYTES = 64 * 1024
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+_PORT_TAKEN = ("eaddrinuse", "address already in use")
+_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
+_CUT_OFF = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
+_KINDS = {
+    "ConfigError": "settings",
+    "InputError": "input",
+    "NonFiniteLoss": "non-finite",
+    "StartError": "start",
+    "DisagreementError": "disagreement",
+    "CheckpointError": "checkpoint",
+    "WorkerLost": "lost-connection",
+    "WorkerSilent": "hang",
+}
+_EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+)')
+_HEADER = "Traceback (most recent call last):"
+_WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
+
+
+@dataclass(frozen=True)
+class Thrown:
+    """An exception that nobody caught; ``line`` is where the user's code was: ``train.py:41``, or empty."""
+
+    type: str
+    message: str
+    line: str = ""
+
+    @property
+    def short(self) -> str:
+        """``ValueError: bad`` in one line; of an error in a data loader the original one."""
+        lines = [line for line in self.message.splitlines() if line.strip()] or [""]
+        if "Original Traceback" in self.message and _EXCEPTION.match(lines[-1]):
+            return lines[-1]
+        if hasattr(errors, self.type):
+            return lines[0]
+        return f"{self.type}: {lines[0]}" if lines[0] else self.type
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one worker failed.
+
+    Attributes:
+        worker: its number.
+        kind: a word that stays the same, such as ``exception`` or ``killed``.
+        message: what happened, to follow the worker's name.
+        time: when, in seconds since 1970.
+        code: what the run ends with if this is the cause.
+        exit_code: of the process; none if a signal ended it.
+        signal: that ended the process, if any.
+        host: name of its machine.
+        pid: of the process.
+        step: at which it was, if it said so.
+        thrown: the exception, if it was one.
+        details: the traceback, or the last lines it printed.
+        told: by the worker itself.
+        consequence: it only lost another worker.
+        last_line: that it printed, when it did not report.
+    """
+
+    worker: int
+    kind: str
+    message: str
+    time: float
+    code: int
+    exit_code: int | None = None
+    signal: int | None = None
+    host: str = ""
+    pid: int = 0
+    step: int | None = None
+    thrown: Thrown | None = None
+    details: str = ""
+    told: bool = False
+    consequence: bool = False
+    last_line: str = ""
+
+    def like(self, other: Report) -> bool:
+        """Whether both failed for what looks like the same reason."""
+        if self.kind == other.kind == "exit" and self.exit_code != 1:  # no code by chance
+            return self.exit_code == other.exit_code
+        return (self.message, self.last_line) == (other.message, other.last_line)
+
+    def cut_off(self) -> bool:
+        """Whether it is an error that the loss of another worker brings about."""
+        text = self.thrown.message.lower() if self.thrown else ""
+        return any(words in text for words in _CUT_OFF)
+
+
+def report_of(launch: Launch, ended: Ended, seen: int | None, record: Mapping[str, Any] | None = None) -> Report:
+    """How a worker failed.
+
+    Args:
+        launch: what was started.
+        ended: how the process ended.
+        seen: the worker whose output the user has seen already.
+        record: what it said itself, if that is not in the run's directory.
+    """
+    plain = Report(
+        ended.rank,
+        "exit",
+        f"ended with exit code {ended.code}",
+        ended.time,
+        ended.exit_code,
+        exit_code=ended.code if ended.code >= 0 else None,
+        signal=-ended.code if ended.code < 0 else None,
+        host=platform.node(),
+        pid=ended.pid,
+    )
+    record = record_of(launch, ended.rank) if record is None else record
+    try:
+        if record:
+            return _by_itself(plain, record, ended.starved)
+        return _unreported(plain, ended, tail(launch, ended.rank, _LONGEST_TRACEBACK), seen)
+    except (ValueError, KeyError, TypeError):
+        return plain
+
+
+def record_of(launch: Launch, worker: int) -> dict[str, Any]:
+    """What a worker itself wrote down of its failure (``paceline.excepthook``); empty if it did not."""
+    try:
+        record = json.loads(launch.error(worker).read_text())
+        whole = isinstance(record, dict) and {"type", "message", "consequence", "time"} <= record.keys()
+        return record if whole else {}
+    except (OSError, ValueError):
+        return {}
+
+
+def _by_itself(plain: Report, record: Mapping[str, Any], starved: bool) -> Report:
+    thrown = Thrown(str(record["type"]).rpartition(".")[2], str(record["message"]), str(record.get("line") or ""))
+    report = _by_exception(plain, thrown)
+    if starved and "killed by signal" in thrown.message:
+        message = f"a process of its data loader ran out of memory (the kernel ended it): {thrown.short}"
+        report = replace(report, kind="out-of-memory", message=message)
+    own = getattr(errors, thrown.type, None)
+    return replace(
+        report,
+        time=float(record["time"]),
+        code=own.exit_code if own else 1,
+        host=str(record.get("host") or plain.host),
+        pid=int(record.get("pid") or plain.pid),
+        step=record.get("step"),
+        details=str(record.get("in_script") or record.get("traceback") or ""),
+        told=True,
+        consequence=bool(record["consequence"]),
+    )
+
+
+def _by_exception(plain: Report, thrown: Thrown) -> Report:
+    kind = _KINDS.get(thrown.type, "exception")
+    text = f"{thrown.type}: {thrown.message}".lower()
+    message = thrown.short
+    if thrown.type in ("MemoryError", "OutOfMemoryError") or any(words in text for words in _NO_MEMORY):
+        kind, message = "out-of-memory", f"ran out of {'GPU ' if 'cuda' in text else ''}memory: {message}"
+    elif any(words in text for words in _PORT_TAKEN):
+        kind = "port"
+    return replace(plain, kind=kind, message=message, thrown=thrown)
+
+
+def _unreported(plain: Report, ended: Ended, lines: list[str], seen: int | None) -> Report:
+    last_line = lines[-1] if lines else ""
+    if ended.code == 1 and (found := thrown_in(lines)) is not None:
+        thrown, text = found
+        return replace(_by_exception(plain, thrown), details=text)
+    lines = lines[-_TAIL_LINES:]
+    details = "the last lines it printed:\n" + "\n".join(lines) if lines and ended.rank != seen else ""
+    plain = replace(plain, details=details, last_line=last_line)
+    if ended.code >= 0:
+        taken = any(words in "\n".join(lines).lower() for words in _PORT_TAKEN)
+        return replace(plain, kind="port") if taken else plain
+    message = f"was ended by signal {-ended.code} ({signal_name(-ended.code)})"
+    if -ended.code in _CRASHES:
+        return replace(plain, kind="crashed", message=message)
+    plain = replace(plain, code=errors.WorkerLost.exit_code)
+    if ended.code == -signal.SIGKILL and ended.starved:
+        return replace(plain, kind="out-of-memory", message="ran out of memory (the kernel ended it)")
+    return replace(plain, kind="killed", message=message)
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``; the number itself if it has no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+def thrown_in(lines: list[str]) -> tuple[Thrown, str] | None:
+    """The last exception that Python printed, and its traceback."""
+    starts = [number for number, line in enumerate(lines) if line == _HEADER]
+    if not starts:
+        starts = [number - 1 for number, line in enumerate(lines) if line.startswith(_WITHOUT_HEADER) and number]
+        while starts and starts[-1] > 0 and not _FRAME.match(lines[starts[-1]]):
+            starts[-1] -= 1
+    if not starts:
+        return None
+    where = ""
+    for number in range(starts[-1], len(lines)):
+        frame = _FRAME.match(lines[number])
+        if frame and is_of_user(frame[1]):
+            where = f"{Path(frame[1]).name}:{frame[2]}"
+        found = _EXCEPTION.match(lines[number])
+        if found and number > starts[-1]:
+            thrown = Thrown(found[1].rpartition(".")[2], found[2] or "", where)
+            return thrown, "\n".join(lines[starts[-1] : number + 1])
+    return None
+
+
+def tail(launch: Launch, worker: int, count: int = _TAIL_LINES) -> list[str]:
+    """The last lines that a worker printed."""
+    try:
+        with launch.output(worker).open("rb") as file:
+            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+            return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
+    except OSError:
+        return []

@@ -1,0 +1,240 @@
+"""A test function on several real processes, under pytest and unittest.
+
+::
+
+    @processes(3, deadline=60)
+    def test_sum(worker, tmp_path):
+        dist.init_process_group("gloo")
+        total = torch.tensor(worker.rank)
+        dist.all_reduce(total)
+        assert total == 3
+
+The test passes if the function ends well in every process. Each is a new Python that has torchrun's variables, imports
+the file of the test and finds the function in it by name; no code is pickled. All processes have ended when the test
+has, however it ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import pickle
+import sys
+import tempfile
+import time
+import unittest
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from paceline.errors import ConfigError
+from paceline.testing import ranks
+from paceline.testing.faults import Plan
+from paceline.testing.forks import fork
+from paceline.testing.inside import ARGUMENTS, CALL, FUNCTION, PARAMETER, Call, Report, Worker, call_in_worker
+from paceline.testing.ranks import Ended, Process
+
+__all__ = ["Worker", "WorkersFailed", "processes"]
+
+_AFTER_FAILURE_SECONDS = 3.0
+_SCRIPT = "from paceline.testing.inside import main\n\nmain(__file__)\n"
+_SHOWN_LINES = 40
+
+Start = Literal["new", "fork"] | Callable[[list[ranks.Worker]], Sequence[Process]]
+
+
+class WorkersFailed(AssertionError):
+    """The function failed in some processes; the message opens with the traceback of the first."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    count: int
+    deadline: float
+    ends: Mapping[int, str | int]
+    faults: Plan | None
+    environment: Mapping[str, str]
+    one_machine: bool
+    start: Start
+
+
+def processes(
+    count: int,
+    *,
+    deadline: float = 60.0,
+    ends: Mapping[int, str | int] | None = None,
+    faults: Plan | None = None,
+    environment: Mapping[str, str] | None = None,
+    one_machine: bool = True,
+    start: Start = "new",
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test function on several processes of this machine.
+
+    The function has a parameter ``worker`` (:class:`Worker`), which the test runner does not see. All others are given
+    as usual, as fixtures or parameters, and must be picklable. Of a ``unittest.TestCase`` each process has an instance
+    of its own, with its own ``setUp`` and ``tearDown``.
+
+    Args:
+        count: how many processes.
+        deadline: seconds after which those that still run show where they are, and are killed.
+        ends: for ranks that are to end otherwise than well, how: an exit code or the name of a signal.
+        faults: what is to happen (:mod:`paceline.testing.faults`).
+        environment: more variables for all of them.
+        one_machine: false: each process counts as alone on a machine, so that they talk over the network.
+        start: "new": a new Python for each. "fork": a copy of this process, in which no thread may be running; the
+            function and its arguments may be anything. Or what starts them, as for :func:`paceline.testing.run`.
+
+    Raises:
+        WorkersFailed: by the test: the function failed in a process, or a process ended in another way than it should.
+        TimeoutError: by the test: not all ended before the deadline.
+        ConfigError: the function has no parameter ``worker``, or ``ends`` names a rank that there is not.
+    """
+    wanted = _Settings(count, deadline, ends or {}, faults, environment or {}, one_machine, start)
+    if count < 1 or any(rank not in range(count) for rank in wanted.ends):
+        raise ConfigError(f"processes({count}, ends={dict(wanted.ends)}): there are ranks 0 to {count - 1} only.")
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        seen = _without_worker(function)
+
+        @functools.wraps(function)
+        def test(*arguments: Any, **named: Any) -> None:
+            __tracebackhide__ = True  # pytest shows what happened in the process, not how it was started
+            given = seen.bind(*arguments, **named).arguments
+            with tempfile.TemporaryDirectory(prefix="paceline-") as directory:
+                _test(function, given, wanted, Path(directory))
+
+        setattr(test, FUNCTION, function)
+        test.__signature__ = seen  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _without_worker(function: Callable[..., None]) -> inspect.Signature:
+    """The signature that the test runner is to see."""
+    seen = inspect.signature(function)
+    if PARAMETER not in seen.parameters:
+        raise ConfigError(f"{function.__qualname__} runs on several processes, so it needs a parameter 'worker'.")
+    if any(one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY) for one in seen.parameters.values()):
+        raise ConfigError(f"{function.__qualname__} can have named parameters only.")
+    return seen.replace(parameters=[one for name, one in seen.parameters.items() if name != PARAMETER])
+
+
+def _test(function: Callable[..., None], given: dict[str, Any], wanted: _Settings, directory: Path) -> None:
+    __tracebackhide__ = True
+    until = time.monotonic() + wanted.deadline
+    instance = given.pop("self", None)
+    call = _call(function, instance, directory, until)
+    start: Callable[[list[ranks.Worker]], Sequence[Process]] | None
+    if wanted.start == "fork":
+        start = functools.partial(fork, lambda: call_in_worker(call, function, given, instance))
+    else:
+        _leave(call, given, directory)
+        start = None if wanted.start == "new" else wanted.start
+    environment = {**wanted.environment, **(wanted.faults.environment(directory / "faults") if wanted.faults else {})}
+    try:
+        ended = ranks.run(
+            _SCRIPT,
+            wanted.count,
+            directory,
+            environment=environment,
+            deadline=wanted.deadline,
+            one_machine=wanted.one_machine,
+            start=start,
+            after_failure=None if wanted.ends else _AFTER_FAILURE_SECONDS,
+        )
+    except TimeoutError as error:
+        raise TimeoutError(_first_reports(call, wanted.count) + str(error)) from None
+    _judge(call, ended, wanted)
+
+
+def _call(function: Callable[..., None], instance: object, directory: Path, until: float) -> Call:
+    """Where the processes find the function."""
+    kind = type(instance)  # the class of a method may be a subclass of the one that has it
+    return Call(
+        file=inspect.getsourcefile(function) or "",
+        module=function.__module__,
+        name=function.__qualname__,
+        home=None if instance is None else f"{kind.__module__}:{kind.__qualname__}",
+        directory=str(directory),
+        path=tuple(sys.path),
+        until=until,
+    )
+
+
+def _leave(call: Call, given: dict[str, Any], directory: Path) -> None:
+    """Write down the call for the processes.
+
+    Raises:
+        ConfigError: they could not find the function, or an argument cannot be pickled.
+    """
+    if "<locals>" in call.name or not Path(call.file).is_file():
+        raise ConfigError(
+            f"A new process cannot find {call.name} by its name: write it at the top level of a file, or use "
+            f"start='fork'."
+        )
+    stored = {}
+    for name, value in given.items():
+        try:
+            stored[name] = pickle.dumps(value)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            raise ConfigError(
+                f"The argument {name!r} of {call.name} cannot be given to another process ({error}). Make it in the "
+                f"function, or use start='fork'."
+            ) from None
+    (directory / CALL).write_text(call.to_json())
+    (directory / ARGUMENTS).write_bytes(pickle.dumps(stored))
+
+
+def _judge(call: Call, ended: list[Ended], wanted: _Settings) -> None:
+    """Skip, fail or pass the test."""
+    __tracebackhide__ = True
+    reports = _reports(call, wanted.count)
+    skipped = [report for report in reports if report.skipped]
+    if skipped:
+        raise unittest.SkipTest(skipped[0].message)
+    failed = [one for one in ended if _how(one) != wanted.ends.get(one.rank, 0)]
+    if failed:
+        _fail(ended, failed, [report for report in reports if report.rank in {one.rank for one in failed}], wanted)
+
+
+def _how(one: Ended) -> str | int:
+    return one.signal or one.code
+
+
+def _fail(ended: list[Ended], failed: list[Ended], reports: list[Report], wanted: _Settings) -> NoReturn:
+    """Raise what happened: the first failure with its traceback, then the others, then the output of all."""
+    __tracebackhide__ = True
+    said = [str(report) for report in reports]
+    told = {report.rank for report in reports}
+    for one in failed:
+        if one.late:
+            said.append(f"rank {one.rank} of {len(ended)} still ran {_AFTER_FAILURE_SECONDS:.0f} s later")
+        elif one.rank not in told:
+            expected = wanted.ends.get(one.rank, 0)
+            expectation = f" instead of {_ending(expected)}" if expected else ""
+            said.append(f"rank {one.rank} of {len(ended)} ended with {_ending(_how(one))}{expectation}")
+    raise WorkersFailed("\n\n".join(said + [_output(one) for one in ended if one.out or one.err]))
+
+
+def _ending(how: str | int) -> str:
+    return how if isinstance(how, str) else f"exit code {how}"
+
+
+def _output(one: Ended) -> str:
+    lines = (one.out + one.err).splitlines()
+    left_out = [f"({len(lines) - _SHOWN_LINES} lines before)"] if len(lines) > _SHOWN_LINES else []
+    return "\n".join([f"-- output of rank {one.rank}", *left_out, *lines[-_SHOWN_LINES:]])
+
+
+def _reports(call: Call, count: int) -> list[Report]:
+    """What the processes said about their end: causes before consequences, the earliest first."""
+    paths = [call.report(rank) for rank in range(count)]
+    reports = [Report(**json.loads(path.read_text())) for path in paths if path.exists()]
+    return sorted(reports, key=lambda report: (report.consequence, report.time))
+
+
+def _first_reports(call: Call, count: int) -> str:
+    return "".join(f"{report}\n\n" for report in _reports(call, count))

@@ -1,0 +1,192 @@
+"""Faults to order: what goes wrong, at which worker, at which step, at which point of it. Plain data; no torch here.
+
+::
+
+    plan = faults.kill(rank=1, step=7, point="inside the collective") + faults.slow(rank=0, seconds=0.05)
+    run("train.py", 3, tmp_path, environment=plan.environment())
+
+The plan travels in one variable of the environment, ``PACELINE_FAULTS``. Where it is set, ``paceline.start`` wraps the
+functions at the points that the plan names (``paceline.testing.points``); where it is not, nothing is changed.
+
+A fault belongs to the worker that holds its rank when its step is first reached, and happens once in a run: it is
+marked as done by a file in the plan's directory. So a worker that takes the place of a killed one, or a step that is
+repeated, does not meet it again.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from paceline import env
+from paceline.errors import ConfigError
+
+Kind = Literal["kill", "stop", "exit", "error", "slow", "drop network", "fill disk"]
+Point = Literal[
+    "before forward",
+    "inside the collective",
+    "between reduction and update",
+    "after update",
+    "inside a save",
+    "in the loader",
+    "in evaluate",
+    "during recovery",
+]
+POINTS: tuple[Point, ...] = get_args(Point)
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault; made by the functions below.
+
+    Attributes:
+        kind: what happens.
+        rank: to which worker: its rank when the step is first reached.
+        step: when; in a save and in evaluate it is the number of steps done, and during recovery the least number.
+        point: where in the step.
+        seconds: how long a stop or a full disk lasts (none: to the end), or by how much a slow worker waits.
+        factor: how many times as long all that a slow worker does takes.
+        until: the first step at which a slow worker is as fast as before.
+        code: the exit code.
+        text: of the error.
+        under: the folder that is full.
+    """
+
+    kind: Kind
+    rank: int
+    step: int
+    point: Point
+    seconds: float | None = None
+    factor: float | None = None
+    until: int | None = None
+    code: int | None = None
+    text: str | None = None
+    under: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ConfigError(f"There is no fault {self.kind!r}; the kinds are {', '.join(KINDS)}.")
+        if self.point not in POINTS:
+            raise ConfigError(f"There is no point {self.point!r} in a step; the points are {', '.join(POINTS)}.")
+        if self.rank < 0 or self.step < 0:
+            raise ConfigError(f"A fault needs a rank and a step from 0, not rank {self.rank} and step {self.step}.")
+
+    def covers(self, step: int) -> bool:
+        """Whether the fault is due at a step: at its own; a slow worker's later too, and that of the next recovery."""
+        if self.kind != "slow" and self.point != "during recovery":
+            return step == self.step
+        return step >= self.step and (self.until is None or step < self.until)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Some faults. Plans add up with ``+``."""
+
+    faults: tuple[Fault, ...] = ()
+    directory: Path | None = None
+
+    def __add__(self, other: Plan) -> Plan:
+        return Plan(self.faults + other.faults, self.directory or other.directory)
+
+    def environment(self, directory: str | Path | None = None) -> dict[str, str]:
+        """The variable that brings the plan to the workers of one run.
+
+        Args:
+            directory: where the faults that happened are marked, made when the first one happens; all workers must
+                see it, and each run needs its own. None: a new name in the folder for temporary files.
+        """
+        marks = directory or self.directory or Path(tempfile.gettempdir()) / f"paceline-faults-{uuid.uuid4().hex[:12]}"
+        told = [{key: value for key, value in asdict(fault).items() if value is not None} for fault in self.faults]
+        return {env.FAULTS: json.dumps({"directory": str(marks), "faults": told})}
+
+
+def read(text: str) -> Plan:
+    """The plan in the text of the variable.
+
+    Raises:
+        ConfigError: it is no plan.
+    """
+    try:
+        told = json.loads(text)
+        directory = told.get("directory")
+        return Plan(tuple(Fault(**fault) for fault in told["faults"]), Path(directory) if directory else None)
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{env.FAULTS} holds no plan of faults: {error}") from None
+
+
+def kill(*, rank: int, step: int, point: Point = "before forward") -> Plan:
+    """The process is killed (SIGKILL), as when the kernel runs out of memory or the machine loses power."""
+    return _one("kill", rank, step, point)
+
+
+def stop(*, rank: int, step: int, point: Point = "before forward", seconds: float | None = None) -> Plan:
+    """The process stops (SIGSTOP): it is silent but not gone. It continues after some seconds, or never."""
+    return _one("stop", rank, step, point, seconds=seconds)
+
+
+def exit(*, rank: int, step: int, point: Point = "before forward", code: int = 1) -> Plan:
+    """The process ends at once with an exit code, as by ``os._exit``; nothing is cleaned up, no reason is given."""
+    return _one("exit", rank, step, point, code=code)
+
+
+def error(*, rank: int, step: int, point: Point = "before forward", text: str = "a fault of the test") -> Plan:
+    """A ``RuntimeError`` with this text is raised."""
+    return _one("error", rank, step, point, text=text)
+
+
+def slow(
+    *,
+    rank: int,
+    step: int = 0,
+    until: int | None = None,
+    point: Point = "before forward",
+    seconds: float | None = None,
+    factor: float | None = None,
+) -> Plan:
+    """The worker is slow from a step on: it waits some seconds at the point of each step, or all that it does takes
+    ``factor`` times as long (it is stopped and continued in turn, 50 times a second or less often).
+
+    Raises:
+        ConfigError: not exactly one of ``seconds`` and ``factor`` is given, or the factor is below 1.
+    """
+    if (seconds is None) == (factor is None) or (factor is not None and factor < 1):
+        raise ConfigError(f"A slow worker needs seconds or a factor from 1, not seconds={seconds}, factor={factor}.")
+    return _one("slow", rank, step, point, until=until, seconds=seconds, factor=factor)
+
+
+def drop_network(*, rank: int, step: int, point: Point = "before forward") -> Plan:
+    """Every TCP connection that the process has is shut down, in both directions.
+
+    The peers see a closed connection, not silence. New connections can be made. Workers that exchange through memory
+    on one machine use the network only to compare notes.
+    """
+    return _one("drop network", rank, step, point)
+
+
+def fill_disk(
+    *, rank: int, step: int, under: str | Path, point: Point = "before forward", seconds: float | None = None
+) -> Plan:
+    """From now on, or for some seconds, the process can write no file and make no folder under a folder: ENOSPC.
+
+    Reading and removing work. A file that is open already can still be written.
+    """
+    return _one("fill disk", rank, step, point, under=str(Path(under).absolute()), seconds=seconds)
+
+
+def _one(kind: Kind, rank: int, step: int, point: Point, **more: Any) -> Plan:
+    return Plan((Fault(kind, rank, step, point, **more),))
+
+
+def happened(directory: Path) -> dict[int, Mapping[str, Any]]:
+    """The faults that happened in a run: for the place of each in the plan its ``time``, ``pid`` and ``step``.
+
+    Args:
+        directory: the one that the plan's environment was made with.
+    """
+    return {int(path.stem): json.loads(path.read_text() or "{}") for path in sorted(directory.glob("[0-9]*.json"))}

@@ -1,0 +1,248 @@
+"""Was every step done exactly once, whatever went wrong? Read from the records of a run. No torch here.
+
+The samples of a step are a pure function of its number, so every sample of every epoch was used exactly once if the
+steps 0, 1, 2, ... were each applied exactly once. Every worker records the steps that it applied, so the same step
+stands in several files. The rules:
+
+* Each step is recorded, and none beyond the last.
+* A process records its steps in order and none of them twice. A step is done by all workers of a generation together,
+  so a step that is repeated although a worker with it lived on stands twice in the records of that worker. What only
+  lost workers had applied is lost with them, and repeating it is right.
+* A step that was recorded before a checkpoint of an earlier step was resumed from is undone by that. So is one that was
+  recorded in an earlier generation than one that began at an earlier step: all who had applied it are lost.
+* All records of one step tell the same samples, and within a generation the same loss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+_NEXT_GAPS = 2
+_GATHERED = ("view", "gathered", "recovered")
+
+
+@dataclass(frozen=True)
+class Applied:
+    """A step that a process recorded as applied.
+
+    Attributes:
+        step: its number, from 0.
+        generation: of the workers.
+        rank: of the process then.
+        process: the process, which stays while its rank changes.
+        time: seconds since 1970 when the step was done.
+        samples: in the whole batch.
+        loss: of the whole batch.
+    """
+
+    step: int
+    generation: int
+    rank: int
+    process: str
+    time: float
+    samples: int
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """A process went on in a new generation.
+
+    Attributes:
+        time: seconds since 1970 when it did.
+        generation: the new one.
+        process: the process.
+        step: at which the generation began.
+        seconds: how long the process had done nothing else.
+        lost: the numbers of the workers that are gone.
+        joined: those of the workers that are new, this one perhaps among them.
+    """
+
+    time: float
+    generation: int
+    process: str
+    step: int
+    seconds: float
+    lost: tuple[int, ...]
+    joined: tuple[int, ...]
+
+    @property
+    def survived(self) -> bool:
+        """Whether this process was there before and another one was lost."""
+        return bool(self.lost) and self.process not in {_worker(number) for number in self.joined}
+
+
+@dataclass(frozen=True)
+class Records:
+    """What the workers of a run recorded, as far as it concerns the steps, in the order of time."""
+
+    applied: tuple[Applied, ...] = ()
+    recovered: tuple[Recovered, ...] = ()
+    resumed: tuple[tuple[float, int], ...] = ()  # when, and from which step on
+
+
+def read(events: Path) -> Records:
+    """Read the files ``*.jsonl`` of a run's folder ``events``; the half line of a killed process is left out."""
+    lines: list[Mapping[str, Any]] = []
+    for path in sorted(events.glob("*.jsonl")):
+        for text in path.read_text(errors="replace").splitlines():
+            with contextlib.suppress(ValueError):
+                lines.append(json.loads(text))
+    return records_of(lines)
+
+
+def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
+    """The same from the records themselves."""
+    applied, recovered, resumed = [], [], []
+    lines = sorted(lines, key=lambda line: float(line["time"]))
+    processes = _processes(lines)
+    for line in lines:
+        when, event = float(line["time"]), line["event"]
+        generation = int(line.get("generation", 0))
+        if event == "step":
+            rank, step, samples = int(line["rank"]), int(line["step"]), int(line["samples"])
+            process = processes.get((generation, rank), f"rank {rank}")
+            applied.append(Applied(step, generation, rank, process, when, samples, line.get("loss")))
+        elif event == "recovered":
+            lost, joined = (tuple(line.get(key) or ()) for key in ("lost", "joined"))
+            seconds = float(line.get("seconds", 0.0))
+            process = processes.get((generation, int(line["rank"])), f"rank {line['rank']}")
+            recovered.append(Recovered(when, generation, process, int(line["step"]), seconds, lost, joined))
+        elif event == "resume":
+            resumed.append((when, int(line["step"])))
+    return Records(tuple(applied), tuple(recovered), tuple(resumed))
+
+
+def _processes(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:
+    """Which process held a rank in a generation: the workers say so when they gather."""
+    found = {}
+    for line in lines:
+        for rank, worker in enumerate(line.get("workers") or () if line["event"] in _GATHERED else ()):
+            found[int(line.get("generation", 0)), rank] = _worker(worker)
+    return found
+
+
+def _worker(number: object) -> str:
+    return f"worker {number}"
+
+
+def check(records: Records, steps: int, samples_of: Callable[[int], int] | None = None) -> list[str]:
+    """What is wrong with the ledger, in sentences; empty if each step was applied exactly once.
+
+    Args:
+        records: of the run.
+        steps: how many steps there must be.
+        samples_of: the samples that the batch of a step must have, if that is to be checked too.
+    """
+    counted = _counted(records)
+    by_step: dict[int, list[Applied]] = defaultdict(list)
+    for one in counted:
+        by_step[one.step].append(one)
+    problems = [f"step {step} was never applied" for step in range(steps) if step not in by_step]
+    problems += [f"step {step} is beyond the last one, {steps - 1}" for step in sorted(by_step) if step >= steps]
+    problems += _out_of_order([one for one in records.applied if not _resumed_before(one, records.resumed)])
+    for step in sorted(by_step):
+        problems += _of_step(step, by_step[step], samples_of)
+    return problems
+
+
+def _counted(records: Records) -> list[Applied]:
+    """The steps that were not undone."""
+    begins = {one.generation: one.step for one in records.recovered}
+    return [
+        one
+        for one in records.applied
+        if not _resumed_before(one, records.resumed)
+        and not any(one.generation < generation and begin <= one.step for generation, begin in begins.items())
+    ]
+
+
+def _resumed_before(one: Applied, resumed: Sequence[tuple[float, int]]) -> bool:
+    return any(one.time < when and step <= one.step for when, step in resumed)
+
+
+def _out_of_order(applied: Sequence[Applied]) -> list[str]:
+    problems = []
+    before: dict[str, int] = {}
+    for one in applied:
+        if one.step <= before.get(one.process, -1):
+            problems.append(f"{one.process} applied step {one.step} after step {before[one.process]}")
+        before[one.process] = one.step
+    return problems
+
+
+def _of_step(step: int, applied: list[Applied], samples_of: Callable[[int], int] | None) -> list[str]:
+    problems = []
+    samples = {one.samples for one in applied}
+    if len(samples) > 1:
+        problems.append(f"step {step} has different samples: {', '.join(map(str, sorted(samples)))}")
+    if samples_of is not None and samples != {samples_of(step)}:
+        problems.append(f"step {step} has {min(samples)} samples instead of {samples_of(step)}")
+    for generation in sorted({one.generation for one in applied}):
+        losses = {one.loss for one in applied if one.generation == generation}
+        if len(losses) > 1 and not all(loss is None or math.isnan(loss) for loss in losses):
+            problems.append(f"step {step} has different losses: {', '.join(map(str, losses))}")
+    return problems
+
+
+# How long it took.
+
+
+def completions(records: Records) -> list[float]:
+    """When each step was first done by anyone, in the order of steps: seconds since 1970."""
+    done: dict[int, float] = {}
+    for one in _counted(records):  # in the order of time
+        done.setdefault(one.step, one.time)
+    return [done[step] for step in sorted(done)]
+
+
+def step_seconds(times: Sequence[float]) -> float:
+    """The median time from the end of one step to that of the next; 0 for less than two steps."""
+    return statistics.median(_gaps(times)) if len(times) > 1 else 0.0
+
+
+def stall(times: Sequence[float], fault: float, usual: float) -> float:
+    """The seconds that training lost by a fault.
+
+    That is the longest time between two steps among the one in which the fault falls and the two after it (a worker
+    that is killed after it gave its part is missed in the next step only), less the usual time.
+
+    Args:
+        times: when each step was done, in order.
+        fault: when the fault happened.
+        usual: seconds between two steps.
+    """
+    first = max(0, sum(time <= fault for time in times) - 1)
+    near = _gaps(times)[first : first + 1 + _NEXT_GAPS]
+    return max(0.0, max(near) - usual) if near else 0.0
+
+
+def replaced_after(records: Records, fault: float) -> float | None:
+    """Seconds from a fault until a new worker had joined; none if none did."""
+    return next((one.time - fault for one in records.recovered if one.time > fault and one.joined), None)
+
+
+def goodput(times: Sequence[float], began: float, usual: float) -> float:
+    """The part of the wall time from the beginning to the last step that useful steps would have taken alone."""
+    wall = times[-1] - began if times else 0.0
+    return min(1.0, len(times) * usual / wall) if wall > 0 else 0.0
+
+
+def percentile(values: Sequence[float], part: float) -> float:
+    """The nearest-rank percentile: the smallest value that at least this part of all does not exceed; NaN of none."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]
+
+
+def _gaps(times: Sequence[float]) -> list[float]:
+    return [later - earlier for earlier, later in pairwise(times)]

@@ -1,0 +1,80 @@
+"""What the scripts of these tests do besides training: tell each step, wait for a joiner, look at the clock."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from subjects import CASES, tell
+
+import paceline
+
+SECONDS = 40.0
+
+
+def begin(case: str = "batch norm, dropout, short batch", **more: Any) -> paceline.Session:
+    """Start with the arguments of a case, of the script and of the test."""
+    given = CASES[case]() | {"exact": True, "timeout_seconds": 30, "schedule": cosine} | more
+    return paceline.start(**given | json.loads(os.environ.get("GIVEN", "{}")))
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=30)
+
+
+def say(session: paceline.Session, report: paceline.Report) -> None:
+    """One line for a step that was done."""
+    print("step", report.step, "rank", session.rank, "of", session.workers, flush=True)
+
+
+def wait_until(true: Callable[[], object], what: str) -> None:
+    """Wait, but not without end."""
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.005)
+
+
+def await_joiner(session: paceline.Session) -> None:
+    """Until this worker is told that another one waits to join, which it does after the next step.
+
+    A joiner itself does not wait: it comes into this step after the others have done it. On a busy machine it may have
+    joined before.
+    """
+    line, seats = session._job.world.line, session._job.world._seats
+    assert line is not None
+    there = any(seat.worker >= 3 for seat in seats) or (len(seats) == 3 and line.generation > 0)
+    if "ALONE" not in os.environ and session._course.taken == 0 and not there:
+        wait_until(lambda: line.pending > line.generation, "a worker that joins")
+
+
+def end(session: paceline.Session, **more: object) -> None:
+    """The last line: what came out."""
+    tell(fingerprint=session.fingerprint(), position=session.position, **more)
+
+
+def leave(session: paceline.Session, batch: paceline.Batch, rank: int, step: int) -> None:
+    """A worker is told that its machine goes away."""
+    if (session.rank, batch.step) == (rank, step) and session.workers > rank:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def end_launcher(session: paceline.Session, batch: paceline.Batch, step: int) -> None:
+    """The launcher is told to end; the workers hear it in some later step."""
+    if batch.step == step and session.rank == 0 and "ALONE" not in os.environ:
+        os.kill(os.getppid(), signal.SIGTERM)
+    if batch.step > step:
+        time.sleep(0.1)
+
+
+def await_end_of(number: int) -> None:
+    """Until a worker that was started later has failed and its launcher knows that."""
+    events = Path(os.environ["PACELINE_RUN"]) / "events" / "launcher.jsonl"
+    if "ALONE" not in os.environ:
+        wait_until(lambda: events.exists() and '"not-joined"' in events.read_text(), f"the end of worker {number}")

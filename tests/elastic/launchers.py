@@ -1,0 +1,174 @@
+"""Runs of ``paceline run`` for these tests, and what they leave."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from copies import WHERE
+
+from paceline.data.order import Order
+from paceline.testing import ledger
+
+HERE = Path(__file__).resolve().parent
+OURS = ("PACELINE_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_", "TMPDIR")
+LENGTH, BATCH = 100, 32  # of the usual case; its epoch has 4 steps, the last one with 4 samples
+
+
+def processes_in(directory: Path) -> list[int]:
+    """The processes whose current directory is there, as that of all who belong to a run is."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if path.readlink().is_relative_to(directory):
+                found.append(int(path.parent.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a run left: the exit code, what the launcher printed, its directory."""
+
+    code: int
+    said: str
+    run: Path
+    logs: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        logs = {path.stem: path.read_text() for path in sorted((self.run / "output").glob("*.log"))}
+        object.__setattr__(self, "logs", logs)
+
+    def story(self) -> str:
+        """Everything, for a failed assertion."""
+        logs = "\n".join(f"-- {name}\n{text}" for name, text in self.logs.items())
+        notes = "\n".join(map(str, self.launcher()))
+        return f"exit code {self.code}\n{self.said}\n{logs}\n-- launcher\n{notes}"
+
+    def events(self, name: str = "*") -> list[dict[str, Any]]:
+        lines = [line for path in self.run.glob(f"events/{name}.jsonl") for line in path.read_text().splitlines()]
+        return sorted((json.loads(line) for line in lines), key=lambda event: event["time"])
+
+    def launcher(self, event: str | None = None) -> list[dict[str, Any]]:
+        return [one for one in self.events("launcher") if event in (None, one["event"])]
+
+    def views(self) -> list[list[int]]:
+        """The workers of each generation."""
+        return [one["workers"] for one in self.launcher("view")]
+
+    def steps(self, name: str) -> list[int]:
+        """The steps that a worker said it did."""
+        return [int(line.split()[1]) for line in self.logs[name].splitlines() if line.startswith("step ")]
+
+    def told(self) -> list[dict[str, Any]]:
+        """The last lines of those that came to the end."""
+        lines = [line for text in self.logs.values() for line in text.splitlines()]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def saved(self) -> list[int]:
+        return sorted(int(path.name[5:]) for path in self.run.glob("checkpoints/step-*"))
+
+    def check_steps(self, steps: int) -> None:
+        """Each step was done exactly once, and by each worker in order without a gap."""
+        order = Order(LENGTH, BATCH, 8, seed=0)
+        assert ledger.check(ledger.read(self.run / "events"), steps, order.samples_of) == [], self.story()
+        for name in self.logs:
+            done = self.steps(name)
+            assert done == list(range(done[0], done[-1] + 1)) if done else True, self.story()
+
+
+class Launchers:
+    """Starts launchers, one after the other, from one process that has imported torch."""
+
+    def __enter__(self) -> Launchers:
+        paths = [str(path) for path in (HERE.parents[1], HERE.parent / "core", HERE)]
+        self._parent = subprocess.Popen(
+            [sys.executable, str(HERE / "copies.py")],
+            env=os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+        )
+        assert self._line(120) == "ready"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._parent.stdin is not None and self._parent.stdout is not None
+        self._parent.stdin.close()
+        self._parent.wait()
+        self._parent.stdout.close()
+
+    def _line(self, seconds: float) -> str:
+        assert self._parent.stdout is not None
+        read, deadline = b"", time.monotonic() + seconds
+        while not read.endswith(b"\n"):
+            if not select.select([self._parent.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise TimeoutError
+            byte = os.read(self._parent.stdout.fileno(), 1)
+            assert byte, "the process that starts launchers has ended"
+            read += byte
+        return read.decode().strip()
+
+    def run(self, words: list[str], directory: Path, environment: dict[str, str], deadline: float) -> tuple[int, str]:
+        """Run ``paceline`` with these words; gives the exit code, and what it printed."""
+        own = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+        (directory / "tmp").mkdir(parents=True, exist_ok=True)
+        out, err = directory / "launcher.out", directory / "launcher.err"
+        told = {
+            "words": words,
+            "directory": str(directory),
+            "environment": own | {"TMPDIR": str(directory / "tmp")} | environment,
+            "out": str(out),
+            "err": str(err),
+        }
+        assert self._parent.stdin is not None
+        self._parent.stdin.write(json.dumps(told).encode() + b"\n")
+        launcher = int(self._line(10))
+        try:
+            code = int(self._line(deadline))
+        except TimeoutError:
+            self._give_up(launcher, directory)
+            raise TimeoutError(f"still running after {deadline:.0f} s\n{_all_text(directory)}") from None
+        return code, out.read_text() + err.read_text()
+
+    def _give_up(self, launcher: int, directory: Path) -> None:
+        for process in processes_in(directory):
+            if process != launcher:
+                send(process, WHERE)
+        time.sleep(1.0)
+        for process in processes_in(directory):
+            send(process, signal.SIGKILL)
+        self._line(10)
+
+
+def send(process: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, number)
+
+
+def _all_text(directory: Path) -> str:
+    paths = [*directory.rglob("*.log"), *directory.glob("launcher.*"), *directory.rglob("launcher.jsonl")]
+    return "\n".join(f"-- {path.name}\n{path.read_text(errors='replace')}" for path in sorted(paths))
+
+
+Run = Callable[..., Ran]
+
+
+def check_nothing_is_left(directory: Path) -> None:
+    deadline = time.monotonic() + 5
+    while (left := processes_in(directory)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not left, f"processes that still run: {left}"
+    left = (directory / "tmp").iterdir() if (directory / "tmp").exists() else ()
+    assert [path for path in left if not path.name.startswith("pymp-")] == []  # Python's own, of killed processes

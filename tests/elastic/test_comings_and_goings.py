@@ -1,0 +1,195 @@
+"""Workers join, leave, stop and come back; launchers are told to end; scripts fail. The state is never lost."""
+
+import json
+from typing import Any
+
+import pytest
+from launchers import Ran, Run
+from test_recovery import ELASTIC, OVER_THE_NETWORK, PLAIN, STEPS, check
+
+from paceline.testing import faults
+
+# at the steps that are named in order, the workers wait for one to join
+JOINED = f"""
+import sys
+import crew
+
+waits = [int(word) for word in sys.argv[1:]]
+session = crew.begin()
+for batch in session.batches(steps={STEPS}):
+    if batch.step in waits:
+        crew.await_joiner(session)
+    crew.say(session, session.step(batch))
+crew.end(session)
+"""
+PATHS = pytest.mark.parametrize("path", ["memory", "network"])
+
+
+def on(path: str, script: str) -> str:
+    return script if path == "memory" else OVER_THE_NETWORK + script
+
+
+@PATHS
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_standby_takes_the_place(run: Run, undisturbed: Any, victim: int, path: str) -> None:
+    """With as many workers as there must be, the others wait until the standby has come."""
+    plan = faults.kill(rank=victim, step=5)
+    ran = run(on(path, PLAIN), "-n", 2, "--elastic", "2:2", "--standby", 1, faults=plan)
+    check(ran, undisturbed(PLAIN), 2)
+    assert ran.views()[:2] == [[0, 1], [1 - victim, 2]]
+    assert ran.steps("worker-2")[-1] == STEPS - 1
+
+
+@PATHS
+def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None:
+    plan = faults.kill(rank=1, step=2) + faults.kill(rank=2, step=2)
+    ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(4,))
+    check(ran, undisturbed(JOINED, (4,)), 2)
+    assert ran.views()[1] == [0]
+    assert ran.views()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.story()
+
+
+@PATHS
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str) -> None:
+    """The third worker is killed, another one joins; on the way there one of the two that are left is killed."""
+    plan = faults.kill(rank=2, step=2) + faults.kill(rank=victim, step=3, point="during recovery")
+    ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(4,))
+    check(ran, undisturbed(JOINED, (4,)), 2)
+    assert len(ran.launcher("lost")) == 2
+    assert 3 in ran.views()[-1]
+
+
+@pytest.mark.parametrize("point", ["before", "within", "after"])
+def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -> None:
+    """Before it is in a view; while it takes the state; when it is there and takes its first step."""
+    kill = {
+        "before": "paceline.comm.line.Line.greet = die",
+        "within": "paceline.elastic.recovery.Recovery._take = die",
+        "after": "paceline.strategies.update.Update.apply = die",
+    }[point]
+    script = f"""
+import os
+import paceline.comm.line, paceline.elastic.recovery, paceline.strategies.update
+def die(*_):
+    os.kill(os.getpid(), 9)
+if os.environ["PACELINE_WORKER"] == "3":
+    if {point != "within"}:
+        paceline.course.Course._warm_up = lambda course: None
+    {kill}
+""" + JOINED.replace("import sys", "import sys, paceline.course")
+    plan = faults.kill(rank=1, step=2)
+    ran = run("import paceline.course\n" + script, *ELASTIC, faults=plan, arguments=(4,))
+    check(ran, undisturbed(JOINED, (4,)), 3 if point == "before" else 2)
+    assert "SIGKILL" in ran.said or len(ran.launcher("lost")) >= 1
+
+
+@PATHS
+def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, path: str) -> None:
+    plan = faults.stop(rank=1, step=3, seconds=5)
+    given = json.dumps({"hang_seconds": 2})
+    ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(8,), GIVEN=given)
+    assert ran.code == 0, ran.story()
+    wanted = undisturbed(JOINED, (8,))
+    assert ran.told() == [wanted] * 3, ran.story()
+    assert [sorted(view) for view in ran.views()] == [[0, 1, 2], [0, 2], [0, 1, 2]], ran.story()
+    (lost,) = ran.launcher("lost")
+    assert "rank 1" in lost["reason"] and "late" in lost["reason"]
+    assert ran.steps("rank-0") == list(range(STEPS))
+    assert ran.steps("rank-1")[:3] == [0, 1, 2] and ran.steps("rank-1")[-1] == STEPS - 1
+
+
+def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
+    script = PLAIN.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
+    ran = run(script, *ELASTIC)
+    check(ran, undisturbed(PLAIN), 2)
+    assert ran.views() == [[0, 1, 2], [0, 2]]
+    assert ran.steps("rank-1") == [0, 1, 2, 3]  # it leaves in step 4, before it says so
+    assert ran.launcher("lost") == []
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any, workers: int) -> None:
+    """All workers finish their step, the state is saved once, and a resumed run ends as if nothing had happened."""
+    script = PLAIN.replace("    crew.say", "    crew.end_launcher(session, batch, 6)\n    crew.say")
+    ran = run(script, "-n", workers, "--elastic", "1:3", "--set", "checkpoint.every=5")
+    assert ran.code == 75, ran.story()
+    assert len(ran.saved()) == 2 and ran.saved()[0] == 5
+    assert 7 <= ran.saved()[1] < STEPS
+    again = run(script, "-n", 2, "--elastic", "1:3", "--resume", "auto", faults=None)
+    assert again.code == 0, again.story()
+    wanted = undisturbed(PLAIN)
+    assert {told["fingerprint"] for told in again.told()} == {wanted["fingerprint"]}
+
+
+def test_below_the_least(run: Run) -> None:
+    """Nobody replaces the lost worker in time: the run ends with the last step saved."""
+    script = "import os, time\nif int(os.environ['PACELINE_WORKER']) > 2:\n    time.sleep(60)\n" + PLAIN
+    plan = faults.kill(rank=1, step=5)
+    ran = run(script, "-n", 3, "--elastic", "3:3", "--patience", 4, "--grace", 1, faults=plan)
+    assert ran.code == 5, ran.story()
+    assert ran.saved() == [5]
+    assert "2 of at least 3 workers" in ran.said + json.dumps(ran.launcher("end"))
+
+
+def test_below_the_least_until_a_new_one_comes(run: Run, undisturbed: Any) -> None:
+    ran = run(PLAIN, "-n", 3, "--elastic", "3:3", faults=faults.kill(rank=1, step=5))
+    check(ran, undisturbed(PLAIN), 3)
+    assert [sorted(view) for view in ran.views()] == [[0, 1, 2], [0, 2, 3]]
+
+
+def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) -> None:
+    ran = run(PLAIN, *ELASTIC, faults=faults.error(rank=1, step=5, text="no such thing"))
+    assert ran.code == 1, ran.story()
+    assert "rank 1: RuntimeError: no such thing" in ran.said
+    assert ran.saved() == [5]
+    again = run(PLAIN, "-n", 2, "--resume", "auto")
+    check_end(again, undisturbed(PLAIN))
+
+
+@pytest.mark.parametrize("how", ["other settings", "an error"])
+def test_a_joiner_that_cannot_take_part(run: Run, undisturbed: Any, how: str) -> None:
+    """A script that was changed meanwhile, or fails at its start on the new worker, does not end the run."""
+    script = f"""
+import os, crew
+
+joins = os.environ["PACELINE_WORKER"] == "3"
+session = crew.begin(seed=1 if joins else 0, batch=1 if joins and {how == "an error"} else 32)
+for batch in session.batches(steps={STEPS}):
+    if batch.step == 6:
+        crew.await_end_of(3)
+    crew.say(session, session.step(batch))
+crew.end(session)
+"""
+    ran = run(script, *ELASTIC, faults=faults.kill(rank=1, step=2))
+    check(ran, undisturbed(script), 2)
+    (noted,) = ran.launcher("not-joined")
+    assert ("batch = 1" if how == "an error" else "setting seed is 1 here and 0 there") in noted["reason"]
+    assert len(ran.views()) == 2
+
+
+def test_a_script_that_ends_early_on_one_worker(run: Run) -> None:
+    script = PLAIN.replace("    crew.say", "    if batch.step == 5 and session.rank == 1:\n        break\n    crew.say")
+    ran = run(script, *ELASTIC)
+    assert ran.code != 0, ran.story()
+    assert ran.saved() == [5]
+
+
+def check_end(ran: Ran, wanted: dict[str, Any]) -> None:
+    assert ran.code == 0, ran.story()
+    for told in ran.told():
+        assert told == wanted
+
+
+def test_without_exact_bits(run: Run, undisturbed: Any) -> None:
+    """The loss is close, the steps are all there."""
+    given = json.dumps({"exact": False})
+    script = PLAIN.replace("crew.say(session, session.step(batch))", "report = session.step(batch)").replace(
+        "crew.end(session)", "crew.end(session, loss=report.loss)"
+    )
+    ran = run(script, *ELASTIC, faults=faults.kill(rank=1, step=5), GIVEN=given)
+    assert ran.code == 0, ran.story()
+    wanted = undisturbed(script, GIVEN=given)
+    for told in ran.told():
+        assert told["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
+        assert told["position"] == STEPS

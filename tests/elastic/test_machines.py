@@ -1,0 +1,224 @@
+"""Runs on several machines: network namespaces, each with an address and a cable of its own."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PACELINE = str(Path(sys.executable).with_name("paceline"))
+PORT = 29517
+SCRIPT = """
+import os, time
+from functools import partial
+import torch
+import paceline
+
+torch.manual_seed(0)
+inputs = torch.randn(512, 16)
+session = paceline.start(
+    model=torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 4)),
+    optimizer=partial(torch.optim.AdamW, lr=1e-3),
+    loss=torch.nn.functional.cross_entropy,
+    data=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)),
+    batch=32,
+    exact=True,
+    hang_seconds=3,
+)
+print("pid", os.getpid(), "at", session.position, flush=True)
+for batch in session.batches(steps=STEPS):
+    session.step(batch)
+    time.sleep(NAP)
+print("fingerprint", session.fingerprint(), flush=True)
+"""
+able = os.getuid() == 0 and shutil.which("ip") is not None
+needs_root = pytest.mark.skipif(not able, reason="needs root and the command ip, to make network namespaces")
+
+
+class Hosts:
+    """Three machines on one network, and the commands that run on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._mark = f"{os.getpid() % 10000}"
+        self._running: list[subprocess.Popen[bytes]] = []
+        self.names = [f"pl{self._mark}{place}" for place in range(3)]
+        self.net = os.getpid() % 200 + 20
+
+    def address(self, place: int) -> str:
+        return f"10.{self.net}.77.{place + 1}"
+
+    def up(self) -> None:
+        bridge = f"plb{self._mark}"
+        _ip(f"link add {bridge} type bridge")
+        _ip(f"link set {bridge} up")
+        for place, name in enumerate(self.names):
+            _ip(f"netns add {name}")
+            _ip(f"link add {name}c type veth peer name eth0 netns {name}")
+            _ip(f"link set {name}c master {bridge} up")
+            _ip(f"-n {name} addr add {self.address(place)}/24 dev eth0")
+            _ip(f"-n {name} link set eth0 up")
+            _ip(f"-n {name} link set lo up")
+
+    def down(self) -> None:
+        for process in self._running:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+            subprocess.run(["ip", "link", "del", f"{name}c"], check=False, capture_output=True)
+        subprocess.run(["ip", "link", "del", f"plb{self._mark}"], check=False, capture_output=True)
+
+    def pull_cable(self, place: int) -> None:
+        _ip(f"link set {self.names[place]}c down")
+
+    def start(self, place: int, steps: int, nap: float, *options: str) -> subprocess.Popen[bytes]:
+        """``paceline run`` on one of them; its runs stand in a folder of its own."""
+        folder = self.folder / str(place)
+        folder.mkdir(exist_ok=True)
+        (folder / "train.py").write_text(SCRIPT.replace("STEPS", str(steps)).replace("NAP", str(nap)))
+        command = ["ip", "netns", "exec", self.names[place], PACELINE, "run", "-n", "1", "--quiet"]
+        command += ["--rendezvous", f"{self.address(0)}:{PORT}", *options, "train.py"]
+        with (folder / "said").open("ab") as said:
+            process = subprocess.Popen(command, cwd=folder, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
+        self._running.append(process)
+        return process
+
+    def events(self) -> list[dict[str, Any]]:
+        found = []
+        for file in (self.folder / "0" / "runs" / "job" / "events").glob("*.jsonl"):
+            found += [json.loads(line) for line in file.read_text().splitlines()]
+        return found
+
+    def worker(self, place: int) -> int:
+        """The process of the newest worker of a machine."""
+        logs = (self.folder / str(place) / "runs").glob("*/output/*.log")
+        lines = [line for log in sorted(logs) for line in log.read_text().splitlines() if line.startswith("pid")]
+        return int(lines[-1].split()[1])
+
+    def fingerprints(self) -> set[str]:
+        logs = self.folder.glob("*/runs/*/output/*.log")
+        return {line for log in logs for line in log.read_text().splitlines() if line.startswith("fingerprint")}
+
+    def said(self, place: int) -> str:
+        return (self.folder / str(place) / "said").read_text()
+
+
+def _ip(words: str) -> None:
+    subprocess.run(["ip", *words.split()], check=True, capture_output=True)
+
+
+def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def hosts(tmp_path: Path) -> Iterator[Hosts]:
+    lab = Hosts(tmp_path)
+    try:
+        lab.up()
+        yield lab
+    finally:
+        lab.down()
+
+
+def steps_done(hosts: Hosts) -> int:
+    return max((event["step"] for event in hosts.events() if event["event"] == "step"), default=-1)
+
+
+def alone(folder: Path, steps: int) -> str:
+    """The fingerprint of one process that nobody disturbs."""
+    script = folder / "alone.py"
+    script.write_text(SCRIPT.replace("STEPS", str(steps)).replace("NAP", "0"))
+    ended = subprocess.run([sys.executable, str(script)], check=True, capture_output=True, text=True, timeout=120)
+    return ended.stdout.splitlines()[-1]
+
+
+@needs_root
+def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path) -> None:
+    agents = [
+        hosts.start(0, 500, 0.02, "--nodes", "1:3", "--name", "job"),
+        hosts.start(1, 500, 0.02, "--nodes", "1:3"),
+        hosts.start(2, 500, 0.02, "--nodes", "1:3"),
+    ]
+    until(lambda: any(event["event"] == "view" and len(event["workers"]) == 3 for event in hosts.events()))
+    until(lambda: steps_done(hosts) > 20)
+    os.kill(hosts.worker(1), signal.SIGKILL)
+    until(lambda: any(event["event"] == "recovered" and event["lost"] for event in hosts.events()))
+    after = steps_done(hosts)
+    until(lambda: steps_done(hosts) > after + 5)
+    hosts.pull_cable(2)
+    assert [agents[place].wait(90) for place in (0, 1)] == [0, 0]
+    assert hosts.fingerprints() == {alone(tmp_path, 500)}
+    lost = [event["reason"] for event in hosts.events() if event["event"] == "lost"]
+    assert any("cannot be reached" in reason for reason in lost)
+    steps = [event["step"] for event in hosts.events() if event["event"] == "step" and event["rank"] == 0]
+    assert steps == list(range(500))
+
+
+@needs_root
+def test_the_machine_of_the_roster_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+    shared = ["--nodes", "1:2", "--set", f"checkpoint.directory={tmp_path / 'saved'}", "--set", "checkpoint.every=10"]
+    shared += ["--resume", "auto"]
+    first = hosts.start(0, 200, 0.03, "--name", "job", *shared)
+    other = hosts.start(1, 200, 0.03, *shared)
+    until(lambda: any(event["event"] == "view" and len(event["workers"]) == 2 for event in hosts.events()))
+    until(lambda: (tmp_path / "saved" / "latest").exists())
+    first.send_signal(signal.SIGKILL)  # `ip netns exec` has become the command itself
+    first.wait()
+    until(lambda: "waiting for it to come back" in hosts.said(1))
+    again = hosts.start(0, 200, 0.03, "--name", "job", *shared)
+    assert again.wait(90) == 0
+    assert other.wait(90) == 0
+    assert hosts.fingerprints() == {alone(tmp_path, 200)}
+
+
+def refused(tmp_path: Path, *options: str) -> tuple[int, str]:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('it should not start')")
+    command = [PACELINE, "run", *options, str(script)]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    return ended.returncode, ended.stderr
+
+
+def test_a_name_that_stands_for_nothing(tmp_path: Path) -> None:
+    code, said = refused(tmp_path, "--nodes", "2", "--rendezvous", "no-such-machine.invalid:29500")
+    assert code == 3
+    assert "the name 'no-such-machine.invalid' stands for no address" in said.splitlines()[0]
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    code, said = refused(tmp_path, "--nodes", "2", "--rendezvous", "192.0.2.1:29500", "--patience", "2")
+    assert code == 3
+    assert "could not reach the run at 192.0.2.1:29500 in 2 s" in said.splitlines()[0]
+
+
+def test_another_program_answers(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        code, said = refused(tmp_path, "--nodes", "2", "--rendezvous", address)
+    assert code == 3
+    assert f"At {address} answers another program" in said.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--nodes", "2"), ("--rendezvous", "localhost:29500"), ("--nodes", "3:1", "--rendezvous", "localhost:29500")],
+    ids=" ".join,
+)
+def test_options_that_make_no_sense(tmp_path: Path, options: tuple[str, ...]) -> None:
+    code, said = refused(tmp_path, *options)
+    assert code == 2
+    assert "--nodes" in said

@@ -1,0 +1,368 @@
+"""The decisions of the roster, driven by hand."""
+
+from typing import Any
+
+import pytest
+
+from paceline.elastic.membership import Membership
+from paceline.elastic.words import Bounds, Lost
+
+
+class Hand:
+    """A membership, what it told to whom, and what it noted."""
+
+    def __init__(self, least: int = 1, most: int = 3, wanted: int = 3, patience: float = 60.0) -> None:
+        self.told: dict[int, list[dict[str, Any]]] = {}
+        self.notes: list[str] = []
+        bounds = Bounds(least, most, wanted, patience=patience)
+        self.of = Membership(bounds, self._send, lambda event, **_: self.notes.append(event))
+        self.now = 0.0
+
+    def _send(self, number: int, message: dict[str, Any]) -> None:
+        self.told.setdefault(number, []).append(message)
+
+    def come(self, *numbers: int, **facts: Any) -> None:
+        """New workers start and are ready."""
+        for number in numbers:
+            self.of.expect(number)
+        for number in numbers:
+            self.of.greet(number, {"pid": number}, facts)
+            self.of.ready(number, None, self.now)
+
+    def ready(self, *numbers: int, steps: int = 5, **how: bool) -> None:
+        for number in numbers:
+            self.of.ready(number, (steps, 0), self.now, **how)
+
+    def lose(self, number: int) -> None:
+        view = self.of.view
+        rank = view.index(number) if number in view else None
+        self.of.lose(Lost(number, rank, f"rank {rank} was killed"), self.now)
+
+    def last(self, number: int) -> dict[str, Any]:
+        return self.told[number][-1]
+
+    def kinds(self, number: int) -> list[str]:
+        return [message["type"] for message in self.told.get(number, [])]
+
+
+@pytest.fixture
+def three() -> Hand:
+    """Three workers that train."""
+    hand = Hand()
+    hand.come(0, 1, 2)
+    return hand
+
+
+def test_the_first_view(three: Hand) -> None:
+    for number in range(3):
+        (view,) = three.told[number]
+        assert view["type"] == "view" and view["generation"] == 0
+        assert [member["worker"] for member in view["members"]] == [0, 1, 2]
+        assert [member["progress"] for member in view["members"]] == [None] * 3
+        assert view["joined"] == [0, 1, 2] and view["lost"] == []
+
+
+def test_the_first_view_waits_for_all_and_not_without_end() -> None:
+    hand = Hand(least=2)
+    hand.of.expect(2)
+    hand.come(0, 1)
+    assert hand.of.view == []
+    hand.now = 29.0
+    hand.of.settle(hand.now)
+    assert hand.of.view == []
+    hand.now = 31.0
+    hand.of.settle(hand.now)
+    assert hand.of.view == [0, 1]
+    hand.come(2)
+    assert hand.of.changing and not hand.last(0)["urgent"]
+
+
+def test_a_standby_is_not_in_the_first_view() -> None:
+    hand = Hand()
+    hand.come(0, 1, 2, 3)
+    assert hand.of.view == [0, 1, 2]
+    assert 3 not in hand.told
+    assert not hand.of.changing
+
+
+def test_a_loss(three: Hand) -> None:
+    three.lose(1)
+    assert three.of.changing
+    for number in (0, 2):
+        change = three.last(number)
+        assert change["type"] == "change" and change["urgent"]
+        assert change["generation"] == 1 and change["lost"] == [1]
+    assert three.kinds(1) == ["view"]
+    three.ready(0)
+    assert three.of.generation == 0
+    three.ready(2, steps=6)
+    assert three.of.view == [0, 2]
+    view = three.last(0)
+    assert view["generation"] == 1 and view["lost"] == [1] and view["joined"] == []
+    assert [member["progress"] for member in view["members"]] == [(5, 0), (6, 0)]
+    assert not three.of.changing
+    assert three.notes == ["view", "lost", "view"]
+
+
+def test_a_spare_takes_the_place_at_once(three: Hand) -> None:
+    three.come(3)
+    three.lose(0)
+    three.ready(1, 2)
+    assert three.of.view == [1, 2, 3]
+    assert three.last(3)["joined"] == [3] and three.last(3)["lost"] == [0]
+
+
+def test_a_join_is_planned(three: Hand) -> None:
+    three.lose(1)
+    three.ready(0, 2)
+    three.come(3)
+    assert three.of.changing
+    assert three.last(0) | {"urgent": False, "generation": 2, "lost": []} == three.last(0)
+    three.ready(0, planned=True, steps=9)
+    assert "view" not in three.kinds(3)
+    three.ready(2, planned=True, steps=9)
+    assert three.of.view == [0, 2, 3]
+
+
+def test_no_more_join_than_are_wanted(three: Hand) -> None:
+    three.come(3, 4)
+    assert not three.of.changing
+    three.lose(2)
+    three.ready(0, 1)
+    assert three.of.view == [0, 1, 3]
+    three.of.want(Bounds(1, 4, 4), three.now)
+    assert three.of.changing
+    three.ready(0, 1, 3)
+    assert three.of.view == [0, 1, 3, 4]
+
+
+def test_two_are_lost_at_once(three: Hand) -> None:
+    three.lose(0)
+    three.lose(1)
+    assert three.last(2)["lost"] == [0, 1]
+    three.ready(2)
+    assert three.of.view == [2]
+
+
+def test_one_is_lost_while_the_others_gather(three: Hand) -> None:
+    three.lose(0)
+    three.ready(1)
+    three.lose(1)
+    assert three.of.generation == 0
+    three.ready(2)
+    assert three.of.view == [2]
+    assert three.last(2)["lost"] == [0, 1]
+
+
+def test_a_join_becomes_urgent_when_somebody_is_lost_on_the_way(three: Hand) -> None:
+    three.lose(2)
+    three.ready(0, 1)
+    three.come(3)
+    three.ready(0, planned=True)
+    three.lose(1)
+    change, view = three.told[0][-2:]
+    assert change["urgent"] and change["generation"] == view["generation"] == 2
+    assert three.of.view == [0, 3]
+
+
+def test_a_joiner_is_lost_before_it_is_in_a_view(three: Hand) -> None:
+    three.lose(2)
+    three.ready(0, 1)
+    three.come(3)
+    three.lose(3)
+    assert three.of.changing  # the members were told already, and come
+    three.ready(0, 1, planned=True)
+    assert three.of.view == [0, 1]
+    assert three.notes.count("lost") == 1
+
+
+def test_out_of_the_view_without_a_loss(three: Hand) -> None:
+    """A worker could not reach another one, though nobody is lost."""
+    three.ready(1)
+    assert three.last(0)["urgent"]
+    three.ready(0, 2)
+    assert three.of.view == [0, 1, 2] and three.of.generation == 1
+
+
+def test_below_the_least_the_others_wait() -> None:
+    hand = Hand(least=3)
+    hand.come(0, 1, 2)
+    hand.of.hope()  # one is being started
+    hand.lose(1)
+    hand.ready(0, 2)
+    assert hand.of.over is None and hand.of.generation == 0
+    hand.now = 50.0
+    hand.come(3)
+    assert hand.of.view == [0, 2, 3]
+
+
+def test_below_the_least_for_too_long() -> None:
+    hand = Hand(least=3)
+    hand.come(0, 1, 2)
+    hand.of.expect(3)
+    hand.lose(1)
+    hand.ready(0, steps=6)
+    hand.ready(2)
+    hand.now = 61.0
+    hand.of.settle(hand.now)
+    assert hand.of.over is not None
+    assert hand.of.over["code"] == 5
+    assert hand.of.over["reason"] == "rank 1 was killed; 2 of at least 3 workers are left within 60 s"
+    assert hand.last(0)["saver"] == 0 and hand.last(2)["type"] == "end"
+
+
+def test_below_the_least_and_nobody_may_come() -> None:
+    hand = Hand(least=3)
+    hand.come(0, 1, 2)
+    hand.lose(1)
+    hand.ready(0)
+    assert hand.of.over is None
+    hand.ready(2, steps=6)
+    assert hand.of.over is not None
+    assert hand.last(0) == hand.last(2) and hand.last(2)["saver"] == 2  # it is further
+
+
+def test_one_leaves(three: Hand) -> None:
+    three.ready(1, leaving=True, planned=True)
+    assert not three.last(0)["urgent"]
+    three.ready(0, 2, planned=True)
+    assert three.of.view == [0, 2]
+    assert three.last(1) == {"type": "dismissed"}
+    three.of.leave(1, three.now)
+    assert "lost" not in three.notes
+
+
+def test_one_leaves_and_a_spare_takes_its_place(three: Hand) -> None:
+    three.come(3)
+    three.ready(1, leaving=True, planned=True)
+    three.ready(0, 2, planned=True)
+    assert three.of.view == [0, 2, 3]
+
+
+def test_all_leave(three: Hand) -> None:
+    for number in range(3):
+        three.ready(number, steps=7, leaving=True, planned=True)
+    assert three.of.over is not None
+    assert (three.of.over["code"], three.of.over["save"], three.of.over["saver"]) == (75, True, 0)
+    assert [three.last(number)["type"] for number in range(3)] == ["end"] * 3
+
+
+def test_one_that_leaves_without_a_word_is_lost(three: Hand) -> None:
+    three.of.leave(1, three.now)
+    assert three.last(0)["urgent"]
+    assert three.notes[-1] == "lost"
+
+
+def test_all_finish(three: Hand) -> None:
+    three.of.finish(0, three.now)
+    three.of.finish(2, three.now)
+    assert three.of.over is None
+    three.of.finish(1, three.now)
+    assert three.of.over is not None and three.of.over["code"] == 0
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("lost", "code"), [(0, 5), (2, 0)])
+def test_one_is_lost_at_the_very_end(three: Hand, lost: int, code: int, before: bool) -> None:
+    """Only of the first one it matters that its script has come to the end: it may write the results."""
+    if before:
+        three.lose(lost)
+    for number in {0, 1, 2} - {lost}:
+        three.of.finish(number, three.now)
+    if not before:
+        three.lose(lost)
+    assert three.of.over is not None and three.of.over["code"] == code
+
+
+def test_a_spare_hears_that_training_is_over(three: Hand) -> None:
+    three.come(3)
+    for number in range(3):
+        three.of.finish(number, three.now)
+    assert three.last(3)["type"] == "end" and three.last(3)["code"] == 0
+
+
+def test_a_script_that_ends_early(three: Hand) -> None:
+    three.of.finish(1, three.now)
+    three.ready(0, 2)  # they lost it
+    assert three.of.over is not None
+    assert three.of.over["code"] == 1
+    assert "rank 1 ended while the other workers were still training" in three.of.over["reason"]
+    assert three.last(0)["saver"] == 0
+
+
+def test_one_that_was_dropped_comes_back(three: Hand) -> None:
+    three.of.lose(Lost(1, 1, "rank 1 was late", runs=True), three.now)
+    three.ready(0, 2)
+    assert three.of.view == [0, 2]
+    assert three.last(0)["fenced"]
+    three.ready(1, steps=4)
+    assert three.of.changing and not three.last(0)["urgent"]
+    three.ready(0, 2, steps=8, planned=True)
+    assert three.of.view == [0, 2, 1]
+    assert three.last(1)["fenced"]  # others that were dropped with it may still run
+    assert [member["progress"] for member in three.last(1)["members"]] == [(8, 0), (8, 0), (4, 0)]
+
+
+def test_one_that_was_dropped_comes_back_before_the_others_have_gathered(three: Hand) -> None:
+    three.of.lose(Lost(1, 1, "rank 1 was late", runs=True), three.now)
+    three.ready(0)
+    three.ready(1)
+    assert three.of.generation == 0
+    three.ready(2)
+    assert three.of.view == [0, 1, 2]
+
+
+def test_one_that_does_not_fit_is_refused(three: Hand) -> None:
+    three.of.expect(3)
+    three.of.greet(3, {"pid": 3}, {"version torch": "1"})
+    assert three.last(3) == {"type": "refused", "key": "version torch", "here": "1", "there": "nothing"}
+    three.of.ready(3, None, three.now)
+    assert not three.of.changing
+    three.lose(2)
+    three.ready(0, 1)
+    assert three.of.view == [0, 1]
+    assert three.of.needs(1) and not three.of.needs(3)
+
+
+def test_losses_without_a_step_in_between() -> None:
+    hand = Hand(most=2, wanted=2)
+    hand.come(0, 1)
+    for number in range(2, 14):
+        if hand.of.over is not None:
+            break
+        hand.come(number)
+        hand.lose(number - 1)
+        hand.ready(0)
+    assert hand.of.over is not None
+    assert hand.of.over["reason"].startswith("11 workers were lost without a step in between")
+
+
+def test_losses_with_steps_in_between() -> None:
+    hand = Hand(most=2, wanted=2)
+    hand.come(0, 1)
+    for number in range(2, 40):
+        hand.come(number)
+        hand.lose(number - 1)
+        hand.ready(0, steps=number)
+    assert hand.of.over is None
+    assert hand.of.view == [0, 39]
+
+
+def test_the_end_waits_for_those_that_can_come(three: Hand) -> None:
+    three.of.end(5, "rank 1 failed", three.now, save=True)
+    assert three.last(0)["type"] == "change"
+    three.lose(1)
+    three.ready(0)
+    assert three.last(0)["type"] == "change"
+    three.now = 11.0
+    three.of.settle(three.now)
+    assert three.last(0)["type"] == "end" and three.last(0)["saver"] == 0
+    three.ready(2, steps=6)  # too late to save
+    assert three.last(2)["saver"] == 0
+
+
+def test_the_first_reason_to_end_stays(three: Hand) -> None:
+    three.of.end(5, "one", three.now)
+    three.of.end(1, "two", three.now)
+    assert three.of.over is not None and three.of.over["reason"] == "one"
+    assert all(three.kinds(number) == ["view", "end"] for number in range(3))

@@ -1,0 +1,177 @@
+"""Workers are lost at any moment; the others go on in their processes, to the bits of an undisturbed run."""
+
+from typing import Any
+
+import pytest
+from launchers import Ran, Run
+
+from paceline.testing import faults
+from paceline.testing.faults import Point
+
+STEPS = 12
+PLAIN = f"""
+import crew
+
+session = crew.begin()
+for batch in session.batches(steps={STEPS}):
+    crew.say(session, session.step(batch))
+crew.end(session)
+"""
+
+# measures, saves, and loads in other processes where it is asked to
+MORE = f"""
+import os
+import crew
+from subjects import images
+
+session = crew.begin(checkpoint={{"every": 4}}, workers_per_loader=int(os.environ.get("LOADERS", 0)))
+values = []
+for batch in session.batches(steps={STEPS}):
+    crew.say(session, session.step(batch))
+    if session.position % 5 == 0:
+        values.append(session.evaluate(images(70)).hex())
+        print("evaluated", flush=True)
+crew.end(session, values=values)
+"""
+
+OVER_THE_NETWORK = """
+import paceline.comm.memory, paceline.comm.world
+paceline.comm.memory.can_share = paceline.comm.world.can_share = lambda device: False
+"""
+
+
+def check(ran: Ran, wanted: dict[str, Any], finishers: int, steps: int = STEPS) -> None:
+    """The run came to its end with so many workers that were there all the time, and joiners perhaps."""
+    assert ran.code == 0, ran.story()
+    ran.check_steps(steps)
+    assert len(ran.told()) >= finishers, ran.story()
+    for told in ran.told():
+        values = wanted.get("values", [])
+        own = told.get("values", values)
+        assert told | {"values": values} == wanted | {"values": values}, ran.story()
+        assert own == values[len(values) - len(own) :], ran.story()  # a joiner has missed the first ones
+
+
+ELASTIC = "-n", 3, "--elastic", "1:3"
+
+
+@pytest.mark.parametrize("path", ["memory", "network"])
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> None:
+    script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
+    ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=5))
+    check(ran, undisturbed(PLAIN), 2)
+    assert ran.views()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
+
+
+@pytest.mark.parametrize("path", ["memory", "network"])
+@pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 2)], ids=str)
+def test_two_are_killed_at_once(run: Run, undisturbed: Any, victims: tuple[int, int], path: str) -> None:
+    script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
+    both = faults.kill(rank=victims[0], step=5) + faults.kill(rank=victims[1], step=5)
+    check(run(script, *ELASTIC, faults=both), undisturbed(PLAIN), 1)
+
+
+# the step, or the number of steps done, at which the point is reached
+AT: dict[Point, int] = {
+    "before forward": 6,
+    "in the loader": 6,
+    "inside the collective": 6,
+    "between reduction and update": 6,
+    "after update": 6,
+    "inside a save": 8,
+    "in evaluate": 5,
+}
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("point", AT)
+def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
+    if point == "inside a save" and victim != 0:
+        pytest.skip("rank 0 writes")
+    ran = run(MORE, *ELASTIC, faults=faults.kill(rank=victim, step=AT[point], point=point))
+    check(ran, undisturbed(MORE), 2)
+    assert ran.saved()[-1] == STEPS
+    assert len(ran.launcher("lost")) == 1
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None:
+    plan = faults.kill(rank=2, step=5) + faults.kill(rank=victim, step=5, point="during recovery")
+    check(run(PLAIN, *ELASTIC, faults=plan), undisturbed(PLAIN), 1)
+
+
+def test_a_kill_beside_processes_that_load(run: Run, undisturbed: Any) -> None:
+    check(run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6), LOADERS="1"), undisturbed(MORE), 2)
+
+
+def test_an_exit_in_the_last_step(run: Run, undisturbed: Any) -> None:
+    """The others have what it gave to the step, and come to the end."""
+    plan = faults.exit(rank=2, step=STEPS - 1, point="between reduction and update", code=7)
+    check(run(PLAIN, *ELASTIC, faults=plan), undisturbed(PLAIN), 2)
+
+
+def test_all_are_lost(run: Run, undisturbed: Any) -> None:
+    """New workers go on from the newest checkpoint."""
+    plan = faults.kill(rank=0, step=6) + faults.kill(rank=1, step=6) + faults.kill(rank=2, step=6)
+    ran = run(MORE, *ELASTIC, faults=plan)
+    assert ran.code == 0, ran.story()
+    for told in ran.told():
+        assert told["fingerprint"] == undisturbed(MORE)["fingerprint"]
+    assert [one["step"] for one in ran.events() if one["event"] == "resume"] == [4]
+
+
+def test_a_process_that_loads_is_killed(run: Run) -> None:
+    """Its worker fails: the run ends with the state that it had. If it could not even report that, it is only lost."""
+    ran = run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6, point="in the loader"), LOADERS="1")
+    if not list((ran.run / "errors").iterdir()):
+        assert ran.code == 0, ran.story()
+        return
+    assert ran.code == 1, ran.story()
+    assert "rank 1: RuntimeError: DataLoader worker" in ran.said or "rank 1: Connection" in ran.said
+    assert ran.saved()[-1] in (5, 6), ran.story()
+
+
+def test_an_exit_without_a_word(run: Run, undisturbed: Any) -> None:
+    ran = run(PLAIN, *ELASTIC, faults=faults.exit(rank=1, step=5, code=7))
+    check(ran, undisturbed(PLAIN), 2)
+    assert "ended" in ran.launcher("lost")[0]["reason"]
+
+
+# a joiner comes in the middle of the loop, at the step that the parameter names
+JOINED = """
+import sys
+import crew
+from subjects import images
+
+way, at = sys.argv[1], int(sys.argv[2])
+session = crew.begin(workers_per_loader=int(os.environ.get("LOADERS", 0)))
+values = []
+
+def body(batch):
+    if batch.step == at:
+        crew.await_joiner(session)
+    crew.say(session, session.step(batch))
+    if way == "in the loop" and session.position % 3 == 0:
+        values.append(session.evaluate(images(70)).hex())
+        values.append(session.evaluate(images(30)).hex())
+
+if way == "in the loop":
+    for batch in session.batches(steps=STEPS):
+        body(batch)
+else:
+    for epoch in range(STEPS // 4):
+        for batch in session.batches(epochs=1):
+            body(batch)
+        values.append(session.evaluate(images(70)).hex())
+        values.append(session.evaluate(images(30)).hex())
+crew.end(session, last=values[-1])
+""".replace("STEPS", str(STEPS)).replace("import sys", "import os, sys")
+
+
+@pytest.mark.parametrize("at", [4, 5, 7, 8])
+@pytest.mark.parametrize("way", ["in the loop", "after each epoch"])
+def test_a_joiner_evaluates_with_the_others(run: Run, undisturbed: Any, way: str, at: int) -> None:
+    ran = run(JOINED, *ELASTIC, faults=faults.kill(rank=1, step=2), arguments=(way, at))
+    check(ran, undisturbed(JOINED, arguments=(way, at)), 3)
+    assert [sorted(view) for view in ran.views()] == [[0, 1, 2], [0, 2], [0, 2, 3]]

@@ -1,0 +1,304 @@
+"""When checkpoints are written and how they are read, in one process and on a world that is made up."""
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
+
+from paceline.checkpoint import background, files, training
+from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.interval import Interval
+from paceline.checkpoint.keeper import Keeper, State
+from paceline.checkpoint.snapshot import Snapshot, Staging
+from paceline.config import CheckpointSettings
+from paceline.errors import CheckpointError
+from paceline.events import EventLog
+
+
+class Facts(EventLog):
+    """Events, kept."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self.all: list[tuple[str, dict[str, Any]]] = []
+
+    def mark(self, event: str, **fields: object) -> None:
+        self.all.append((event, fields))
+
+    def named(self, event: str) -> list[dict[str, Any]]:
+        return [fields for name, fields in self.all if name == event]
+
+
+class Made:
+    """A small model in training, and its keeper."""
+
+    def __init__(self, directory: Path | str, rank: int = 0, others: tuple[Any, ...] = (), **settings: Any) -> None:
+        self.model = torch.nn.Linear(3, 2)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        update: Any = SimpleNamespace(optimizer=self.optimizer, schedule=None)
+        self.state = State(self.model, update, {"batch": 8}, {"exact": False}, {"torch": "2"})
+        self.events = Facts()
+        self.world: Any = SimpleNamespace(rank=rank, size=1 + len(others), gather=lambda value, _: [value, *others])
+        self.keeper = Keeper(self.world, CheckpointSettings(directory=directory, **settings), None, self.events)
+        self.save, self.begin_save = partial(self.keeper.save, self.state), partial(self.keeper.begin_save, self.state)
+
+    def train(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 3)).square().mean().backward()
+        self.optimizer.step()
+
+    def weight(self) -> torch.Tensor:
+        return self.model.weight.detach().clone()
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Writing waits until this is set."""
+    gate = threading.Event()
+    write = files.write
+
+    def waiting(*arguments: Any) -> None:
+        assert gate.wait(60)
+        write(*arguments)
+
+    monkeypatch.setattr(files, "write", waiting)
+    yield gate
+    gate.set()
+    background.join_all(60)
+
+
+def fail(*_: object) -> None:
+    raise OSError("the disk is gone")
+
+
+@pytest.mark.parametrize("store", ["", "file://", "memory://"])
+def test_what_is_saved_is_the_state_when_it_was_due(tmp_path: Path, held: threading.Event, store: str) -> None:
+    one = Made(f"{store}{tmp_path}/saved")
+    weights = []
+    for step in (1, 2):
+        one.train()
+        weights.append(one.weight())
+        if step == 2:
+            held.set()
+        one.begin_save(step)
+        assert (one.keeper.last is None) == (step == 1)
+    one.train()
+    one.keeper.finish()
+    assert one.keeper.last == (one.keeper._folder.place("step-000002"), 2)  # type: ignore[union-attr]
+    for step, weight in enumerate(weights, 1):
+        again = Made(f"{store}{tmp_path}/elsewhere")
+        assert again.keeper.resume(again.state, f"{store}{tmp_path}/saved/step-00000{step}") == step
+        assert torch.equal(again.weight(), weight)
+        assert len(again.optimizer.state) == 2
+
+
+def test_saving_at_once_waits_for_the_one_under_way(tmp_path: Path, held: threading.Event) -> None:
+    one = Made(tmp_path)
+    one.begin_save(1)
+    threading.Timer(0.05, held.set).start()
+    assert one.save(2) == tmp_path / "step-000002"
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000002"]
+    assert [save["step"] for save in one.events.named("checkpoint")] == [1, 2]
+
+
+def test_another_session_sees_what_is_still_being_written(tmp_path: Path, held: threading.Event) -> None:
+    Made(tmp_path).begin_save(1)
+    threading.Timer(0.05, held.set).start()
+    again = Made(tmp_path)
+    assert again.keeper.resume(again.state, "auto") == 1
+
+
+@pytest.mark.parametrize("when", ["due", "save", "begin_save", "finish", "resume"])
+def test_an_error_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    one = Made(tmp_path, keep=9)
+    one.save(1)
+    with monkeypatch.context() as broken:
+        broken.setattr(files, "write", fail)
+        one.begin_save(2)
+        background.join_all(60)
+    then: dict[str, Callable[[], Any]] = {
+        "due": lambda: one.keeper.due(3),
+        "save": lambda: one.save(3),
+        "begin_save": lambda: one.begin_save(3),
+        "finish": one.keeper.finish,
+        "resume": lambda: one.keeper.resume(one.state, "auto"),
+    }
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written.*disk is gone.*last good one is .*000001"):
+        then[when]()
+    assert "disk is gone" in one.events.named("checkpoint-failed")[0]["reason"]
+    one.keeper.finish()
+    one.save(4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000004"]
+
+
+@pytest.mark.parametrize("in_background", [True, False])
+def test_what_is_recorded(tmp_path: Path, in_background: bool) -> None:
+    one = Made(tmp_path, background=in_background)
+    one.begin_save(3)
+    one.keeper.finish()
+    (told,) = one.events.named("checkpoint")
+    assert told["step"] == 3 and told["path"] == str(tmp_path / "step-000003") and told["bytes"] > 8 * 4
+    assert (told["stall"] < told["seconds"]) == in_background
+
+
+def test_only_rank_0_writes_whoever_that_is(tmp_path: Path) -> None:
+    one = Made(tmp_path, rank=1)
+    one.save(1)
+    one.begin_save(2)
+    one.keeper.finish()
+    assert list(tmp_path.iterdir()) == []
+    one.world.rank = 0
+    one.begin_save(3)
+    one.keeper.finish()
+    assert (tmp_path / "step-000003").is_dir()
+
+
+def test_memory_for_the_copy_is_used_again() -> None:
+    value = torch.arange(4.0)
+    snapshot = Snapshot(1, {"a": value, "b": torch.tensor(1)}, torch.zeros(0), {}, {}, {})
+    staging = Staging()
+    first = staging.copy(snapshot)
+    value += 1
+    assert first.tensors["a"].tolist() == [0, 1, 2, 3]
+    second = staging.copy(snapshot)
+    assert second.tensors["a"].data_ptr() == first.tensors["a"].data_ptr() != value.data_ptr()
+    assert second.tensors["a"].tolist() == [1, 2, 3, 4]
+    bigger = staging.copy(Snapshot(2, {"a": torch.arange(9)}, torch.zeros(0), {}, {}, {}))
+    assert bigger.tensors["a"].tolist() == list(range(9)) and bigger.tensors["a"].dtype == torch.int64
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_from_the_gpu_goes_to_pinned_memory() -> None:
+    value = torch.arange(1000.0, device="cuda")
+    staged = Staging().copy(Snapshot(1, {"a": value}, torch.zeros(0), {}, {}, {}))
+    value.zero_()
+    assert staged.tensors["a"].is_pinned() and staged.tensors["a"].tolist() == list(range(1000))
+
+
+@pytest.mark.parametrize(
+    ("settings", "left"),
+    [
+        ({"keep": 9}, [1, 2, 3, 4]),
+        ({"keep": 2}, [3, 4]),
+        ({"keep": 1}, [4]),
+        ({"keep": 9, "keep_hours": 4}, [3, 4]),
+        ({"keep": 2, "keep_hours": 100}, [3, 4]),
+        ({"keep": 2, "keep_hours": 1}, [4]),
+    ],
+    ids=str,
+)
+def test_those_that_are_too_many_or_too_old_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], left: list[int]
+) -> None:
+    for step, hours in ((1, 9), (2, 6), (3, 3)):
+        with monkeypatch.context() as before:
+            before.setattr(training, "Snapshot", partial(Snapshot, time=time.time() - hours * 3600))
+            Made(tmp_path, keep=9).save(step)
+    Made(tmp_path, **settings).save(4)
+    assert [manifests.step_of(path.name) for path in sorted(tmp_path.glob("step-*"))] == left
+
+
+def cut(checkpoint: Path) -> None:
+    (file,) = checkpoint.glob("*.distcp")
+    file.write_bytes(file.read_bytes()[:100])
+
+
+def test_a_damaged_one_is_reported_and_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Made(tmp_path).save(1)
+    Made(tmp_path).save(2)
+    cut(tmp_path / "step-000002")
+    one = Made(tmp_path)
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert one.keeper.resume(one.state, "auto") == 1
+    assert one.keeper.last == (tmp_path / "step-000001", 1)
+    (told,) = one.events.named("checkpoint-damaged")
+    assert told["path"] == str(tmp_path / "step-000002") and "is damaged and cannot be read" in told["reason"]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert told["reason"] in line and "now called" in line
+    one.train()
+    one.save(2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        *("latest", "step-000001", "step-000002", "damaged-step-000002")
+    }
+
+
+def test_one_that_cannot_be_read_in_the_way_of_a_save_is_set_aside(tmp_path: Path) -> None:
+    one = Made(tmp_path)
+    one.save(1)
+    (tmp_path / "step-000001" / manifests.FILE).write_text("{")
+    one.save(1)
+    assert Made(tmp_path).keeper.resume(one.state, "auto") == 1
+    assert (tmp_path / "damaged-step-000001").is_dir()
+
+
+@pytest.mark.parametrize("resume", ["auto", None])
+def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: Any) -> None:
+    one = Made(tmp_path)
+    monkeypatch.setattr(one.keeper._folder, "complete", fail)
+    with pytest.raises(CheckpointError, match="cannot be looked into: the disk is gone"):
+        one.keeper.resume(one.state, resume)
+
+
+def test_all_are_damaged(tmp_path: Path) -> None:
+    for step in (1, 2):
+        Made(tmp_path).save(step)
+    for step in (1, 2):
+        cut(tmp_path / f"step-00000{step}")
+    one = Made(tmp_path)
+    with pytest.raises(CheckpointError, match=r"step-000002 is damaged.*step-000001 is damaged.*Remove them") as caught:
+        one.keeper.resume(one.state, "auto")
+    assert type(caught.value) is CheckpointError
+    assert (tmp_path / "step-000002").is_dir(), "nothing is renamed then"
+
+
+@pytest.mark.parametrize(("rank", "kind"), [(0, "damaged"), (1, "damaged"), (1, "refused")])
+def test_what_one_worker_cannot_read_no_worker_takes(tmp_path: Path, rank: int, kind: str) -> None:
+    """The other worker cannot read the newest one; it tells so, and both go on from the one before."""
+    Made(tmp_path).save(1)
+    Made(tmp_path).save(2)
+    one = Made(tmp_path, rank=rank, others=(None,))
+
+    def gather(value: Any, what: str) -> list[Any]:
+        other = value if what == "start" else ("good", "") if "000001" in what else (kind, "the disk is gone")
+        return [value, other] if rank == 0 else [other, value]
+
+    one.world.gather = gather
+    if kind == "refused":
+        with pytest.raises(CheckpointError, match="rank 0: the disk is gone"):
+            one.keeper.resume(one.state, "auto")
+        return
+    assert one.keeper.resume(one.state, "auto") == 1
+    assert (tmp_path / "damaged-step-000002").is_dir() == (rank == 0), "rank 0 renames"
+    reasons = [told["reason"] for told in one.events.named("checkpoint-damaged")]
+    assert reasons == (["rank 1: the disk is gone"] if rank == 0 else [])
+
+
+def test_the_interval_follows_the_measured_times(tmp_path: Path) -> None:
+    one = Made(tmp_path, every="auto")
+    one.keeper._interval = Interval(1.0, partial(next, itertools.count()))  # a step takes seconds, a save almost none
+    due = []
+    for step in range(1, 15):
+        if one.keeper.due(step):
+            due.append(step)
+            one.begin_save(step)
+            one.keeper.finish()
+    assert due == [10, 11, 12, 13, 14]
+    (told,) = one.events.named("checkpoint-interval")
+    assert told["steps"] == 1 and told["text"].startswith("checkpoint every 1 step (1 s): a save stalls training for")
+
+
+def test_the_others_leave_the_interval_to_rank_0(tmp_path: Path) -> None:
+    one = Made(tmp_path, rank=1, every="auto")
+    assert not any(one.keeper.due(step) for step in range(1, 40))
+    one.world.rank = 0
+    assert one.keeper.due(40), "a new rank 0 does not know how old the newest one is"
