@@ -114,7 +114,7 @@ def test_a_hang(run: Run, here: str, says: str) -> None:
 def test_a_hang_and_too_few_are_left(run: Run) -> None:
     stop = faults.stop(rank=1, step=6)
     ran = run(TRAIN, "-n", 3, "--elastic", "3:4", "--grace", 1, "--set", "hang_seconds=1", faults=stop)
-    check(ran, 124, "hang", r"a hang: rank 1 \(process \d+ on .*\) was late for more than 2 s: .*")
+    check(ran, 124, "hang", r"a hang: rank 1 \(process \d+ on .*\) was late for more than 1 s: .*")
 
 
 @pytest.mark.parametrize(
