@@ -18,6 +18,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     ValidationError,
@@ -56,6 +57,49 @@ class CheckpointSettings(BaseModel):
         return value
 
 
+class BackupSettings(BaseModel):
+    """Backup workers: a step does not wait for the last ones."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    workers: NonNegativeInt | None = Field(
+        None, description="how many workers a step does not wait for; none: 1 with strategy backup, else 0"
+    )
+    late: Literal["return", "lose"] = Field(
+        "return", description="what becomes of the samples of late workers: back into the epoch, or left out of it"
+    )
+
+
+class ServerSettings(BaseModel):
+    """Parameter servers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    mode: Literal["sync", "async", "bounded"] = Field(
+        "sync", description="wait for all workers in each step; for none; or for those that are too far behind"
+    )
+    count: PositiveInt = Field(1, description="how many servers share the parameters")
+    dedicated: bool = Field(False, description="the first workers only serve; false: they compute as well")
+    staleness: NonNegativeInt = Field(
+        1, description="bounded: by how many rounds (a step of each worker) the weights used may lag behind"
+    )
+    scale_lr: bool = Field(
+        False, description="divide the learning rate of an update by 1 + the updates made since its weights were pulled"
+    )
+    drop_after: NonNegativeInt | None = Field(
+        None, description="drop a gradient when more updates than this were made since; none: never"
+    )
+
+
+class LocalSettings(BaseModel):
+    """Local averaging."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    every: PositiveInt = Field(8, description="average the models after so many steps")
+    after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
+
+
 class Settings(BaseModel):
     """How to train; see each field's description."""
 
@@ -67,6 +111,12 @@ class Settings(BaseModel):
     microbatches: PositiveInt | None = Field(
         None, description="into how many microbatches a batch is cut; none: 8, or fewer for a small batch"
     )
+    shares: Literal["speed", "even"] = Field(
+        "speed", description="how strategy stealing cuts a batch between workers: by their speed, or evenly"
+    )
+    backup: BackupSettings = BackupSettings()
+    server: ServerSettings = ServerSettings()
+    local: LocalSettings = LocalSettings()
     seed: int = Field(0, ge=0, description="of the order of samples and of all randomness inside a step")
     exact: bool = Field(False, description="the same bits for any number of workers")
     drop_last: bool = Field(False, description="leave out the short batch at the end of an epoch")
@@ -118,6 +168,15 @@ class Settings(BaseModel):
         return value
 
 
+GROUPS: dict[str, type[BaseModel]] = {
+    "checkpoint": CheckpointSettings,
+    "backup": BackupSettings,
+    "server": ServerSettings,
+    "local": LocalSettings,
+}
+"""The settings that have settings of their own."""
+
+
 class Arguments(TypedDict, total=False):
     """The settings as keyword arguments of ``paceline.start``."""
 
@@ -125,6 +184,10 @@ class Arguments(TypedDict, total=False):
     batch: int
     batch_per_worker: int
     microbatches: int
+    shares: Literal["speed", "even"]
+    backup: BackupSettings | dict[str, Any]
+    server: ServerSettings | dict[str, Any]
+    local: LocalSettings | dict[str, Any]
     seed: int
     exact: bool
     drop_last: bool
@@ -171,7 +234,7 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 def describe(key: str) -> str:
     """The one-sentence description of a dotted key."""
     head, _, tail = key.partition(".")
-    field = CheckpointSettings.model_fields[tail] if tail else Settings.model_fields[head]
+    field = GROUPS[head].model_fields[tail] if tail else Settings.model_fields[head]
     return field.description or ""
 
 
@@ -183,7 +246,7 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
     """
     known = list(flat_keys())
     for key in keys:
-        if key in known or key == "checkpoint":
+        if key in known or key == "checkpoint":  # its directory alone
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -248,11 +311,11 @@ def resolve(
         ConfigError: an unknown key or a value of the wrong kind.
     """
     arguments = dict(script)
-    checkpoint = arguments.get("checkpoint")
-    if isinstance(checkpoint, CheckpointSettings):
-        arguments["checkpoint"] = checkpoint.model_dump(exclude_unset=True)
-    elif isinstance(checkpoint, str | Path):
-        arguments["checkpoint"] = {"directory": checkpoint}
+    for name in GROUPS:
+        if isinstance(arguments.get(name), BaseModel):
+            arguments[name] = arguments[name].model_dump(exclude_unset=True)
+    if isinstance(arguments.get("checkpoint"), str | Path):
+        arguments["checkpoint"] = {"directory": arguments["checkpoint"]}
     layers: list[tuple[str, Mapping[str, object]]] = [
         ("script", _flatten(arguments)),
         ("plan file", plan or {}),
@@ -299,7 +362,7 @@ def _validated(values: dict[str, Any], sources: Mapping[str, str]) -> Settings:
         ) from None
 
 
-_PARTS = {*Settings.model_fields, *CheckpointSettings.model_fields}
+_PARTS = {*Settings.model_fields, *(name for group in GROUPS.values() for name in group.model_fields)}
 
 
 def resolve_here(script: Mapping[str, Any]) -> Resolved:

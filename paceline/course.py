@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,13 +26,14 @@ from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
 from paceline.comm.line import Line, Parting
 from paceline.comm.world import LEAVING
-from paceline.data.feed import Feed, Piece
+from paceline.data.feed import Piece
 from paceline.elastic.recovery import Recovery, Standing
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.strategies.base import Job, Outcome, Strategy
-from paceline.strategies.registry import strategy_named
+from paceline.strategies.registry import strategy_for
 from paceline.testing import points
 
+_T = TypeVar("_T")
 _log = logging.getLogger("paceline")
 _OWN_MACHINE = 1000
 """Workers of the machine that holds the roster have smaller numbers."""
@@ -44,7 +45,6 @@ class Course:
     Args:
         job: what is trained; its workers have not met yet.
         facts: on which all workers must agree.
-        feed: of the data.
         state: of the training.
         keeper: of checkpoints.
         resume: the checkpoint to start from, if any.
@@ -56,12 +56,9 @@ class Course:
 
     strategy: Strategy
 
-    def __init__(
-        self, job: Job, facts: dict[str, object], feed: Feed, state: State, keeper: Keeper, resume: str | None
-    ) -> None:
+    def __init__(self, job: Job, facts: dict[str, object], state: State, keeper: Keeper, resume: str | None) -> None:
         self._job = job
         self._facts = facts
-        self._feed = feed
         self._keeper = keeper
         self._state = state
         self._resume = resume
@@ -107,7 +104,9 @@ class Course:
         return self._keeper.resume(self._state, resume)
 
     def _settle_in(self) -> None:
-        self.strategy = strategy_named(self._job.settings.strategy, self._job.world.size)(self._job)
+        self.strategy = strategy_for(self._job.settings.strategy, self._job.world.size)(self._job)
+        if not self.strategy.replicated and self._job.world.line is not None:
+            self.standing.apart = self._job.world.line.number + 1
         self.views += 1
 
     def _line_up(self, line: Line) -> None:
@@ -130,7 +129,7 @@ class Course:
         """Take a step for nothing, so that the others need not wait for what a process does only once."""
         compute, parameters = self._job.compute, self._job.update.parameters
         before = {name: value.detach().clone() for name, value in parameters.items()}
-        (piece,) = self._feed.load(0, [range(1)])
+        (piece,) = self._job.feed.load(0, [range(1)])
         compute.buffers.begin()
         compute.forward_pass(piece, 0).total.backward()
         compute.buffers.reset()
@@ -227,7 +226,7 @@ class Course:
         while step >= self.taken:
             try:
                 if fed != self.views:
-                    pieces, fed = self._feed.load(step, self.strategy.pieces(step)), self.views
+                    pieces, fed = self._job.feed.load(step, self.strategy.pieces(step)), self.views
                 self.at("computing")
                 outcome = self.strategy.step(step, pieces)
             except WorkerLost as lost:
@@ -258,6 +257,7 @@ class Course:
         while place >= len(self.standing.evaluations.get(steps, ())):
             self.at("evaluating")
             try:
+                self.strategy.settle(self.standing.steps)
                 value, notice = evaluation.evaluate(self._job, forward, data)
             except WorkerLost as lost:
                 if self._recovery is None:
@@ -269,6 +269,32 @@ class Course:
         self._asked = steps, place + 1
         self.at("in the script")
         return self.standing.evaluations[steps][place]
+
+    def settle(self) -> None:
+        """Bring all workers to the same state; all call this at the same step.
+
+        Raises:
+            WorkerLost: there are not enough workers left.
+        """
+        while True:
+            self.at("settling")
+            try:
+                self.strategy.settle(self.standing.steps)
+            except WorkerLost as lost:
+                if self._recovery is None:
+                    raise
+                self._gather(lost=lost)
+                continue
+            self.at("in the script")
+            return
+
+    def save(self, keep: Callable[[State, int], _T]) -> _T:
+        """Save the state after the steps done, in the way of the keeper that is given; all call this together."""
+        self.settle()
+        self.at("saving a checkpoint", busy=True)
+        kept = keep(self._state, self.standing.steps)
+        self.at("in the script")
+        return kept
 
     def heed(self, notice: int) -> None:
         """Do what the workers told each other: gather anew if the world is to change, or stop in good order.
@@ -284,7 +310,7 @@ class Course:
                 self._keeper.finish()  # another one writes the next checkpoint
             self._gather(planned=True)
         elif notice >= LEAVING:
-            place = self._keeper.save(self._state, self.standing.steps)
+            place = self.save(self._keeper.save)
             if self._job.world.rank == 0:
                 _log.warning("preempted: the state after step %d is in %s", self.standing.steps - 1, place)
             self._job.world.gather(None, "leaving")  # nobody ends before the checkpoint is there

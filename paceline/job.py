@@ -21,12 +21,13 @@ from paceline import agreement, env
 from paceline.checkpoint.state import hash_of
 from paceline.comm.line import Line
 from paceline.comm.world import World
-from paceline.config import Resolved, Settings
+from paceline.config import GROUPS, Resolved, Settings
+from paceline.data.feed import Feed
 from paceline.data.order import Order
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
-from paceline.strategies.base import Job
+from paceline.strategies.base import Job, Strategy
 from paceline.strategies.compute import Compute, Forward, loss_of, recompute
 from paceline.strategies.registry import strategy_named
 from paceline.strategies.update import Update, scaling_of
@@ -50,7 +51,8 @@ class Arguments:
 def report_config(resolved: Resolved, path: Path) -> None:
     """Write the settings for ``paceline config``."""
     values = resolved.settings.model_dump(mode="json")
-    values.update({f"checkpoint.{key}": value for key, value in values.pop("checkpoint").items()})
+    for name in GROUPS:
+        values.update({f"{name}.{key}": value for key, value in values.pop(name).items()})
     path.write_text(json.dumps({"settings": values, "sources": resolved.sources}))
 
 
@@ -71,11 +73,13 @@ def job_of(
         ConfigError, InputError: an argument cannot be used.
         StartError: there are too few devices.
     """
-    strategy_named(settings.strategy, who.world_size)
+    strategy = strategy_named(settings.strategy)
     order = _order(given.data, settings, who.world_size, largest or who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
     _check_model(given.model)
+    _check_strategy(settings, strategy)
+    strategy.check(settings, given.model, who.world_size)
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
     if settings.exact and torch.cuda.is_available():
@@ -94,7 +98,21 @@ def job_of(
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
     facts = _facts(settings, order, update, threads, initial)
     compute = Compute(given.model, forward, settings.seed, settings.autocast)
-    return Job(compute, update, order, settings, world, events, given.data, given.collate), facts
+    feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate)
+    return Job(compute, update, order, settings, world, events, feed, given.collate), facts
+
+
+def _check_strategy(settings: Settings, strategy: type[Strategy]) -> None:
+    if settings.exact and not strategy.bitwise:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
+            f"exact=True, or use 'allreduce' or 'stealing'."
+        )
+    if settings.checkpoint.every == "auto" and not strategy.replicated:
+        raise ConfigError(
+            f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
+            f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
+        )
 
 
 def _check_model(model: Any) -> None:

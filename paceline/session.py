@@ -27,7 +27,7 @@ from paceline.checkpoint.state import fingerprint
 from paceline.comm.line import Line
 from paceline.config import CheckpointSettings
 from paceline.course import Course
-from paceline.data.feed import Feed, Piece
+from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.elastic.preemption import catch_notices
 from paceline.errors import ConfigError
@@ -169,16 +169,15 @@ class Session:
     ) -> None:
         self._job = job
         self._by_loss = by_loss
-        self._feed = Feed(job.data, job.order, job.world.device, job.settings.workers_per_loader, job.collate)
         numerics = jobs.numerics(job.settings)
-        self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions())
+        self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions(), job.books)
         traced = env.trace() is not None
         keeping = CheckpointSettings() if traced else job.settings.checkpoint
         name = "checkpoints" if place == 1 else f"checkpoints-{place}"
         self._keeper = Keeper(job.world, keeping, run / name if run else None, job.events)
         self._progress = progress
         resume = None if traced else job.settings.resume
-        self._course = Course(job, facts, self._feed, self._state, self._keeper, resume)
+        self._course = Course(job, facts, self._state, self._keeper, resume)
         _sessions.append(self._course)
         if self._keeper.able or job.world.line is not None:
             catch_notices(job.world)
@@ -248,7 +247,9 @@ class Session:
                 stop = target if course.strategy.decided else self.position + 1
                 yield from self._pass(self.position, stop)
             else:
-                return
+                course.settle()
+                if course.standing.steps <= self.position:
+                    return
 
     def _again(self, step: int) -> Batch:
         """The batch of a step that the others have done, for a worker that has their state since.
@@ -269,7 +270,7 @@ class Session:
         views = course.views
         before = time.perf_counter()
         course.at("in the data loader")
-        for step, pieces in enumerate(self._feed.steps(start, stop, course.strategy.pieces), start):
+        for step, pieces in enumerate(self._job.feed.steps(start, stop, course.strategy.pieces), start):
             self._fed = views
             course.at("in the script")
             waited = time.perf_counter() - before
@@ -305,14 +306,12 @@ class Session:
             gradient_norm=outcome.norm.item(),
             learning_rate=outcome.learning_rate,
             applied=outcome.applied,
-            notes=self._notes,
+            notes=(*self._notes, *self._course.strategy.remarks),
         )
         if batch.step >= self._course.taken:
             self._record(report, batch)
         if self.position == self._course.standing.steps and self._keeper.due(self.position):
-            self._course.at("saving a checkpoint", busy=True)
-            self._keeper.begin_save(self._state, self.position)
-            self._course.at("in the script")
+            self._course.save(self._keeper.begin_save)
         self._course.heed(outcome.notice)
         return report
 
@@ -356,15 +355,13 @@ class Session:
         Raises:
             CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
         """
-        self._course.at("saving a checkpoint", busy=True)
-        place = self._keeper.save(self._state, self._course.standing.steps)
-        self._course.at("in the script")
-        return place
+        return self._course.save(self._keeper.save)
 
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
 
-        It is the same on every rank; any rank may call it alone.
+        It is the same on every rank; any rank may call it alone. (With an asynchronous strategy: after the last batch
+        of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
         """
         return fingerprint(self._state.tensors())
 

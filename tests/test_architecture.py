@@ -25,6 +25,8 @@ SETTINGS = {
     *("checkpoint.directory", "checkpoint.every", "checkpoint.keep", "checkpoint.keep_hours"),
     *("checkpoint.background", "checkpoint.mtbf_hours", "resume", "nonfinite", "missing_gradient"),
     *("threads", "timeout_seconds", "hang_seconds"),
+    *("shares", "backup.workers", "backup.late", "local.every", "local.after"),
+    *("server.mode", "server.count", "server.dedicated", "server.staleness", "server.scale_lr", "server.drop_after"),
 }
 OPTIONS = {
     "run": {

@@ -34,6 +34,7 @@ class State:
         order: what decides the order of samples; a checkpoint of another order is refused.
         numerics: what decides the bits; must be the same with ``exact``.
         versions: of Python and the libraries.
+        books: what the strategy remembers.
     """
 
     def __init__(
@@ -43,12 +44,14 @@ class State:
         order: dict[str, int],
         numerics: dict[str, object],
         versions: dict[str, str],
+        books: dict[str, Any],
     ) -> None:
         self._model = model
         self._update = update
         self._order = order
         self._numerics = numerics
         self._versions = versions
+        self._books = books
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
@@ -75,6 +78,7 @@ class State:
             "optimizer": type(self._update.optimizer).__name__,
             "groups": groups,
             "schedule": None if schedule is None else schedule.state_dict(),
+            "books": dict(self._books),
         }
 
     def check(self, place: Path | str, saved: Manifest) -> None:
@@ -108,6 +112,8 @@ class State:
             group.update(values)
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(extra["schedule"])
+        self._books.clear()
+        self._books.update(extra.get("books", {}))
 
     def _check_update(self, place: Path | str, extra: dict[str, Any]) -> None:
         schedule = extra["schedule"]

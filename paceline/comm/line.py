@@ -34,7 +34,7 @@ class Seat:
     pid: int
     address: str
     port: int
-    progress: tuple[int, int] | None
+    progress: tuple[int, ...] | None
     arena: tuple[int, str] | None
 
 
@@ -123,7 +123,7 @@ class Line:
 
     def await_view(
         self,
-        progress: tuple[int, int] | None,
+        progress: tuple[int, ...] | None,
         arena: tuple[int, str] | None,
         leaving: bool = False,
         planned: bool = False,

@@ -13,8 +13,8 @@ from paceline.errors import DisagreementError
 LOSSES, MISSING = 1, 2
 """Tags of the two notes."""
 
-HEADER = 2
-"""Rows of a note of losses before those of the pieces."""
+HEADER, ROW_BYTES = 2, 24
+"""Of a note of losses: the rows before those of the pieces, and the bytes of each row."""
 
 
 class Note(Protocol):
@@ -111,35 +111,48 @@ def plain(value: torch.Tensor) -> torch.Tensor | float:
 class Losses:
     """The sums of losses and counts of all pieces of a step, and whether all workers did the same before it.
 
-    A note has two rows before those of the pieces: the step and a notice about the world; what the script did with
-    ``torch.distributed`` so far (``comm.calls``).
+    A note has two rows before those of the pieces: the step, a notice about the world, and how long this worker
+    computed; what the script did with ``torch.distributed`` so far (``comm.calls``).
 
     Args:
         notes: sends them.
         step: the number of the step.
-        pieces: how many pieces each rank computes.
-        pairs: for each piece of this worker a float64 tensor [sum, count].
+        starts: the first microbatch of each piece that this worker has computed.
+        pairs: for each of them a float64 tensor [sum, count].
         device: of the worker.
+        seconds: that this worker has computed.
     """
 
     def __init__(
-        self, notes: Notes, step: int, pieces: list[int], pairs: list[torch.Tensor], device: torch.device
+        self,
+        notes: Notes,
+        step: int,
+        starts: list[int],
+        pairs: list[torch.Tensor],
+        device: torch.device,
+        seconds: float = 0.0,
     ) -> None:
         self._step = step
-        self._pieces = pieces
         self._calls = notes.world.calls
         made = self._calls.meet("session.step", f"step {step}") if self._calls else (0.0, 0.0)
-        header = torch.tensor(((step, notes.world.notice()), made), dtype=torch.float64, device=device)
-        nothing = torch.zeros(2, dtype=torch.float64, device=device)
-        rows = notes.size // 16  # the same in all steps: workers at different steps must be able to tell each other
-        own = torch.stack((*header, *pairs, *[nothing] * (rows - HEADER - len(pairs))))
+        header = ((step, notes.world.notice(), seconds), (*made, 0.0))
+        rows = notes.size // ROW_BYTES  # the same in all steps: workers at different steps must be able to tell others
+        own = torch.full((rows, 3), -1.0, dtype=torch.float64, device=device)
+        own[:HEADER] = torch.tensor(header, dtype=torch.float64)
+        if pairs:
+            own[HEADER : HEADER + len(pairs), 0] = torch.tensor(starts, dtype=torch.float64)
+            own[HEADER : HEADER + len(pairs), 1:] = torch.stack(pairs)
         self._note = notes.send(own)
         self._table: torch.Tensor | None = None
         self.notice = 0
         """What a worker said of the world: that it is about to change, or that it leaves; known with the table."""
+        self.seconds: list[float] = []
+        """How long each worker computed; known with the table."""
+        self.owners: list[int] = []
+        """The rank that computed each row of the table; known with it."""
 
     def table(self) -> torch.Tensor:
-        """Float64 tensor of shape [pieces of all workers, 2], in the order of microbatches.
+        """Float64 tensor [pieces of all workers, 3] in the order of microbatches: first microbatch, sum, count.
 
         Raises:
             DisagreementError: workers are at different steps, or called different operations of
@@ -147,15 +160,17 @@ class Losses:
         """
         if self._table is None:
             self._check()
-            notes = self._note.wait()
-            self._table = torch.cat(
-                [note[HEADER : held + HEADER] for note, held in zip(notes, self._pieces, strict=True)]
-            )
+            held = [note[HEADER:][note[HEADER:, 0] >= 0] for note in self._note.wait()]
+            rows = torch.cat(held)
+            order = rows[:, 0].argsort()
+            ranks = torch.repeat_interleave(torch.tensor([len(part) for part in held]))
+            self.owners = ranks.to(order.device)[order].tolist()
+            self._table = rows[order]
         return self._table
 
     def count(self) -> torch.Tensor | float:
         """What the sum of all gradients is to be divided by; on the CPU a number, which torch divides by faster."""
-        return plain(self.table()[:, 1].sum())
+        return plain(self.table()[:, 2].sum())
 
     def _check(self) -> None:
         headers = [note[:HEADER].tolist() for note in self._note.wait()]
@@ -167,5 +182,6 @@ class Losses:
                 f"session.batches; look for a loop that leaves or skips early on some ranks only."
             )
         self.notice = max(int(header[0][1]) for header in headers)
+        self.seconds = [header[0][2] for header in headers]
         if self._calls is not None:
             self._calls.agree([(header[1][0], header[1][1]) for header in headers])

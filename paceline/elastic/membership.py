@@ -35,14 +35,15 @@ class Worker:
     """What the roster knows of one worker process.
 
     ``state`` is ``starting``, ``ready`` (waits for the next view), ``training``, or ``gone``.
-    ``progress`` are the steps and evaluations whose result it holds; none before it has a state. ``session`` counts how
+    ``progress`` are the steps and evaluations whose result it holds, and what sets it apart from those with another
+    state (``recovery.Standing``); none before it has a state. ``session`` counts how
     often its script has called ``paceline.start``: workers of one view are in the same session. ``joined``: it has been
     in a view.
     """
 
     number: int
     state: str = "starting"
-    progress: tuple[int, int] | None = None
+    progress: tuple[int, ...] | None = None
     session: int = 1
     leaving: bool = False
     finished: bool = False
@@ -77,7 +78,7 @@ class Membership:
         self._since: float | None = None
         self._fruitless = 0
         self._session = 1
-        self._furthest: tuple[int, int] = (-1, -1)
+        self._furthest: tuple[int, ...] = (-1, -1)
         self._facts: Mapping[str, Any] | None = None
 
     @property
@@ -107,7 +108,7 @@ class Membership:
                     return
 
     def ready(
-        self, number: int, progress: tuple[int, int] | None, now: float, leaving: bool = False, planned: bool = False
+        self, number: int, progress: tuple[int, ...] | None, now: float, leaving: bool = False, planned: bool = False
     ) -> None:
         """A worker waits for the next view; ``planned`` if it came at the end of a step, as all others do."""
         worker = self.workers[number]
@@ -124,8 +125,8 @@ class Membership:
             self._changing, self._since = True, now  # all members come of themselves
         if number in self.view and not self._changing:
             self._announce(urgent=not planned, now=now, why=f"worker {number} is out of the view")
-        if progress is not None and progress > self._furthest:
-            self._furthest, self._fruitless = progress, 0
+        if progress is not None and progress[:2] > self._furthest:
+            self._furthest, self._fruitless = progress[:2], 0
         self.settle(now)
 
     def leave(self, number: int, now: float) -> None:

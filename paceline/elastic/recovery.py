@@ -35,16 +35,19 @@ class Standing:
         steps: steps done.
         evaluations: after how many steps the script asked for evaluations, and their results in order.
         outcome: what the last step gave.
+        apart: different for each worker where states differ though the workers are equally far: then all but one take
+            the state of that one.
     """
 
     steps: int = 0
     evaluations: dict[int, list[float]] = field(default_factory=dict)
     outcome: Outcome | None = None
+    apart: int = 0
 
     @property
-    def progress(self) -> tuple[int, int]:
+    def progress(self) -> tuple[int, int, int]:
         """For comparison: who is further."""
-        return self.steps, sum(map(len, self.evaluations.values()))
+        return self.steps, sum(map(len, self.evaluations.values())), self.apart
 
 
 class Recovery:

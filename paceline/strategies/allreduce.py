@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from paceline.comm.exchange import Exchange
-from paceline.comm.notes import HEADER, LOSSES, MISSING, Losses, Notes
+from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.comm.shared import exchange_for
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
-from paceline.strategies.base import Job, Outcome
+from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.joining import Joining
 from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import Sums, Values, add_one
@@ -35,17 +35,17 @@ from paceline.strategies.verdict import Part
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 10, 1 << 20
 
 
-class AllReduce:
+class AllReduce(Strategy):
     """All workers compute a share of each batch and average their gradients."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._joining = Joining(job)
         self._parameters = list(job.update.parameters.values())
         self._leaving = Leaving(job, job.update.parameters)
         self._statistics: Exchange | None = None
         rows = job.order.microbatches + 1
-        self._losses = Notes(job.world, LOSSES, 16 * (job.order.microbatches + HEADER))
+        self._losses = Notes(job.world, LOSSES, ROW_BYTES * (job.order.microbatches + HEADER))
         self._missing = Notes(job.world, MISSING, rows * len(self._parameters))
 
     @property
@@ -99,7 +99,8 @@ class AllReduce:
             parameter.grad = None
 
     def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor]) -> Losses:
-        return Losses(self._losses, step, [len(row) for row in layout], pairs, self._job.world.device)
+        starts = [piece.start for piece in layout[self._job.world.rank]]
+        return Losses(self._losses, step, starts, pairs, self._job.world.device)
 
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
@@ -107,7 +108,7 @@ class AllReduce:
         owners = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         return [
             Part(piece, rank, loss, count, places)
-            for (piece, rank), (loss, count), places in zip(owners, losses.table().tolist(), without, strict=True)
+            for (piece, rank), (_, loss, count), places in zip(owners, losses.table().tolist(), without, strict=True)
         ]
 
     def _without_gradient(self, layout: list[list[range]], missing: list[list[int]]) -> list[frozenset[int]]:

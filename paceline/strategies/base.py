@@ -1,16 +1,18 @@
-"""What a strategy is given, what it returns, and the four things it can do."""
+"""What a strategy is given, what it returns, and what it can do."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from paceline.comm.world import World
 from paceline.config import Settings
-from paceline.data.feed import Piece
+from paceline.data.feed import Feed, Piece
 from paceline.data.order import Order
 from paceline.events import EventLog
 from paceline.strategies.compute import Compute
@@ -19,7 +21,11 @@ from paceline.strategies.update import Update
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and with whom."""
+    """What is to be trained, and with whom.
+
+    ``books`` is what a strategy must remember from step to step besides the tensors: plain values under names of its
+    own. They are saved in checkpoints and handed over to workers that join.
+    """
 
     compute: Compute
     update: Update
@@ -27,8 +33,9 @@ class Job:
     settings: Settings
     world: World
     events: EventLog
-    data: Any
+    feed: Feed
     collate: Callable[[list[Any]], Any] | None = None
+    books: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -46,24 +53,46 @@ class Outcome:
     notice: int = 0
 
 
-class Strategy(Protocol):
-    """Who computes which microbatch, when, and how gradients come together."""
+class Strategy(ABC):
+    """Who computes which microbatch, when, and how gradients come together.
 
-    def __init__(self, job: Job) -> None: ...
+    Attributes:
+        bitwise: whether ``exact`` gives the bits of the reference.
+        replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
+        remarks: what a user must know of it, in sentences; it may grow.
+    """
+
+    bitwise: ClassVar[bool] = True
+    replicated: ClassVar[bool] = True
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.remarks: list[str] = []
+
+    @classmethod  # noqa: B027 - most strategies can do everything
+    def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
+        """Refuse what this strategy cannot do, before the workers meet.
+
+        Raises:
+            ConfigError, InputError: says what, and what to do instead.
+        """
 
     @property
     def decided(self) -> bool:
-        """Whether :meth:`pieces` stays as it is; it may change once, after the first step."""
-        ...
+        """Whether :meth:`pieces` can be asked for steps to come; it may become true after the first step."""
+        return True
 
+    @abstractmethod
     def pieces(self, step: int) -> list[range]:
         """The microbatches of a step that this worker computes, as the pieces it wants to get."""
-        ...
 
+    @abstractmethod
     def step(self, step: int, pieces: list[Piece]) -> Outcome:
         """Compute the pieces, bring the gradients together, update the model."""
-        ...
 
+    def settle(self, steps: int) -> None:  # noqa: B027
+        """Bring all workers to the same state, in which the first ``steps`` steps are done; all call this together."""
+
+    @abstractmethod
     def close(self) -> None:
         """Let go of everything, also in the middle of a step: another one takes over, in another world."""
-        ...

@@ -9,19 +9,25 @@ from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
 
-STRATEGIES: dict[str, type[Strategy]] = {"allreduce": AllReduce, "single": Single}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "allreduce": AllReduce,
+    "single": Single,
+}
 
 
-def strategy_named(name: str, workers: int) -> type[Strategy]:
-    """The strategy of that name; for one worker, who has nobody to average with, the reference does the same.
+def strategy_named(name: str) -> type[Strategy]:
+    """The strategy of that name.
 
     Raises:
-        ConfigError: there is none, or it is not for so many workers.
+        ConfigError: there is none.
     """
     if name not in STRATEGIES:
         near = difflib.get_close_matches(name, STRATEGIES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(sorted(STRATEGIES))}.")
-    if name == "single" and workers > 1:
-        raise ConfigError(f"strategy 'single' is for one process, but there are {workers} workers: use 'allreduce'.")
-    return Single if workers == 1 else STRATEGIES[name]
+    return STRATEGIES[name]
+
+
+def strategy_for(name: str, workers: int) -> type[Strategy]:
+    """The strategy at work; for one worker, who has nobody to train with, the reference does the same."""
+    return Single if workers == 1 else strategy_named(name)

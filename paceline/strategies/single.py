@@ -9,23 +9,33 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from paceline.comm.notes import plain
+from paceline.config import Settings
 from paceline.data.feed import Piece
-from paceline.strategies.base import Job, Outcome
+from paceline.errors import ConfigError
+from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.joining import Joining
 from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import Sums, Values
 from paceline.strategies.verdict import Part
 
 
-class Single:
+class Single(Strategy):
     """Plain PyTorch in one process."""
 
     def __init__(self, job: Job) -> None:
-        self._job = job
+        super().__init__(job)
         self._joining = Joining(job)
         self._parameters = list(job.update.parameters.values())
+
+    @classmethod
+    def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
+        if workers > 1:
+            raise ConfigError(
+                f"strategy 'single' is for one process, but there are {workers} workers: use 'allreduce'."
+            )
 
     @property
     def decided(self) -> bool:

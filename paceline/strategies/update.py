@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.config import Settings
 from paceline.errors import ConfigError, InputError
+
+_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,11 @@ def _made(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -
         raise InputError(f"The optimizer factory could not be called with the parameters: {error}.") from error
     if not isinstance(made, Optimizer):
         raise InputError(f"The optimizer factory must return a torch optimizer, but it returned {_kind(made)}.")
+    if inspect.signature(made.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(made).__name__} computes the loss several times in each step (it needs a closure), which cannot be "
+            f"done by many workers here. Use an optimizer whose step() takes nothing, such as torch.optim.AdamW."
+        )
     return made
 
 

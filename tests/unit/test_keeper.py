@@ -45,7 +45,7 @@ class Made:
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         update: Any = SimpleNamespace(optimizer=self.optimizer, schedule=None)
-        self.state = State(self.model, update, {"batch": 8}, {"exact": False}, {"torch": "2"})
+        self.state = State(self.model, update, {"batch": 8}, {"exact": False}, {"torch": "2"}, {})
         self.events = Facts()
         self.world: Any = SimpleNamespace(rank=rank, size=1 + len(others), gather=lambda value, _: [value, *others])
         self.keeper = Keeper(self.world, CheckpointSettings(directory=directory, **settings), None, self.events)
