@@ -24,12 +24,12 @@ import torch
 
 from paceline.comm.world import Message, Transfer, World
 from paceline.events import EventLog
-from paceline.schedule.tree import Node, total
+from paceline.schedule.tree import Node, first_of, total
 
 BUCKET_BYTES = 5 * 2**20
 """Large enough to fill the wire, small enough to overlap: 5 MB is the best for gloo in Li et al. 2020 and here."""
 
-_TAGS = 64
+_TAGS = 1 << 12
 """Tags for each bucket: one for each node a worker can hold, the last for the all-gather."""
 
 Divisor = Callable[[], "torch.Tensor | float"]
@@ -82,7 +82,7 @@ class Exchange:
         """Start a step.
 
         Args:
-            nodes: for each rank, the nodes whose sums it holds; from left to right over all ranks.
+            nodes: for each rank, the nodes whose sums it holds, from left to right.
             divisor: what the sums are divided by; asked for when the first bucket has left.
         """
         self._nodes = nodes
@@ -157,6 +157,7 @@ class Exchange:
             for rank, nodes in enumerate(self._nodes)
             for place, node in enumerate(nodes)
         ]
+        parts.sort(key=lambda part: first_of(part[0]))
         mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
         torch.div(total(parts, torch.Tensor.add_), divisor, out=mean)
         self._deliver(bucket, mean)

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from paceline.comm.lock import Lock
 from paceline.comm.processes import is_ending
 from paceline.errors import PacelineError, WorkerLost, WorkerSilent
 
@@ -128,7 +129,7 @@ class Memory:
         self._pids = pids
         self._flags = [memoryview(block).cast("q") for block in self.share(_SLOTS * 8)]
         self._reserved = _LETTER + 1
-        self._letters = 0
+        self._letters = self._locks = 0
 
     def share(self, size: int) -> list[mmap.mmap]:
         """A new block of each worker, in the order of ranks; all workers call this with the same size."""
@@ -142,6 +143,11 @@ class Memory:
         first, self._reserved = self._reserved, self._reserved + slots
         assert self._reserved <= _SLOTS, f"more than {_SLOTS} flags"
         return first
+
+    def lock(self, look: Callable[[float], None]) -> Lock:
+        """A lock for a use of its own; all workers ask in the same order. ``look``: see :class:`Lock`."""
+        self._locks += 1
+        return Lock(self._files[0], _ARENA_BYTES - self._locks, look)
 
     def exchange(self, letter: bytes) -> list[bytes]:
         """What each worker writes, in the order of ranks; all workers call this together.

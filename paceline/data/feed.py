@@ -77,14 +77,20 @@ class Feed:
 
     def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
         """The pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` says which are this worker's."""
-        self._requests.make = lambda: self._requests_of(start, stop, pieces_of)
+        asked: dict[int, list[range]] = {}  # what is this worker's may have changed since it was asked for
+
+        def pieces_asked(step: int) -> list[range]:
+            return asked.setdefault(step, pieces_of(step))
+
+        self._requests.make = lambda: self._requests_of(start, stop, pieces_asked)
         items = iter(self._loader)
         for step in range(start, stop):
             parts = self._order.parts_of(step)
             yield [
                 Piece(piece, parts[piece[-1]].stop - parts[piece[0]].start, self._to_device(next(items)))
-                for piece in pieces_of(step)
+                for piece in pieces_asked(step)
             ]
+            del asked[step]
 
     def load(self, step: int, pieces: list[range]) -> list[Piece]:
         """Some pieces of one step, loaded here and now."""

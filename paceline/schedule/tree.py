@@ -27,6 +27,37 @@ class Node(NamedTuple):
     place: int
 
 
+def first_of(node: Node) -> int:
+    """The first microbatch below a node."""
+    return node.place << node.level
+
+
+def sibling_of(node: Node) -> Node:
+    """The node that has the same parent."""
+    return Node(node.level, node.place ^ 1)
+
+
+def parent_of(node: Node) -> Node:
+    """The node of which this one is a half."""
+    return Node(node.level + 1, node.place >> 1)
+
+
+def nodes_of(microbatches: Iterable[int]) -> list[Node]:
+    """The fewest nodes that cover these microbatches, from left to right.
+
+    >>> nodes_of([5, 0, 1, 4, 2])
+    [Node(level=1, place=0), Node(level=0, place=2), Node(level=1, place=2)]
+    """
+    held: set[Node] = set()
+    for microbatch in microbatches:
+        node = Node(0, microbatch)
+        while sibling_of(node) in held:
+            held.remove(sibling_of(node))
+            node = parent_of(node)
+        held.add(node)
+    return sorted(held, key=first_of)
+
+
 def whole_nodes(share: range) -> list[Node]:
     """The fewest nodes that cover the share of one worker exactly, from left to right.
 

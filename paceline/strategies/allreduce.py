@@ -32,15 +32,20 @@ from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import Sums, Values, add_one
 from paceline.strategies.verdict import Part
 
-_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 10, 1 << 20
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
 
 
 class AllReduce(Strategy):
-    """All workers compute a share of each batch and average their gradients."""
+    """All workers compute a share of each batch and average their gradients.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: what is trained.
+        apart: never compute several microbatches in one pass.
+    """
+
+    def __init__(self, job: Job, apart: bool = False) -> None:
         super().__init__(job)
-        self._joining = Joining(job)
+        self._joining = Joining(job, apart)
         self._parameters = list(job.update.parameters.values())
         self._leaving = Leaving(job, job.update.parameters)
         self._statistics: Exchange | None = None
@@ -105,10 +110,11 @@ class AllReduce(Strategy):
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
         without = self._without_gradient(layout, missing)
-        owners = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
+        owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
+        known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
         return [
             Part(piece, rank, loss, count, places)
-            for (piece, rank), (_, loss, count), places in zip(owners, losses.table().tolist(), without, strict=True)
+            for ((piece, rank), places), (_, loss, count) in zip(known, losses.table().tolist(), strict=True)
         ]
 
     def _without_gradient(self, layout: list[list[range]], missing: list[list[int]]) -> list[frozenset[int]]:
@@ -197,6 +203,15 @@ class Leaving:
         self._waiting = set(range(len(self._parameters)))
         self._armed = True
 
+    def at_once(self, nodes: list[list[Node]], sums: list[Values], losses: Losses) -> None:
+        """Send sums that are complete already; ``nodes`` are what each rank sends, ``sums`` are of this worker's."""
+        self._exchange.begin(nodes, losses.count)
+        for place in reversed(range(len(self._parameters))):
+            for slot, values in zip(self._exchange.slots(self._member(place)), sums, strict=True):
+                if add_one(values[place], None, slot) is None:
+                    slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
+            self._exchange.written(self._member(place))
+
     def nothing(self, losses: Losses) -> None:
         """This worker has no microbatch in this step; it still adds up its part of the others' gradients."""
         self._exchange.begin(self._nodes, losses.count)
@@ -240,7 +255,7 @@ class Leaving:
         slots = self._exchange.slots(self._member(place))
         for slot, values in zip(slots, self._kept, strict=False):
             if add_one(values[place], None, slot) is None:
-                slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
+                slot.fill_(-0.0)
         for values in self._nearest[:-1]:
             before = values[place]
             gradient = gradient if before is None else add_one(before, gradient, before)

@@ -25,11 +25,11 @@ _TOLERANCE_AUTOCAST = 1e-3
 class Joining:
     """Decides after the first step, for all workers alike, whether microbatches are joined into larger pieces."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, apart: bool = False) -> None:
         settings = job.settings
-        self.joined = bool(job.compute.joins)
+        self.joined = bool(job.compute.joins) and not apart
         self._job = job
-        asked_apart = settings.exact or settings.microbatches is not None or job.collate is not None
+        asked_apart = apart or settings.exact or settings.microbatches is not None or job.collate is not None
         self._open = not asked_apart and job.order.microbatches > 1 and job.compute.joins is None
         job.compute.watches_random = self._open
 

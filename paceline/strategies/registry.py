@@ -8,10 +8,12 @@ from paceline.errors import ConfigError
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
+from paceline.strategies.stealing import Stealing
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,
     "single": Single,
+    "stealing": Stealing,
 }
 
 

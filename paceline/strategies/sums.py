@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import torch
 
-from paceline.schedule.tree import Node, merges, push, total
+from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
 
 Values: TypeAlias = "list[torch.Tensor | None]"
 """One value for each tensor; none where a microbatch gives no gradient."""
@@ -26,6 +26,34 @@ def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Te
         value = left if right is None else right
         return None if value is None else out.copy_(value)
     return torch.add(left, right, out=out)
+
+
+class ScatteredSums:
+    """The sums of one worker's microbatches, given in any order.
+
+    With ``exact`` they are kept for each whole node of the canonical tree (``schedule.tree.nodes_of``), else there is a
+    single running sum, in the order of arrival.
+    """
+
+    def __init__(self, exact: bool) -> None:
+        self._exact = exact
+        self._held: dict[Node, Values] = {}
+
+    def push(self, microbatch: int, values: Values) -> None:
+        """Add the values of a microbatch."""
+        if not self._exact:
+            (before,) = self._held.values() or (None,)
+            self._held = {Node(0, 0): values if before is None else add(before, values)}
+            return
+        node = Node(0, microbatch)
+        while (other := self._held.pop(sibling_of(node), None)) is not None:
+            values = add(other, values) if node.place % 2 else add(values, other)
+            node = parent_of(node)
+        self._held[node] = values
+
+    def values(self) -> list[Values]:
+        """The sums held, from left to right."""
+        return [self._held[node] for node in sorted(self._held, key=first_of)]
 
 
 class Sums:
