@@ -77,7 +77,7 @@ def job_of(
     order = _order(given.data, settings, who.world_size, largest or who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
-    _check_model(given.model)
+    _check_model(given.model, sparse=strategy.sparse)
     _check_strategy(settings, strategy)
     strategy.check(settings, given.model, who.world_size)
     threads = _threads(settings, who)
@@ -103,7 +103,7 @@ def job_of(
 
 
 def _check_strategy(settings: Settings, strategy: type[Strategy]) -> None:
-    if settings.exact and not strategy.bitwise:
+    if settings.exact and not strategy.exact_with(settings):
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
             f"exact=True, or use 'allreduce' or 'stealing'."
@@ -115,15 +115,18 @@ def _check_strategy(settings: Settings, strategy: type[Strategy]) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
+def _check_model(model: Any, sparse: bool) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, but it is a {type(model).__name__}.")
     for name, value in model.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise InputError(f"{name!r} gives sparse gradients, which cannot be averaged here: use sparse=False.")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
+            raise InputError(
+                f"{name!r} gives sparse gradients, which this strategy cannot average: use sparse=False, or strategy "
+                f"'hogwild'."
+            )
 
 
 def numerics(settings: Settings) -> dict[str, object]:

@@ -202,6 +202,44 @@ class Memory:
         if begin:
             self._world.waits_for(())
 
+    def until(self, ready: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
+        """Wait until something is so in the blocks.
+
+        Args:
+            ready: whether it is.
+            awaited: on which workers that depends now.
+
+        Raises:
+            WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
+        """
+        looks = 0
+        begin = looked = 0.0
+        ranks: list[int] = []
+        while not ready():
+            looks += 1
+            if looks < _SPINS:
+                os.sched_yield()
+                continue
+            time.sleep(_NAP_SECONDS)
+            now = time.monotonic()
+            if not begin or now - looked > _LOOK_SECONDS:
+                self._world.check()
+                if (now_awaited := awaited()) != ranks or not begin:
+                    ranks = now_awaited
+                    self._world.waits_for(ranks)
+                begin, looked = begin or now, now
+                self.look(ranks, now - begin)
+        if begin:
+            self._world.waits_for(())
+
+    def look(self, ranks: list[int], waited: float) -> None:
+        """Look whether these workers, for whom this one has waited so many seconds, can still do something.
+
+        Raises:
+            WorkerLost: one of them was lost, or they stayed silent for the timeout.
+        """
+        self._look_after(ranks, _GAVE_UP, 2, waited)
+
     def _look_after(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
         if self._world.calls is not None:
             self._world.calls.look()

@@ -57,13 +57,15 @@ class Strategy(ABC):
     """Who computes which microbatch, when, and how gradients come together.
 
     Attributes:
-        bitwise: whether ``exact`` gives the bits of the reference.
+        bitwise: whether ``exact`` gives the bits of the reference; see :meth:`exact_with`.
+        sparse: whether it can train with sparse gradients.
         replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
         remarks: what a user must know of it, in sentences; it may grow.
     """
 
     bitwise: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
+    sparse: ClassVar[bool] = False
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -76,6 +78,11 @@ class Strategy(ABC):
         Raises:
             ConfigError, InputError: says what, and what to do instead.
         """
+
+    @classmethod
+    def exact_with(cls, settings: Settings) -> bool:
+        """Whether ``exact`` gives the bits of the reference with these settings."""
+        return cls.bitwise
 
     @property
     def decided(self) -> bool:

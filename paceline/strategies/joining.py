@@ -23,12 +23,19 @@ _TOLERANCE_AUTOCAST = 1e-3
 
 
 class Joining:
-    """Decides after the first step, for all workers alike, whether microbatches are joined into larger pieces."""
+    """Decides after the first step, for all workers alike, whether microbatches are joined into larger pieces.
 
-    def __init__(self, job: Job, apart: bool = False) -> None:
+    Args:
+        job: what is trained.
+        apart: never join them.
+        alone: the steps of this worker are its own; it asks nobody.
+    """
+
+    def __init__(self, job: Job, apart: bool = False, alone: bool = False) -> None:
         settings = job.settings
         self.joined = bool(job.compute.joins) and not apart
         self._job = job
+        self._alone = alone
         asked_apart = apart or settings.exact or settings.microbatches is not None or job.collate is not None
         self._open = not asked_apart and job.order.microbatches > 1 and job.compute.joins is None
         job.compute.watches_random = self._open
@@ -54,7 +61,8 @@ class Joining:
         if not self._open:
             return
         obstacle = self._obstacle(pieces, pairs)
-        obstacles = [reason for reason in self._job.world.gather(obstacle, "step") if reason]
+        told = [obstacle] if self._alone else self._job.world.gather(obstacle, "step")
+        obstacles = [reason for reason in told if reason]
         self._open = self._job.compute.watches_random = False
         self.joined = self._job.compute.joins = not obstacles
         text = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paceline.data.feed import Piece, apart
@@ -27,10 +29,33 @@ def conclude(
         NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
         InputError: a parameter has a gradient from some microbatches only, and the run is to stop.
     """
+    skipped = judge(job, step, parts, lambda bad: _located(job, step, pieces, bad), notice)
+    if skipped is not None:
+        return skipped
+    job.compute.buffers.accept(statistics)
+    loss = mean_loss(parts, job.settings.exact)
+    seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
+    norm, rate = job.update.apply(step)
+    return Outcome(loss, norm, rate, notice=notice)
+
+
+def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> Outcome | None:
+    """Whether a step whose mean gradients are in ``.grad`` is to be left out: then its outcome.
+
+    Args:
+        job: what is trained.
+        step: its number.
+        parts: the outcome of all pieces.
+        locate: the microbatches to which a loss that is not finite goes back.
+        notice: for the outcome.
+
+    Raises:
+        NonFiniteLoss, InputError: see :func:`conclude`.
+    """
     bad = not_finite(parts)
     if bad is not None:
         job.compute.buffers.reset()
-        error = refusal(bad, _located(job, step, pieces, bad), step)
+        error = refusal(bad, locate(bad), step)
         if job.settings.nonfinite == "stop":
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
@@ -44,23 +69,22 @@ def conclude(
     for place, parameter in enumerate(parameters.values()):
         if place in without:
             parameter.grad = None
-    job.compute.buffers.accept(statistics)
-    loss = mean_loss(parts, job.settings.exact)
-    seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
-    norm, rate = job.update.apply(step)
-    return Outcome(loss, norm, rate, notice=notice)
+    return None
 
 
 def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
     """The one microbatch of a piece whose loss is not finite; the worker that has the data looks, and tells all."""
     if len(bad.microbatches) == 1:
         return bad.microbatches
-    found = bad.microbatches
-    if bad.rank == job.world.rank:
-        (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
-        for part in apart(piece, job.order.parts_of(step)):
-            if not job.compute.loss_only(part).isfinite().all():
-                found = part.microbatches
-                break
+    found = located_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
     located: range = job.world.gather(found, "step")[bad.rank]
     return located
+
+
+def located_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+    """The one microbatch of a piece of this worker whose loss is not finite, or all of them."""
+    (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
+    for part in apart(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
+        if not job.compute.loss_only(part).isfinite().all():
+            return part.microbatches
+    return bad.microbatches

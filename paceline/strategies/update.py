@@ -130,17 +130,20 @@ class Update:
         """The learning rate of the first parameter group for a step far beyond the warm-up."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def apply(self, step: int) -> tuple[torch.Tensor, float]:
+    def apply(self, step: int, factor: float = 1.0, norm: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
         """Update the parameters from their ``.grad``; returns the gradients' global norm and the learning rate used.
 
-        The norm is that before clipping.
+        Args:
+            step: how many updates there were before; for the warm-up.
+            factor: of the learning rate of this update.
+            norm: the global norm before clipping, where ``.grad`` holds a part of the gradients only.
         """
-        norm = self.norm()
+        norm = self.norm() if norm is None else norm
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]
-        now = self.scaling.at(step) / self.scaling.factor
+        now = self.scaling.at(step) / self.scaling.factor * factor
         if now != 1.0:
             for group, rate in zip(groups, full, strict=True):
                 group["lr"] = rate * now
@@ -153,7 +156,7 @@ class Update:
 
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""
-        gradients = [value.grad for value in self.parameters.values() if value.grad is not None]
+        gradients = [_elements(value.grad) for value in self.parameters.values() if value.grad is not None]
         if not gradients:
             return torch.zeros(())
         norms = torch._foreach_norm(gradients)
@@ -164,6 +167,11 @@ class Update:
         """Let the schedule go one step on."""
         if self.schedule is not None:
             self.schedule.step()
+
+
+def _elements(gradient: torch.Tensor) -> torch.Tensor:
+    """All elements that need not be zero."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _made(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> Optimizer:

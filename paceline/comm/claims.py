@@ -1,0 +1,181 @@
+"""Who is at which step, where each step is computed by one worker: a table in the memory that all workers see.
+
+::
+
+    step       0  1  2  3  4  5  6  7         top = 6: the steps before it were offered
+               ✓  ✓  ②  ✓  ·  ①               step 2 is computed by rank 2, step 5 by rank 1, step 4 is free again
+
+A worker that comes to a step offers it, and takes the lowest one that is free. Done is what was offered, is not free
+and is computed by nobody: so the table holds a few numbers for each worker, however far they are apart.
+
+The table has two copies. A change is written into the spare one, then a number flips which one counts: a worker that is
+killed at any instant leaves a whole table, and the kernel takes back its lock. A change costs 20 us, a look 5 us.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from paceline.comm.memory import Memory
+from paceline.comm.world import World
+from paceline.errors import WorkerLost
+
+FREE = -1
+"""Nobody computes the step."""
+
+_HEAD = struct.Struct("<qqqqqqdddq")
+_PAIR = struct.Struct("<qq")
+_CLOSED, _CHANGES, _WORDS = 0, 1, 8
+_PATIENCE_SECONDS = 1.0
+"""For whoever is in the middle of a change when the workers part."""
+
+
+@dataclass
+class Table:
+    """What all workers know of each other.
+
+    Attributes:
+        top: the first step that nobody has offered yet.
+        open: the steps offered and not done: the rank that computes each, or ``FREE``.
+        version: updates made so far.
+        stop: the step at whose end all workers act on a notice; -1 if there is none.
+        notice: what they act on then.
+        newest: the step of the newest outcome; -1 if there is none.
+        loss, norm, rate: the newest outcome.
+        applied: whether it was applied.
+        places: the step that each worker's loop has come to.
+    """
+
+    places: list[int]
+    top: int = 0
+    open: dict[int, int] = field(default_factory=dict)
+    version: int = 0
+    stop: int = -1
+    notice: int = 0
+    newest: int = -1
+    loss: float = 0.0
+    norm: float = 0.0
+    rate: float = 0.0
+    applied: bool = True
+
+    @property
+    def done_before(self) -> int:
+        """All steps before this one are done."""
+        return min(self.open, default=self.top)
+
+    @property
+    def done(self) -> int:
+        """How many steps are done."""
+        return self.top - len(self.open)
+
+    def offer(self, step: int) -> None:
+        """A worker has come to this step."""
+        if step >= self.top:
+            self.top = step + 1
+            self.open[step] = FREE
+
+    def take(self, rank: int) -> int | None:
+        """The lowest free step, for a worker that will compute it now; none if no step is free."""
+        free = min((step for step, owner in self.open.items() if owner == FREE), default=None)
+        if free is not None:
+            self.open[free] = rank
+        return free
+
+    def give_back(self, step: int) -> None:
+        """The step is to be computed again."""
+        self.open[step] = FREE
+
+    def owners(self, stop: int) -> list[int]:
+        """The workers that compute steps before this one."""
+        return sorted({owner for step, owner in self.open.items() if step < stop and owner != FREE})
+
+
+class Claims:
+    """The table of these workers; all of them make it together, then rank 0 begins it.
+
+    Attributes:
+        lock: held by whoever changes the table.
+    """
+
+    def __init__(self, world: World, memory: Memory) -> None:
+        self._world = world
+        self._memory = memory
+        self._room = _HEAD.size + 8 * world.size + 8 + _PAIR.size * 4 * world.size
+        self._block = memory.share(8 * _WORDS + 2 * self._room)[0]
+        self._words = memoryview(self._block).cast("q")
+        self._hasty = False
+        self._lock = memory.lock(self._look)
+
+    def begin(self, table: Table) -> None:
+        """Start anew; only one worker does, while the others do nothing with the table."""
+        self._words[_CLOSED] = self._words[_CHANGES] = 0
+        self._write(table)
+
+    def look(self) -> Table:
+        """The table as it is now, without the lock."""
+        while True:
+            changes = self._words[_CHANGES]
+            table = self._read(changes)
+            if self._words[_CHANGES] == changes:
+                return table
+
+    @contextmanager
+    def change(self) -> Iterator[Table]:
+        """Change the table; if the body raises, nothing is changed.
+
+        Raises:
+            WorkerLost: a worker was lost, and others have gone on with the table as it was.
+        """
+        with self._lock:
+            table = self._read(self._words[_CHANGES])
+            yield table
+            if self._words[_CLOSED]:
+                raise WorkerLost(f"Rank {self._world.rank}: another worker was lost, and the others have parted.")
+            self._write(table)
+
+    def close(self) -> Table:
+        """The last table: nobody changes it any more. For workers that part because one was lost."""
+        self._hasty = True
+        try:
+            with self._lock:
+                self._words[_CLOSED] = 1
+        except _TooLong:  # who holds the lock was stopped, and was dropped
+            self._words[_CLOSED] = 1
+        return self.look()
+
+    def _look(self, waited: float) -> None:
+        if not self._hasty:
+            self._memory.look([rank for rank in range(self._world.size) if rank != self._world.rank], waited)
+            self._world.check()
+        elif waited > _PATIENCE_SECONDS:
+            raise _TooLong
+
+    def _place(self, changes: int) -> int:
+        return 8 * _WORDS + changes % 2 * self._room
+
+    def _read(self, changes: int) -> Table:
+        place, size = self._place(changes), self._world.size
+        top, version, stop, notice, newest, applied, loss, norm, rate, count = _HEAD.unpack_from(self._block, place)
+        place += _HEAD.size
+        places = list(struct.unpack_from(f"<{size}q", self._block, place))
+        end = place + 8 * size + _PAIR.size * count
+        pairs = dict(_PAIR.iter_unpack(self._block[place + 8 * size : end]))
+        return Table(places, top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied))
+
+    def _write(self, table: Table) -> None:
+        changes = self._words[_CHANGES] + 1
+        place, count = self._place(changes), len(table.open)
+        assert count <= 4 * self._world.size, f"{count} steps are open for {self._world.size} workers"
+        head = table.top, table.version, table.stop, table.notice, table.newest, int(table.applied)
+        _HEAD.pack_into(self._block, place, *head, table.loss, table.norm, table.rate, count)
+        place += _HEAD.size
+        rest = [*table.places, *(number for pair in table.open.items() for number in pair)]
+        struct.pack_into(f"<{len(rest)}q", self._block, place, *rest)
+        self._words[_CHANGES] = changes
+
+
+class _TooLong(Exception):
+    """The lock was not to be had."""

@@ -1,0 +1,171 @@
+"""The table of steps: what is free, taken, done; and that a change is whole or not there at all."""
+
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.comm.claims import FREE, Claims, Table
+from paceline.comm.lock import Lock
+from paceline.errors import WorkerLost
+
+
+class Memory:
+    """The memory of some processes, as much of it as the table needs."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def share(self, size: int) -> list[mmap.mmap]:
+        with open(self.name, "r+b") as file:
+            return [mmap.mmap(file.fileno(), 1 << 14)]
+
+    def lock(self, look: Callable[[float], None]) -> Lock:
+        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, look)
+
+    def look(self, ranks: list[int], waited: float) -> None:
+        if waited > 20:
+            raise WorkerLost("the lock was not given back")
+
+
+@pytest.fixture
+def name(tmp_path: Any) -> Iterator[str]:
+    path = tmp_path / "memory"
+    path.write_bytes(bytes(1 << 14))
+    yield str(path)
+
+
+def forked(act: Callable[[], object]) -> int:
+    """A process that does this, and ends with 0 if nothing was raised."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            act()
+            code = 0
+        finally:
+            os._exit(code)
+    return child
+
+
+def claims_of(name: str, rank: int = 0, size: int = 4) -> Claims:
+    world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None)
+    memory: Any = Memory(name)
+    return Claims(world, memory)
+
+
+def test_steps_are_taken_from_the_lowest_free_one() -> None:
+    table = Table([0, 0])
+    for step in range(3):
+        table.offer(step)
+    assert [table.take(1), table.take(0), table.take(1), table.take(0)] == [0, 1, 2, None]
+    assert (table.done_before, table.done) == (0, 0)
+    del table.open[1]
+    assert (table.done_before, table.done, table.owners(3)) == (0, 1, [1])
+    table.give_back(0)
+    assert table.owners(1) == []
+    assert table.take(0) == 0
+
+
+def test_a_step_that_was_offered_is_not_offered_again() -> None:
+    table = Table([0])
+    table.offer(5)
+    table.take(0)
+    del table.open[5]
+    table.offer(5)
+    table.offer(3)
+    assert (table.open, table.done_before) == ({}, 6)
+
+
+def test_the_table_comes_back_as_it_was(name: str) -> None:
+    claims = claims_of(name)
+    table = Table([3, 4, 5, 6], 9, {7: 2, 8: FREE}, 6, 11, 2, 5, 0.1, 0.7, 1e-3, False)
+    claims.begin(table)
+    assert claims_of(name).look() == table
+    with claims.change() as changed:
+        changed.version = 7
+    assert claims.look().version == 7
+
+
+def test_a_change_that_fails_is_no_change(name: str) -> None:
+    claims = claims_of(name)
+    claims.begin(Table([0] * 4))
+    with pytest.raises(ZeroDivisionError), claims.change() as table:
+        table.version = 1 // 0
+    assert claims.look().version == 0
+    with claims.change() as table:
+        table.version = 1
+    assert claims.look().version == 1
+
+
+def test_nothing_changes_after_the_end(name: str) -> None:
+    claims, late = claims_of(name), claims_of(name, 1)
+    claims.begin(Table([0] * 4))
+    with pytest.raises(WorkerLost, match="parted"), late.change() as table:
+        table.version = 1
+        claims._words[0] = 1  # as close() does when it cannot get the lock
+    assert claims.close().version == 0
+
+
+def _stop_in_a_change(name: str) -> None:
+    with claims_of(name, 1).change() as table:
+        table.version = 1
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_process_that_is_stopped_in_a_change_holds_nobody_up_for_long(name: str) -> None:
+    claims = claims_of(name)
+    claims.begin(Table([0] * 4))
+    child = forked(lambda: _stop_in_a_change(name))
+    os.waitpid(child, os.WUNTRACED)
+    assert claims.close().version == 0
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1  # what it was about to change is refused
+    assert claims.look().version == 0
+
+
+def _count_without_end(name: str) -> None:
+    claims = claims_of(name, 1)
+    while True:
+        with claims.change() as table:
+            table.version += 1
+            table.top = table.version
+            table.places = [table.version] * 4
+
+
+def test_a_process_that_is_killed_in_a_change_leaves_a_whole_table(name: str) -> None:
+    claims = claims_of(name)
+    claims.begin(Table([0] * 4))
+    seen = 0
+    for attempt in range(12):
+        child = forked(lambda: _count_without_end(name))
+        while claims.look().version < seen + 50:
+            time.sleep(0.0005 * (attempt % 3))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with claims.change() as table:
+            assert table.top == table.version and table.places == [table.version] * 4
+            assert table.version > seen
+            seen = table.version
+
+
+def _count(name: str, rank: int) -> None:
+    claims = claims_of(name, rank)
+    for _ in range(300):
+        with claims.change() as table:
+            table.version += 1
+            table.places[rank] += 1
+
+
+def test_no_change_of_several_processes_is_lost(name: str) -> None:
+    claims_of(name).begin(Table([0] * 4))
+    children = [forked(partial(_count, name, rank)) for rank in range(3)]
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
+    table = claims_of(name).look()
+    assert (table.version, table.places) == (900, [300, 300, 300, 0])
