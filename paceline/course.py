@@ -129,11 +129,14 @@ class Course:
         """Take a step for nothing, so that the others need not wait for what a process does only once."""
         compute, parameters = self._job.compute, self._job.update.parameters
         before = {name: value.detach().clone() for name, value in parameters.items()}
-        (piece,) = self._job.feed.load(0, [range(1)])
         compute.buffers.begin()
-        compute.forward_pass(piece, 0).total.backward()
+        try:
+            (piece,) = self._job.feed.load(0, [range(1)])
+            compute.forward_pass(piece, 0).total.backward()
+            self._job.update.optimizer.step()
+        except Exception as error:  # noqa: BLE001 - what the script's functions use may not be there before start() returns
+            _log.info("the standby worker could not take a step for nothing: %s", error)
         compute.buffers.reset()
-        self._job.update.optimizer.step()
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(before[name])

@@ -65,7 +65,7 @@ class Stealing(AllReduce):
         self._leases.begin(step, self._shares(step), self._pace.seconds())
         asked = time.perf_counter()
         while (lease := self._leases.next()) is not None:
-            if lease.share != job.world.rank:
+            if lease.share != job.world.rank or lease.again:
                 seconds = time.perf_counter() - asked
                 job.events.mark("steal", step=step, seconds=seconds, **lease._asdict())
             self._compute(step, lease, computed)

@@ -1,0 +1,52 @@
+"""Workers are lost while microbatches move between them; the bits stay those of an undisturbed run."""
+
+from typing import Any
+
+import pytest
+from launchers import Run
+
+from paceline.testing import faults
+
+SCRIPT = """
+import time
+import crew
+from subjects import CASES
+
+given = CASES["batch norm, dropout, short batch"]()
+loss = given["loss"]
+
+def forward(model, microbatch):
+    if session.workers > 1:
+        time.sleep(0.02 if session.rank == 1 else 0.002)
+    features, target = microbatch
+    return loss(model(features), target)
+
+session = crew.begin(loss=None, forward=forward, strategy="stealing", microbatches=16)
+for batch in session.batches(steps=10):
+    crew.say(session, session.step(batch))
+crew.end(session)
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, victim: int) -> None:
+    """The step is repeated: what it held is free again."""
+    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=victim, step=5))
+    assert ran.code == 0, ran.story()
+    ran.check_steps(10)
+    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+    assert [one for one in ran.events() if one["event"] == "steal"], ran.story()
+
+
+def test_a_worker_that_hangs_with_a_lease_is_dropped(run: Run, undisturbed: Any) -> None:
+    stop = faults.stop(rank=2, step=5)
+    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", "--grace", 1, "--set", "hang_seconds=1", faults=stop)
+    assert ran.code == 0, ran.story()
+    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+    assert [one["rank_lost"] for one in ran.launcher("lost")] == [2]
+
+
+def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
+    ran = run(SCRIPT, "-n", 2, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
+    assert ran.code == 0, ran.story()
+    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
