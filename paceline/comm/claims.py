@@ -136,6 +136,12 @@ class Claims:
                 raise WorkerLost(f"Rank {self._world.rank}: another worker was lost, and the others have parted.")
             self._write(table)
 
+    @contextmanager
+    def hold(self) -> Iterator[Table]:
+        """Look at the table, which stays as it is meanwhile."""
+        with self._lock:
+            yield self._read(self._words[_CHANGES])
+
     def close(self) -> Table:
         """The last table: nobody changes it any more. For workers that part because one was lost."""
         self._hasty = True

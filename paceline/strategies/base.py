@@ -60,12 +60,14 @@ class Strategy(ABC):
         bitwise: whether ``exact`` gives the bits of the reference; see :meth:`exact_with`.
         sparse: whether it can train with sparse gradients.
         replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
+        alone: what one worker does that is left of several; none: the reference.
         remarks: what a user must know of it, in sentences; it may grow.
     """
 
     bitwise: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
     sparse: ClassVar[bool] = False
+    alone: ClassVar[type[Strategy] | None] = None
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -247,7 +247,7 @@ def _set_between_reduction_and_update() -> None:
 
 
 def _set_after_update() -> None:
-    after("paceline.strategies.update:Update.apply", lambda _, step: reach("after update", step))
+    after("paceline.strategies.update:Update.apply", lambda _, step, *__: reach("after update", step))
 
 
 def _set_inside_a_save() -> None:

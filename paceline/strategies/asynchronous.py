@@ -1,0 +1,317 @@
+"""What asynchronous strategies share: each step is computed by one worker, and nobody waits for the others.
+
+::
+
+    worker 0   claim 0 ▓▓▓ update   claim 3 ▓▓▓ update   claim 4 ▓▓▓ update ┐
+    worker 1   claim 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ update                         ┼ settle
+    worker 2   claim 2 ▓▓▓▓▓ update   claim 5 ▓▓▓▓▓ update                  ┘
+
+Every worker's loop comes to every step, and takes the lowest one that nobody computes yet; when there is none up to its
+own it goes on. So there are as many updates, and each sample is used as often, as in one process, and a slow worker
+computes fewer steps. To *settle* is to wait until all steps are done, and to take over the same state: before an
+evaluation, a checkpoint, and at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.comm.claims import FREE, Claims, Table
+from paceline.comm.memory import Memory
+from paceline.data.feed import Piece
+from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import ConfigError, DisagreementError
+from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.strategies.outcome import judge, located_here
+from paceline.strategies.single import Single
+from paceline.strategies.verdict import Part, mean_loss
+from paceline.strategies.whole import Whole
+
+BOOK = "asynchronous"
+
+
+class Alone(Single):
+    """One worker, after others: first it computes the steps that they had claimed and not done."""
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        book = self._job.books.get(BOOK, {})
+        outcome = self._catch_up(book)
+        if step < book.get("top", 0):  # done before, or just now
+            return outcome or Outcome(math.nan, torch.tensor(math.nan), self._job.update.learning_rate)
+        return self._note(step, super().step(step, pieces))
+
+    def settle(self, steps: int) -> None:
+        self._catch_up(self._job.books.get(BOOK, {}))
+
+    def _catch_up(self, book: dict[str, Any]) -> Outcome | None:
+        outcome = None
+        while book.get("open"):
+            missed = book["open"][0]
+            outcome = self._note(missed, super().step(missed, self._job.feed.load(missed, self.pieces(missed))))
+            del book["open"][0]
+        return outcome
+
+    def _note(self, step: int, outcome: Outcome) -> Outcome:
+        if outcome.applied:
+            self._job.events.mark("update", step=step, delay=0, learning_rate=outcome.learning_rate)
+        return outcome
+
+
+class Asynchronous(Strategy):
+    """Claims steps, and settles."""
+
+    alone: ClassVar[type[Strategy] | None] = Alone
+
+    bitwise: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._memory = shared_memory_of(job)
+        self._claims = Claims(job.world, self._memory)
+        self._flag = self._memory.reserve(1)
+        self._times = 0
+        self._together = True
+        self._mine: int | None = None
+        self._newest: Outcome | None = None
+        self._whole = Whole(job)
+        self._delays: Counter[int] = Counter()
+        self._rounds: Counter[int] = Counter()
+        self.remarks = remarks_of(job)
+        self._told = len(self.remarks)
+
+    def pieces(self, step: int) -> list[range]:
+        """None: which step this worker will compute is not known before."""
+        return []
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        self._job.world.check()
+        notice = self._set_out(step) if self._together else 0
+        self._newest = None
+        stops = self._arrive(step)
+        self._work(step)
+        table = self._claims.look()
+        notice = max(notice, table.notice if stops else 0)
+        outcome = self._newest or outcome_of(table, self._job)
+        if notice:
+            self.settle(step + 1)
+        return replace(outcome, notice=notice)
+
+    def settle(self, steps: int) -> None:
+        if self._together:
+            return
+        self._drain(steps)
+        self._leave_state(self._claims.look())
+        told = self._meet("settling after", steps, (dict(self._delays), dict(self._rounds)))
+        table = self._claims.look()
+        self._take_state(table, settled=True)
+        self._remember(table, told)
+        self._together = True
+
+    def close(self) -> None:
+        if not self._together:
+            table = self._claims.close()
+            while True:  # one update may have been on its way
+                self._take_state(table, settled=False)
+                before, table = table, self._claims.look()
+                if table.version == before.version:
+                    break
+            self._remember(table, [])
+            self._together = True
+        self._whole.take_gradients()
+
+    # What a strategy does in its own way.
+
+    @abstractmethod
+    def _publish(self, version: int) -> None:
+        """Rank 0: put the state where all see it; it is that after so many updates."""
+
+    @abstractmethod
+    def _take_up(self, version: int) -> None:
+        """The state is there; what this worker has is the same."""
+
+    @abstractmethod
+    def _pull(self, step: int) -> None:
+        """Get the weights for a step."""
+
+    @abstractmethod
+    def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
+        """Bring in the gradients of a step, which are in ``.grad``; then :meth:`_finish` it."""
+
+    def _leave_state(self, table: Table) -> None:
+        """Nobody computes any more: put what only this worker has where all see it."""
+
+    @abstractmethod
+    def _take_state(self, table: Table, settled: bool) -> None:
+        """Take over the newest state; after a loss, what there is of it."""
+
+    # Together: before the first step, and when all has been settled.
+
+    def _set_out(self, step: int) -> int:
+        """Start from the same state; returns what the workers tell each other of the world."""
+        notices = self._meet("at", step, self._job.world.notice())
+        book = self._job.books.get(BOOK, {})
+        version = int(book.get("version", 0))
+        self._times += 1
+        if self._job.world.rank == 0:
+            self._publish(version)
+            places, top = [step] * self._job.world.size, max(step, int(book.get("top", 0)))
+            self._claims.begin(Table(places, top, dict.fromkeys(book.get("open", []), FREE), version))
+            self._memory.announce(self._flag, self._times)
+        else:
+            self._memory.wait(self._flag, self._times, ranks=(0,))
+        self._take_up(version)
+        self._together = False
+        return max(map(int, notices))
+
+    def _meet(self, where: str, step: int, value: Any) -> list[Any]:
+        told = self._job.world.gather((where, step, value), "step")
+        if any(other[:2] != (where, step) for other in told):
+            places = ", ".join(f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told))
+            raise DisagreementError(
+                f"The workers are at different places: {places}. Every worker must take the same batches from "
+                f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
+            )
+        return [value for *_, value in told]
+
+    def _remember(self, table: Table, told: list[tuple[Mapping[int, int], Mapping[int, int]]]) -> None:
+        """Write down what the next workers, and a checkpoint, must know."""
+        book = self._job.books.get(BOOK, {})
+        counts = []
+        for place, name in enumerate(("delays", "rounds")):
+            count = Counter({int(late): int(number) for late, number in book.get(name, [])})
+            for one in told:
+                count.update(one[place])
+            counts.append(count)
+        self._delays.clear()
+        self._rounds.clear()
+        delays, rounds = (sorted(map(list, count.items())) for count in counts)
+        self._job.books[BOOK] = {
+            "top": table.top,
+            "open": sorted(table.open),
+            "version": table.version,
+            "delays": delays,
+            "rounds": rounds,
+        }
+        if told and delays:
+            self._tell_staleness(dict(counts[0]), dict(counts[1]))
+
+    def _tell_staleness(self, delays: dict[int, int], rounds: dict[int, int]) -> None:
+        if self._job.world.rank == 0:
+            self._job.events.mark("staleness", delays=delays, rounds=rounds)
+        updates = sum(delays.values())
+        mean = math.fsum(late * count for late, count in delays.items()) / updates
+        text = (
+            f"{updates} updates so far: {mean:.2g} others between weights and update on average, {max(delays)} at most"
+        )
+        if rounds:
+            text += f"; weights at most {max(rounds)} rounds behind"
+        self.remarks[self._told :] = [text]
+
+    # Apart.
+
+    def _arrive(self, step: int) -> bool:
+        """This worker's loop has come to a step; whether all stop at its end, to act on a notice."""
+        world = self._job.world
+        notice = world.notice()
+        with self._claims.change() as table:
+            table.places[world.rank] = step
+            if notice:
+                if table.stop < 0:
+                    table.stop = max(table.places) + 1
+                table.notice = max(table.notice, notice)
+            self._offer(table, step)
+        return 0 <= table.stop <= step
+
+    def _offer(self, table: Table, step: int) -> None:
+        table.offer(step)
+        self._mine = table.take(self._job.world.rank)
+
+    def _work(self, step: int) -> None:
+        """Compute what is free up to this step."""
+        while self._mine is not None:
+            self._compute(self._mine)
+
+    def _compute(self, step: int) -> None:
+        self._job.world.check()
+        pieces = self._job.feed.load(step, self._whole.pieces(step))
+        self._pull(step)
+        parts, changed = self._whole.gradients(step, pieces)
+        self._push(step, pieces, parts, changed)
+
+    def _drain(self, steps: int) -> None:
+        """Until all steps before this one are done."""
+        while True:
+            self._memory.until(self._is_free_or_done, lambda: self._claims.look().owners(steps))
+            with self._claims.change() as table:
+                self._mine = table.take(self._job.world.rank)
+            if self._mine is None and not table.open:
+                return
+            self._work(steps)
+
+    def _is_free_or_done(self) -> bool:
+        open_ = self._claims.look().open
+        return not open_ or FREE in open_.values()
+
+    def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:
+        return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
+
+    def _apply(self, step: int, parts: list[Part], changed: list[torch.Tensor], table: Table, factor: float) -> Outcome:
+        """Make the update here; the gradients were judged."""
+        job = self._job
+        job.compute.buffers.accept(changed)
+        seed_torch(seed_of(UPDATE, job.settings.seed, step))
+        norm, rate = job.update.apply(table.done, factor)
+        return Outcome(mean_loss(parts, job.settings.exact), norm, rate)
+
+    def _finish(self, table: Table, step: int, outcome: Outcome) -> None:
+        """The step is done; look for the next one that is free."""
+        self._close_step(table, step, outcome)
+        self._mine = table.take(self._job.world.rank)
+
+    def _close_step(self, table: Table, step: int, outcome: Outcome) -> None:
+        """The step is done, with this outcome."""
+        del table.open[step]
+        table.newest, table.applied = step, outcome.applied
+        table.loss, table.norm, table.rate = outcome.loss, float(outcome.norm), outcome.learning_rate
+        table.version += outcome.applied
+        self._newest = outcome
+
+
+def outcome_of(table: Table, job: Job) -> Outcome:
+    """The newest outcome that all know, for a worker that did not compute the step."""
+    if table.newest < 0:
+        return Outcome(math.nan, torch.tensor(math.nan), job.update.learning_rate)
+    return Outcome(table.loss, torch.tensor(table.norm), table.rate, applied=table.applied)
+
+
+def shared_memory_of(job: Job) -> Memory:
+    """The memory of workers on one machine.
+
+    Raises:
+        ConfigError: they are on several, or on GPUs.
+    """
+    if job.world.memory is None:
+        raise ConfigError(
+            f"strategy {job.settings.strategy!r} needs workers that share memory: all on one Linux machine, on its "
+            f"CPU. These {job.world.size} are not: use 'allreduce' or 'local-sgd'."
+        )
+    return job.world.memory
+
+
+def remarks_of(job: Job) -> list[str]:
+    """What an asynchronous strategy does not promise."""
+    remarks = [
+        f"strategy {job.settings.strategy} promises no exact bits: what comes out depends on who was faster; the loss "
+        f"of a report is that of the newest step that its worker knows of"
+    ]
+    if job.compute.buffers.live:
+        remarks.append("running statistics, as of batch norm, are those of the last update: updates of others are lost")
+    return remarks

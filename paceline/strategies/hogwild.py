@@ -1,0 +1,103 @@
+"""Lock-free updates of shared weights (Niu, Recht, Re and Wright 2011, HOGWILD!, NIPS 24).
+
+::
+
+    shared     w ─────────●────●──────●───●────●────▶      every worker reads and writes it at any time
+    worker 0   ▓▓▓▓▓▓▓▓▓▓▓▓●  ▓▓▓▓▓▓▓▓▓▓▓▓●
+    worker 1        ▓▓▓▓▓▓▓▓▓▓▓▓●  ▓▓▓▓▓▓▓▓▓▓▓▓●
+
+The weights of all workers are the same memory. Each computes its step with the weights as they are, and lets its own
+optimizer change them in place, without a lock: an element that two workers change at once may lose one of the changes.
+That is rare where gradients are sparse (``nn.Embedding(sparse=True)``): they touch the rows of their samples alone.
+
+The optimizer's state is each worker's own; when they settle, all take that of rank 0. Buffers are each worker's own
+while it computes; the last update's win.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import ClassVar
+
+import torch
+
+from paceline.comm.claims import Table
+from paceline.comm.server import Shard
+from paceline.data.feed import Piece
+from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.base import Job
+from paceline.strategies.verdict import Part
+
+
+class HogWild(Asynchronous):
+    """All workers update the same memory."""
+
+    sparse: ClassVar[bool] = True
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        update, model = job.update, job.compute.model
+        names = [name for name, _ in model.named_buffers()]
+        self._shard = Shard(self._memory, model, update.parameters, names, update.optimizer, update.schedule)
+        self._private: list[torch.Tensor] = []
+        self._scheduled = self._pulled = 0
+
+    def _publish(self, version: int) -> None:
+        self._shard.write(0)
+
+    def _take_up(self, version: int) -> None:
+        """From now on the model's parameters lie in shared memory; they stay the same objects."""
+        self._private = [parameter.data for parameter in self._shard.parameters]
+        for parameter, shared in zip(self._shard.parameters, self._shard.views(0), strict=True):
+            parameter.data = shared
+        self._scheduled = version
+
+    def _pull(self, step: int) -> None:
+        self._pulled = self._claims.look().version
+        self._shard.read_buffers(0)
+
+    def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
+        outcome = self._judge(step, pieces, parts)
+        if outcome is None:
+            table = self._claims.look()
+            self._schedule_to(table.version)
+            outcome = self._apply(step, parts, changed, table, 1.0)
+            self._scheduled += 1
+            self._shard.write_buffers(0)
+        with self._claims.change() as table:
+            delay = table.version - self._pulled
+            self._finish(table, step, outcome)
+        if outcome.applied:
+            self._delays[delay] += 1
+            self._job.events.mark(
+                "update",
+                step=step,
+                version=table.version,
+                pulled=self._pulled,
+                delay=delay,
+                learning_rate=outcome.learning_rate,
+            )
+
+    def _schedule_to(self, version: int) -> None:
+        """Let the schedule catch up with the updates of others."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses an update by this worker's own optimizer
+            while self._scheduled < version:
+                self._job.update.advance()
+                self._scheduled += 1
+
+    def _leave_state(self, table: Table) -> None:
+        self._schedule_to(table.version)
+        if self._job.world.rank == 0:
+            self._shard.write_states(0)
+
+    def _take_state(self, table: Table, settled: bool) -> None:
+        """The parameters go back into this worker's own memory: others may write into the shared one."""
+        self._schedule_to(table.version)
+        for parameter, private in zip(self._shard.parameters, self._private, strict=False):
+            private.copy_(parameter.data)
+            parameter.data = private
+        self._private = []
+        self._shard.read_buffers(0)
+        if settled:
+            self._shard.read_states(0)

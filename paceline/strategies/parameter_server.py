@@ -1,0 +1,89 @@
+"""Parameter servers (Li et al. 2014, OSDI 11): workers pull weights, compute, push gradients; servers make the updates.
+
+::
+
+    sync       worker 0  ▓▓▓▓ push ┐        ┌ pull ▓▓▓▓         one update from all shares of a batch
+               worker 1  ▓▓▓▓▓▓ push ┴ update ┴ pull ▓▓▓▓
+
+    async      worker 0  pull ▓▓▓ push┬update pull ▓▓▓ push┬update       each batch is one worker's, and one update
+               worker 1  pull ▓▓▓▓▓▓▓▓▓▓▓ push┬update pull ▓▓▓▓▓▓        at once (Dean et al. 2012)
+
+    bounded    as async, but who starts round r waits until all steps of the rounds up to r - s - 1 are applied
+               (stale synchronous parallel: Ho et al. 2013, NIPS 26); a round is a step of each worker
+
+The parameters are cut into ``server.count`` shards of whole tensors. With ``server.dedicated`` the first workers are
+the servers and compute nothing; else whoever brings a gradient does the work of the servers itself. The modes are files
+of their own: ``strategies.push`` (async and bounded), ``strategies.rounds`` (sync).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import nn
+
+from paceline.config import Settings
+from paceline.data.feed import Piece
+from paceline.errors import ConfigError
+from paceline.strategies.asynchronous import Alone
+from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.strategies.push import DedicatedServers, SharedServers
+
+
+class ParameterServer(Strategy):
+    """The strategy of the mode that is set."""
+
+    bitwise: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
+    alone: ClassVar[type[Strategy] | None] = Alone
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._mode = _of(job.settings)(job)
+        self.remarks = self._mode.remarks
+
+    @classmethod
+    def exact_with(cls, settings: Settings) -> bool:
+        return settings.server.mode == "sync"
+
+    @classmethod
+    def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
+        server = settings.server
+        trained = sum(parameter.requires_grad for parameter in model.parameters())
+        if server.count > trained:
+            raise ConfigError(
+                f"server.count = {server.count} servers cannot share {trained} parameter"
+                f"{'' if trained == 1 else 's'}: each holds whole ones. Use at most {trained}."
+            )
+        if workers > 1 and server.count >= workers + (not server.dedicated):
+            kind, most = ("dedicated servers", workers - 1) if server.dedicated else ("servers", workers)
+            raise ConfigError(
+                f"server.count = {server.count} {kind} need more than {workers} workers"
+                f"{', of whom some compute' if server.dedicated else ''}: use at most {most}, or more workers."
+            )
+        if server.mode == "sync" and (server.scale_lr or server.drop_after is not None):
+            name = "scale_lr" if server.scale_lr else "drop_after"
+            raise ConfigError(
+                f"server.{name} is for gradients that come late, and with server.mode = 'sync' none does: leave it "
+                f"out, or use mode 'async' or 'bounded'."
+            )
+
+    @property
+    def decided(self) -> bool:
+        return self._mode.decided
+
+    def pieces(self, step: int) -> list[range]:
+        return self._mode.pieces(step)
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        return self._mode.step(step, pieces)
+
+    def settle(self, steps: int) -> None:
+        self._mode.settle(steps)
+
+    def close(self) -> None:
+        self._mode.close()
+
+
+def _of(settings: Settings) -> type[Strategy]:
+    return DedicatedServers if settings.server.dedicated else SharedServers
