@@ -47,7 +47,13 @@ class Lease(NamedTuple):
 
 
 class Leasing(Protocol):
-    """How a worker gets leases in a step."""
+    """How a worker gets leases in a step.
+
+    Attributes:
+        asked: the time (``time.monotonic``) at which the search for the last lease began, without waiting for one.
+    """
+
+    asked: float
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         """Start a step; ``seconds``: what each worker has needed for a microbatch so far, 0 if not known."""
@@ -95,6 +101,7 @@ class Leases:
         self._lock = memory.lock(self._look)
         self._shares: Sequence[range] = ()
         self._mine: list[float] = []
+        self.asked = 0.0
         if self._rank == 0:  # the others come after the exchange
             self._step[0] = -1
         memory.exchange(b"")
@@ -118,7 +125,7 @@ class Leases:
         begin = time.monotonic()
         while True:
             with self._lock:
-                now = time.monotonic()
+                self.asked = now = time.monotonic()
                 lease, waits = self._choose(now)
                 if lease is not None or not waits:
                     self._held[self._rank] = lease.microbatch + 1 if lease else 0
@@ -226,6 +233,7 @@ class StoreLeases:
         self._pace: Sequence[float] = ()
         self._own = 0
         self._open: list[int] = []
+        self.asked = 0.0
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         if self._world.rank == 0 and self._step >= 0:  # all have come to the next step, so none asks for these again
@@ -238,6 +246,7 @@ class StoreLeases:
 
     def next(self) -> Lease | None:
         self._world.check()
+        self.asked = time.monotonic()
         own = self._shares[self._world.rank]
         if self._own < len(own):
             if self._store.add(self._key("taken", self._world.rank), 1) <= len(own):

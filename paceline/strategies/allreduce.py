@@ -15,6 +15,7 @@ make the same update.
 from __future__ import annotations
 
 from itertools import chain
+from time import perf_counter
 
 import torch
 from torch import nn
@@ -41,10 +42,14 @@ class AllReduce(Strategy):
     Args:
         job: what is trained.
         apart: never compute several microbatches in one pass.
+
+    Attributes:
+        seconds: how long each worker computed in the last step, as far as nobody had to wait for others.
     """
 
     def __init__(self, job: Job, apart: bool = False) -> None:
         super().__init__(job)
+        self.seconds: list[float] = [0.0] * job.world.size
         self._joining = Joining(job, apart)
         self._parameters = list(job.update.parameters.values())
         self._leaving = Leaving(job, job.update.parameters)
@@ -75,6 +80,7 @@ class AllReduce(Strategy):
         nodes = self._nodes(shares)
         statistics = Sums(exact)
         pairs: list[torch.Tensor] = []
+        begin = perf_counter()
         self._leaving.begin(nodes, exact)
         job.compute.buffers.begin()
         job.update.check_frozen()
@@ -84,15 +90,16 @@ class AllReduce(Strategy):
             pairs.append(computed.pair)
             statistics.push(piece.microbatches.start, [*computed.buffers])
             if piece is pieces[-1]:
-                losses = self._tell_losses(step, layout, pairs)
+                losses = self._tell_losses(step, layout, pairs, perf_counter() - begin)
                 self._leaving.last(piece.microbatches.start, losses)
             computed.total.backward()
             if piece is not pieces[-1]:
                 self._leaving.push(piece.microbatches.start)
         if not pieces:
-            losses = self._tell_losses(step, layout, pairs)
+            losses = self._tell_losses(step, layout, pairs, 0.0)
             self._leaving.nothing(losses)
         missing = self._leaving.finish()
+        self.seconds = losses.seconds
         parts = self._parts(layout, losses, missing)
         self._joining.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
         means = self._mean_statistics(step, nodes, [values for _, values in statistics.nodes()])
@@ -103,9 +110,9 @@ class AllReduce(Strategy):
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor]) -> Losses:
+    def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor], seconds: float) -> Losses:
         starts = [piece.start for piece in layout[self._job.world.rank]]
-        return Losses(self._losses, step, starts, pairs, self._job.world.device)
+        return Losses(self._losses, step, starts, pairs, self._job.world.device, seconds)
 
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
         """Put together what all workers know of their pieces."""
@@ -129,6 +136,10 @@ class AllReduce(Strategy):
             return [frozenset()] * sum(map(len, layout))
         return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
 
+    def _samples_of(self, step: int) -> int:
+        """How many samples make the update."""
+        return self._job.order.samples_of(step)
+
     def _mean_statistics(self, step: int, nodes: list[list[Node]], sums: list[Values]) -> list[torch.Tensor]:
         """The means over all samples of the batch of the buffers that the forward pass changes."""
         buffers = self._job.compute.buffers
@@ -140,7 +151,7 @@ class AllReduce(Strategy):
         examples = buffers.examples()
         if self._statistics is None:
             self._statistics = exchange_for(self._job.world, examples, self._job.events, "buffers", _STATISTICS_TAGS)
-        samples = self._job.order.samples_of(step)
+        samples = self._samples_of(step)
         self._statistics.begin(nodes, lambda: samples)
         for member in range(len(examples)):
             for slot, values in zip(self._statistics.slots(member), sums, strict=True):

@@ -63,13 +63,11 @@ class Stealing(AllReduce):
         job.compute.buffers.begin()
         job.update.check_frozen()
         self._leases.begin(step, self._shares(step), self._pace.seconds())
-        asked = time.perf_counter()
         while (lease := self._leases.next()) is not None:
             if lease.share != job.world.rank or lease.again:
-                seconds = time.perf_counter() - asked
+                seconds = time.monotonic() - self._leases.asked
                 job.events.mark("steal", step=step, seconds=seconds, **lease._asdict())
             self._compute(step, lease, computed)
-            asked = time.perf_counter()
         return self._conclude(step, computed)
 
     def _compute(self, step: int, lease: Lease, computed: Computed) -> None:
@@ -105,6 +103,7 @@ class Stealing(AllReduce):
         self._leaving.finish()
         parts = self._parts(layout, losses, [computed.missing[start] for start in starts])
         means = self._mean_statistics(step, nodes, computed.statistics.values())
+        self.seconds = losses.seconds
         if self._pace.observe(losses.seconds, [len(own) for own in held]):
             job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
         return conclude(job, step, pieces, parts, means, losses.notice)

@@ -1,0 +1,121 @@
+"""All-reduce as long as the workers are equally fast, stealing when they are not: measured, not guessed.
+
+::
+
+    steps  0 ... 12   all-reduce   one worker computes 1.8 times as long as the mean: try stealing
+    steps 13 ... 25   stealing     a step takes 0.6 times as long: stay
+    ...
+
+All-reduce overlaps the exchange with the backward pass and may compute a worker's whole share at once, which stealing
+cannot; stealing does not wait for the slowest worker. What pays is tried: a window of steps each, and the faster one
+stays. After a trial that did not pay the next one comes later. Both compute the same function, and with ``exact`` the
+same bits, so the change is not seen in the result.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from statistics import fmean
+
+from paceline.data.feed import Piece
+from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.strategies.stealing import Stealing
+
+_log = logging.getLogger("paceline")
+WINDOW = 12
+"""Steps that are measured before anything is decided; the first one is not counted."""
+_UNEVEN = 1.1
+"""The slowest worker of a step computes so many times as long as the mean: then stealing is tried."""
+_WORTH = 0.97
+"""Part of the seconds of all-reduce that a step with stealing may take at most."""
+
+
+class Auto(Strategy):
+    """Takes the synchronous strategy that is faster for these workers."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        self._steals = job.order.microbatches >= 2 * job.world.size
+        self._inner: AllReduce = AllReduce(job)
+        self._patience = 1
+        self._windows = 0
+        self._usual = 0.0
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._seconds: list[float] = []
+        self._uneven: list[tuple[float, float]] = []
+
+    @property
+    def decided(self) -> bool:
+        return self._inner.decided
+
+    def pieces(self, step: int) -> list[range]:
+        return self._inner.pieces(step)
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        wanted = self._inner.pieces(step)
+        if [piece.microbatches for piece in pieces] != wanted:  # loaded ahead, before the change
+            pieces = self._job.feed.load(step, wanted)
+        begin = time.perf_counter()
+        outcome = self._inner.step(step, pieces)
+        self._seconds.append(time.perf_counter() - begin)
+        self._uneven.append((max(self._inner.seconds), fmean(self._inner.seconds)))
+        if len(self._seconds) > WINDOW:
+            self._decide(step)
+            self._begin_window()
+        return outcome
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def _decide(self, step: int) -> None:
+        """At the end of a window; all workers come to the same decision."""
+        if isinstance(self._inner, Stealing):
+            self._judge(step)
+            return
+        self._windows += 1
+        slowest, mean = (sum(column) for column in zip(*self._uneven[1:], strict=True))
+        if self._windows < self._patience or slowest < _UNEVEN * mean:
+            return
+        told = f"the slowest worker computes {slowest / mean:.2f} times as long as the mean"
+        if not self._steals:
+            if not self.remarks:
+                least = 4 * self._job.world.size
+                self._say(
+                    step, "allreduce", f"{told}; with {least} microbatches or more others could take over from it"
+                )
+            return
+        self._usual = self._measured()
+        self._change(step, Stealing, "stealing", f"{told}: trying stealing")
+
+    def _judge(self, step: int) -> None:
+        if not self._usual:
+            return
+        ratio = self._measured() / self._usual
+        self._usual = 0.0
+        told = f"a step with stealing takes {ratio:.2f} times as long as with all-reduce"
+        if ratio <= _WORTH:
+            self._say(step, "stealing", f"{told}: it stays")
+            return
+        self._patience, self._windows = 4 * self._patience, 0
+        self._change(step, AllReduce, "allreduce", f"{told}: back to all-reduce")
+
+    def _measured(self) -> float:
+        """The mean seconds of a step in this window, as rank 0 has measured them."""
+        measured: float = self._job.world.gather(fmean(self._seconds[1:]), "step")[0]
+        return measured
+
+    def _change(self, step: int, kind: type[AllReduce], name: str, told: str) -> None:
+        self._inner.close()
+        self._inner = kind(self._job)
+        self._say(step, name, told)
+
+    def _say(self, step: int, name: str, told: str) -> None:
+        text = f"from step {step + 1}: {told}"
+        self.remarks.append(text)
+        self._job.events.mark("strategy", step=step + 1, strategy=name, text=text)
+        if self._job.world.rank == 0:
+            _log.info(text)
