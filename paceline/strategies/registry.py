@@ -6,12 +6,20 @@ import difflib
 
 from paceline.errors import ConfigError
 from paceline.strategies.allreduce import AllReduce
+from paceline.strategies.backup import Backup
+from paceline.strategies.auto import Auto
 from paceline.strategies.base import Strategy
+from paceline.strategies.hogwild import HogWild
+from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
 from paceline.strategies.stealing import Stealing
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,
+    "auto": Auto,
+    "backup": Backup,
+    "hogwild": HogWild,
+    "parameter-server": ParameterServer,
     "single": Single,
     "stealing": Stealing,
 }
@@ -32,4 +40,4 @@ def strategy_named(name: str) -> type[Strategy]:
 
 def strategy_for(name: str, workers: int) -> type[Strategy]:
     """The strategy at work; for one worker, who has nobody to train with, the reference does the same."""
-    return Single if workers == 1 else strategy_named(name)
+    return strategy_named(name) if workers > 1 else strategy_named(name).alone or Single

@@ -13,13 +13,17 @@ from paceline.schedule.tree import Node, total
 @dataclass(frozen=True)
 class Part:
     """The outcome of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
-    and the places of the parameters to which they gave no gradient."""
+    and the places of the parameters to which they gave no gradient.
+
+    ``origin``: the step to whose batch the microbatches belong, if it is another one than that which uses them.
+    """
 
     microbatches: range
     rank: int
     loss: float
     count: float
     missing: frozenset[int] = frozenset()
+    origin: int | None = None
 
 
 def mean_loss(parts: Sequence[Part], exact: bool) -> float:
@@ -44,7 +48,7 @@ def not_finite(parts: Sequence[Part]) -> Part | None:
 def refusal(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
     """The error for a piece whose loss is not finite, and the microbatches of it to which that goes back."""
     return NonFiniteLoss(
-        f"The loss is {part.loss} at step {step}, {_named(microbatches)}, computed by rank {part.rank}. "
+        f"The loss is {part.loss} at step {step}, {_named(microbatches, part.origin)}, computed by rank {part.rank}. "
         f"No update was made. Look at the data of this step and at the learning rate; "
         f"nonfinite='skip' leaves such steps out."
     )
@@ -64,7 +68,7 @@ def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
     somewhere = frozenset[int]().union(*(part.missing for part in parts)) - unused(parts)
     for place in sorted(somewhere):
         without = [part for part in parts if place in part.missing]
-        where = "; ".join(f"{_named(part.microbatches)} on rank {part.rank}" for part in without)
+        where = "; ".join(f"{_named(part.microbatches, part.origin)} on rank {part.rank}" for part in without)
         raise InputError(
             f"The parameter {names[place]!r} got no gradient from {where}, but did from the rest of the batch. "
             f"If the forward pass is meant to use it only sometimes, set missing_gradient='zero'; otherwise look for "
@@ -72,7 +76,8 @@ def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
         )
 
 
-def _named(microbatches: range) -> str:
+def _named(microbatches: range, origin: int | None) -> str:
+    of = "" if origin is None else f" of the batch of step {origin}"
     if len(microbatches) == 1:
-        return f"microbatch {microbatches.start}"
-    return f"microbatches {microbatches.start} to {microbatches.stop - 1}"
+        return f"microbatch {microbatches.start}{of}"
+    return f"microbatches {microbatches.start} to {microbatches.stop - 1}{of}"

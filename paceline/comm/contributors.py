@@ -1,0 +1,272 @@
+"""Who contributes to a step that does not wait for everybody: one set of workers, agreed before anything is added up.
+
+::
+
+    worker 0   compute ─ finish: counts ─┐
+    worker 1   compute ──────────────────│── abandon ─┐          2 of 3 are needed
+    worker 2   compute ── finish: counts ┴────────────┴─ exchange: the sums of 0 and 2
+
+Each worker computes a group of microbatches and says when it is done. The first ones count, until there are enough; all
+workers then know the same set, and meet in the exchange. The same group may be computed by several workers: the first
+one counts.
+
+On one machine the set is a table in shared memory (:class:`SharedContributors`), on several machines it is a counter
+and a few keys in the store of ``torch.distributed`` (:class:`StoreContributors`).
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+from paceline.comm.memory import Memory
+from paceline.comm.world import World
+from paceline.errors import WorkerSilent
+
+_T = TypeVar("_T")
+_NAP_SECONDS = 1e-3
+
+
+class Contributors(Protocol):
+    """How the workers of a step find out whose results count."""
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        """Start a step of so many groups, of which so many different ones are needed."""
+        ...
+
+    def start(self, group: int) -> None:
+        """This worker computes a group now."""
+        ...
+
+    def finish(self, group: int) -> bool:
+        """This worker has computed a group; whether its result counts."""
+        ...
+
+    def is_late(self, group: int) -> bool:
+        """Whether the result of a group would not count any more."""
+        ...
+
+    def wait(self, until: float | None = None) -> bool:
+        """Wait until there are enough, or until a time of ``time.monotonic``; whether there are.
+
+        Raises:
+            WorkerLost: a worker was lost, or those that are waited for stayed silent for the timeout.
+        """
+        ...
+
+    def open_group(self) -> int | None:
+        """A group whose result is still needed, with as few workers at it as possible; none if there are enough."""
+        ...
+
+    def agreed(self) -> dict[int, int]:
+        """The rank whose result counts for each group; once there are enough."""
+        ...
+
+
+def contributors_for(world: World) -> Contributors:
+    """The fastest way for these workers to agree."""
+    if world.memory is not None:
+        return SharedContributors(world, world.memory)
+    return StoreContributors(world) if world.size > 1 else OnlyContributor()
+
+
+class OnlyContributor:
+    """One worker alone."""
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        self._needed = needed
+        self._done: set[int] = set()
+
+    def start(self, group: int) -> None:
+        pass
+
+    def finish(self, group: int) -> bool:
+        self._done.add(group)
+        return True
+
+    def is_late(self, group: int) -> bool:
+        return False
+
+    def wait(self, until: float | None = None) -> bool:
+        return len(self._done) >= self._needed
+
+    def open_group(self) -> int | None:
+        return next((group for group in range(self._needed) if group not in self._done), None)
+
+    def agreed(self) -> dict[int, int]:
+        return dict.fromkeys(sorted(self._done), 0)
+
+
+class SharedContributors:
+    """The set in shared memory: 10 us for each worker and step."""
+
+    def __init__(self, world: World, memory: Memory) -> None:
+        size = world.size
+        self._world = world
+        self._memory = memory
+        table = memoryview(memory.share(8 * (2 + 2 * size))[0]).cast("q")
+        self._step = table[:1]
+        self._count = table[1:2]
+        self._owners = table[2 : 2 + size]  # 1 + the rank whose result counts for a group
+        self._at = table[2 + size : 2 + 2 * size]  # 1 + the group that a worker computes
+        self._lock = memory.lock(self._look)
+        self._fresh = True
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        if self._fresh:  # what is in the table is not known
+            if self._world.rank == 0:
+                self._step[0] = -1
+            self._memory.exchange(b"")
+            self._fresh = False
+        self._groups, self._needed = groups, needed
+        with self._lock:
+            if self._step[0] != step:  # the first one here
+                self._step[0], self._count[0] = step, 0
+                for place in range(self._world.size):
+                    self._owners[place] = self._at[place] = 0
+
+    def start(self, group: int) -> None:
+        self._at[self._world.rank] = group + 1
+
+    def finish(self, group: int) -> bool:
+        with self._lock:
+            self._at[self._world.rank] = 0
+            counts = not self.is_late(group)
+            if counts:
+                self._owners[group] = self._world.rank + 1
+                self._count[0] += 1
+        return counts
+
+    def is_late(self, group: int) -> bool:
+        return self._enough() or self._owners[group] != 0
+
+    def wait(self, until: float | None = None) -> bool:
+        self._memory.until(lambda: self._enough() or (until is not None and time.monotonic() > until), self._awaited)
+        return self._enough()
+
+    def open_group(self) -> int | None:
+        with self._lock:
+            if self._enough():
+                return None
+            busy = list(self._at)
+            return min(
+                (group for group in range(self._groups) if not self._owners[group]),
+                key=lambda group: busy.count(group + 1),
+                default=None,
+            )
+
+    def agreed(self) -> dict[int, int]:
+        return {group: self._owners[group] - 1 for group in range(self._groups) if self._owners[group]}
+
+    def _enough(self) -> bool:
+        return self._count[0] >= self._needed
+
+    def _awaited(self) -> list[int]:
+        """Whoever has not given a result: some of them are needed."""
+        owners = list(self._owners)
+        return [rank for rank in range(self._world.size) if rank != self._world.rank and rank + 1 not in owners]
+
+    def _look(self, waited: float) -> None:
+        self._world.check()
+        self._memory.look(self._awaited(), waited)
+
+
+class StoreContributors:
+    """The set in the store: a round trip for each question."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = dist.distributed_c10d._get_default_store()
+        self._token = ""
+        self._steps: tuple[int, int] | None = None
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        if not self._token:  # another session may have had the same steps
+            self._token = self._world.gather(os.urandom(8).hex(), "step")[0]
+        self._groups, self._needed = groups, needed
+        self._asked, self._known = 0, -1
+        if self._world.rank == 0 and self._steps is not None:  # all have come here, so none asks for these again
+            before, count = self._steps
+            self._ask(lambda: self._forget(before, count))
+        self._step, self._steps = step, (step, groups)
+
+    def _forget(self, step: int, groups: int) -> None:
+        for place in range(groups):
+            self._store.delete_key(self._key(f"group/{place}", step))
+            self._store.delete_key(self._key(f"place/{place + 1}", step))
+        self._store.delete_key(self._key("count", step))
+
+    def start(self, group: int) -> None:
+        pass
+
+    def finish(self, group: int) -> bool:
+        return self._ask(lambda: self._finish(group))
+
+    def _finish(self, group: int) -> bool:
+        if self._store.add(self._key(f"group/{group}"), 1) > 1:
+            return False
+        place = self._store.add(self._key("count"), 1)
+        if place > self._needed:
+            return False
+        self._store.set(self._key(f"place/{place}"), f"{group} {self._world.rank}")
+        return True
+
+    def is_late(self, group: int) -> bool:
+        return self._enough() or self._ask(lambda: self._is_done(group))
+
+    def _is_done(self, group: int) -> bool:
+        return self._store.add(self._key(f"group/{group}"), 0) > 0
+
+    def wait(self, until: float | None = None) -> bool:
+        begin = time.monotonic()
+        self._world.waits_for([rank for rank in range(self._world.size) if rank != self._world.rank])
+        while not self._enough() and (until is None or time.monotonic() < until):
+            self._world.check()
+            if time.monotonic() - begin > self._world.timeout:
+                raise WorkerSilent(
+                    f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for {self._needed} groups of step "
+                    f"{self._step}, and got {max(self._known, 0)} (timeout_seconds). Look at the output of the other "
+                    f"workers: they are stopped, or busy with something else."
+                )
+            time.sleep(_NAP_SECONDS)
+        self._world.waits_for(())
+        return self._enough()
+
+    def open_group(self) -> int | None:
+        """The copies of all workers begin at different groups."""
+        own = self._world.rank
+        for place in range(self._groups):
+            group = (own + place) % self._groups
+            if not self.is_late(group):
+                return group
+        return None
+
+    def agreed(self) -> dict[int, int]:
+        keys = [self._key(f"place/{place + 1}") for place in range(self._needed)]
+        told = self._ask(lambda: self._store.multi_get(keys))
+        pairs = [tuple(map(int, one.split())) for one in told]
+        return dict(sorted((group, rank) for group, rank in pairs))
+
+    def _enough(self) -> bool:
+        """Whether there are, and all of them have said who they are."""
+        if self._known < self._needed:
+            self._known = self._ask(lambda: int(self._store.add(self._key("count"), 0)))
+        if self._known < self._needed:
+            return False
+        keys = [self._key(f"place/{place + 1}") for place in range(self._needed)]
+        return self._ask(lambda: bool(self._store.check(keys)))
+
+    def _key(self, what: str, step: int | None = None) -> str:
+        return f"paceline/contributors/{self._token}/{self._step if step is None else step}/{what}"
+
+    def _ask(self, question: Callable[[], _T]) -> _T:
+        """Ask the store, whose worker may be gone."""
+        self._world.check()
+        try:
+            return question()
+        except RuntimeError as error:
+            raise self._world._lost([], "while they agreed who contributes to a step", error) from error
