@@ -1,0 +1,207 @@
+"""Hogwild: plain SGD where one process computes all, and each step exactly once where several do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counted import STEPS, expected
+
+Told = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., Any]
+
+SUBJECT = """
+import os
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+import paceline
+from paceline.checkpoint.state import fingerprint, tensors_of
+from paceline.data.order import Order
+from subjects import tell
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.EmbeddingBag(200, 8, mode="sum", sparse=True)
+        self.output = nn.Linear(8, 3)
+
+    def forward(self, words):
+        return self.output(self.rows(words))
+
+def model():
+    torch.manual_seed(0)
+    return Bag()
+
+random = torch.Generator().manual_seed(1)
+words = torch.randint(200, (128, 5), generator=random)
+data = TensorDataset(words, words.sum(1) % 3)
+kind = getattr(torch.optim, os.environ["OPTIMIZER"])
+optimizer = partial(kind, lr=0.5)
+"""
+
+HERE = (
+    SUBJECT
+    + """
+import time
+from paceline.strategies.asynchronous import Asynchronous
+arrive = Asynchronous._arrive
+def arrive_late(strategy, step):
+    """When the other worker has taken the step."""
+    while strategy._claims.look().top <= step:
+        time.sleep(0.001)
+    return arrive(strategy, step)
+if os.environ.get("RANK", "0") != "0":
+    Asynchronous._arrive = arrive_late
+bag = model()
+held = list(bag.parameters())
+session = paceline.start(
+    model=bag, optimizer=optimizer, loss=functional.cross_entropy, data=data, batch=32,
+    microbatches=int(os.environ["PARTS"]),
+    strategy="hogwild", timeout_seconds=30,
+)
+for batch in session.batches(epochs=3):
+    session.step(batch)
+assert [id(value) for value in held] == [id(value) for value in bag.parameters()]
+tell(fingerprint=session.fingerprint(), workers=session.workers)
+"""
+)
+
+PLAIN = (
+    SUBJECT
+    + """
+bag = model()
+steps = optimizer(bag.parameters())
+order = Order(128, 32, 1, seed=0)
+for step in range(12):
+    (samples,) = order.microbatches_of(step)
+    features, target = data[samples]
+    steps.zero_grad()
+    functional.cross_entropy(bag(features), target).backward()
+    steps.step()
+tell(fingerprint=fingerprint(tensors_of(bag, steps)))
+"""
+)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_where_one_process_computes_all_it_is_the_plain_optimizer(told: Told, tmp_path: Path, optimizer: str) -> None:
+    (plain,) = told(PLAIN, 1, tmp_path / "plain", environment={"OPTIMIZER": optimizer})
+    (alone,) = told(HERE, 1, tmp_path / "alone", environment={"OPTIMIZER": optimizer, "PARTS": "1"})
+    assert alone["fingerprint"] == plain["fingerprint"]
+    (parts,) = told(HERE, 1, tmp_path / "parts", environment={"OPTIMIZER": optimizer, "PARTS": "2"})
+    for one in told(HERE, 2, tmp_path / "two", environment={"OPTIMIZER": optimizer, "PARTS": "2"}):
+        assert one == parts | {"workers": 2}
+
+
+COUNTED = """
+import counted, os
+from subjects import tell
+session = counted.start(strategy="hogwild", data=counted.rows(), model=counted.table(), forward=counted.picked)
+values = []
+for batch in session.batches(epochs=2):
+    session.step(batch)
+    if session.position == 5:
+        values.append(session.evaluate(counted.rows()))
+shared = any(value.untyped_storage().filename for value in session._job.compute.model.parameters())
+tell(fingerprint=session.fingerprint(), values=values, weights=session._job.compute.model.weight[:, 0].tolist())
+"""
+
+
+def updates_in(folder: Path, event: str = "update") -> list[dict[str, Any]]:
+    lines = [
+        line for path in sorted((folder / "events").glob("rank-*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    return [one for one in map(json.loads, lines) if one["event"] == event]
+
+
+@pytest.mark.parametrize("slow", ["0", "0.004,0"])
+def test_each_row_is_updated_as_often_as_its_sample_is_used(told: Told, tmp_path: Path, slow: str) -> None:
+    """No two samples have a row in common, so nothing is lost although nothing is locked."""
+    everyone = told(COUNTED, 3, tmp_path, environment={"SLOW": slow, "PACELINE_RUN": str(tmp_path)})
+    assert len({json.dumps(one) for one in everyone}) == 1
+    assert set(everyone[0]["weights"]) == {-2 * 2.0**-10}
+    updates = updates_in(tmp_path)
+    assert sorted(one["step"] for one in updates) == list(range(2 * STEPS))
+    assert sorted(one["version"] for one in updates) == list(range(1, 2 * STEPS + 1))
+    assert len({one["rank"] for one in updates}) > 1
+
+
+SCHEDULED = """
+import counted
+from subjects import tell
+from torch.optim.lr_scheduler import LambdaLR
+session = counted.start(strategy="hogwild", schedule=lambda one: LambdaLR(one, lambda update: 1 / (1 + update)))
+for batch in session.batches(epochs=2):
+    report = session.step(batch)
+rate = session._job.update.learning_rate
+tell(rate=rate, fingerprint=session.fingerprint())
+"""
+
+
+def test_the_schedule_counts_the_updates_of_all(told: Told, tmp_path: Path) -> None:
+    everyone = told(SCHEDULED, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+    assert [one["rate"] for one in everyone] == [2.0**-6 / (1 + 2 * STEPS)] * 2
+    for one in updates_in(tmp_path):
+        assert one["learning_rate"] <= 2.0**-6 / (1 + one["pulled"])
+        assert one["learning_rate"] >= 2.0**-6 / (1 + one["version"])
+
+
+SKIPPED = """
+import counted, torch
+from subjects import tell
+from torch.utils.data import TensorDataset
+values = counted.inputs()
+values[17] = float("nan")
+session = counted.start(strategy="hogwild", data=TensorDataset(values), nonfinite="skip")
+for batch in session.batches(epochs=1):
+    session.step(batch)
+tell(finite=all(weight == weight for weight in counted.weights(session)), position=session.position)
+"""
+
+
+def test_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path) -> None:
+    everyone = told(SKIPPED, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+    assert everyone == [{"finite": True, "position": STEPS}] * 2
+    assert len(updates_in(tmp_path)) == STEPS - 1
+    assert len(updates_in(tmp_path, "skipped")) == 1
+
+
+def test_workers_on_several_machines_are_refused(ranks: Run, tmp_path: Path) -> None:
+    script = "import counted\ncounted.start(strategy='hogwild')"
+    for one in ranks(script, 2, tmp_path, one_machine=False):
+        assert one.code == 2
+        assert "'hogwild' needs workers that share memory" in one.err
+
+
+RESUMED = """
+import counted, os
+from subjects import tell
+session = counted.start(
+    strategy="hogwild", checkpoint={"directory": os.environ["SAVED"], "every": 3}, resume="auto",
+    optimizer=counted.momentum,
+)
+start = session.position
+stop = int(os.environ["STOP"])
+for batch in session.batches(steps=16):
+    session.step(batch)
+    if session.position == stop:
+        break
+tell(start=start, position=session.position, weights=counted.weights(session))
+"""
+
+
+def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path) -> None:
+    saved = {"SAVED": str(tmp_path / "saved")}
+    told(RESUMED, 2, tmp_path / "first", environment=saved | {"STOP": "8"})
+    again = told(RESUMED, 3, tmp_path / "second", environment=saved | {"STOP": "0"})
+    assert [one["start"] for one in again] == [6] * 3
+    assert len({json.dumps(one) for one in again}) == 1
+
+
+def test_the_weights_count_the_samples() -> None:
+    """What other tests rely on."""
+    assert expected(1.0) != expected(1.0 + 1 / 128)
