@@ -1,0 +1,114 @@
+"""What stealing costs when nobody is slow: it and all-reduce take turns in the same processes, one step each.
+
+Twice: with computing asleep, as everywhere here, and with a real perceptron on as many workers as the machine has
+cores. The ratio is taken of the two steps of a turn; printed is the median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+from patterns import Pattern
+from runs import HERE
+
+from paceline.testing.ranks import run
+
+ASLEEP = {"turns": 30, "microbatches": 16, "samples": 2, "width": 32, "inputs": 16, "seconds": 0.02}
+AWAKE = {"turns": 150, "microbatches": 16, "samples": 64, "width": 512, "inputs": 256, "seconds": 0.0}
+WARM = 8
+"""Turns until the shares have had their chance to follow the speeds."""
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """The ratios of stealing to all-reduce."""
+    print("\nstealing over all-reduce when nobody is slow, median of the ratios of turns (quartiles)")
+    cores = len(os.sched_getaffinity(0))
+    results = {}
+    for name, case, workers in (("asleep", ASLEEP, options.workers), ("computing", AWAKE, cores)):
+        home = folder / f"overhead-{name}"
+        ended = run(Path(__file__), workers, home, environment={"STRAGGLERS_CASE": json.dumps(case)}, deadline=600)
+        assert ended[0].code == 0, ended[0].err
+        pairs = json.loads(ended[0].out.splitlines()[-1])
+        ratios = [steal / plain for plain, steal in pairs]
+        low, middle, high = quantiles(ratios, n=4)
+        plain = median(pair[0] for pair in pairs)
+        results[name] = {"workers": workers, "ratio": middle, "quartiles": [low, high], "allreduce_seconds": plain}
+        print(
+            f"{name:10} {workers} workers, {1e3 * plain:.1f} ms a step: {middle:.4f} ({low:.4f} to {high:.4f}), "
+            f"{len(ratios)} turns",
+            flush=True,
+        )
+    return results
+
+
+def work(case: dict[str, Any]) -> None:
+    """What each worker does."""
+    import time
+    from functools import partial
+
+    import torch
+    import torch.distributed as dist
+    from worker import Emulation, at_end_of_backward, sharpen_sleep, sleep_until
+
+    import paceline
+
+    sharpen_sleep()
+    torch.manual_seed(0)
+    workers = int(os.environ["WORLD_SIZE"])
+    batch = case["samples"] * case["microbatches"] * workers
+    inputs = torch.randn(8 * batch, case["inputs"])
+    data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
+    emulation = Emulation(Pattern("none", workers), case["seconds"], None)
+
+    def forward(model: torch.nn.Module, microbatch: Any) -> Any:
+        begin, seconds = time.monotonic(), emulation.seconds()
+        loss = torch.nn.functional.cross_entropy(model(microbatch[0]), microbatch[1])
+        if seconds:
+            loss.register_hook(lambda _: at_end_of_backward(lambda: sleep_until(begin + seconds)))
+            sleep_until(begin + seconds / 3)
+        return loss
+
+    def session_of(strategy: str) -> paceline.Session:
+        width = case["width"]
+        return paceline.start(
+            model=torch.nn.Sequential(
+                torch.nn.Linear(case["inputs"], width),
+                torch.nn.Tanh(),
+                torch.nn.Linear(width, width),
+                torch.nn.Tanh(),
+                torch.nn.Linear(width, 4),
+            ),
+            optimizer=partial(torch.optim.SGD, lr=0.01),
+            forward=forward,
+            data=data,
+            batch=batch,
+            microbatches=case["microbatches"] * workers,
+            threads=1,
+            strategy=strategy,
+        )
+
+    sessions = [session_of("allreduce"), session_of("stealing")]
+    loops = [session.batches(epochs=10_000) for session in sessions]
+    pairs = []
+    for turn in range(case["turns"] + WARM):
+        seconds = [0.0, 0.0]
+        for place in (0, 1) if turn % 2 else (1, 0):
+            dist.barrier()
+            begin = time.perf_counter()
+            sessions[place].step(next(loops[place]))
+            seconds[place] = time.perf_counter() - begin
+        pairs.append(seconds)
+    if sessions[0].rank == 0:
+        print(json.dumps(pairs[WARM:]), flush=True)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    work(json.loads(os.environ["STRAGGLERS_CASE"]))

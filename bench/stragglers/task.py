@@ -1,0 +1,168 @@
+"""Time to a loss: a perceptron and a small convolution net on pictures of digits, five patterns, several seeds.
+
+All rules train with the learning rate that is best for plain synchronous training in the grid of RATES. Rules whose
+updates use older weights are also tuned: over the same learning rates, and staleness for the bounded server. Each
+combination is tried with the first seed and no slow worker; the one that reaches the target first then runs through all
+patterns and seeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rules import Rule
+from runs import Record, RunFailed, run
+from steps import pattern_of
+
+MICROBATCHES = 8
+"""Of each worker in a step."""
+SAMPLES = 2
+"""Of a microbatch."""
+SMOOTH = 3
+"""So many measurements in a row decide; the same as in the workers' script."""
+BASE_SECONDS = 0.006
+RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+STALENESS = (1, 3)
+_LONGEST = 4
+"""A run is given up after so many times the steps that synchronous training needs at most."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is trained.
+
+    Attributes:
+        rate: the best learning rate of RATES for synchronous training.
+        target: the held-out loss to reach.
+        steps: after which synchronous training has reached it in every case.
+    """
+
+    rate: float
+    target: float
+    steps: int
+
+
+MODELS = {"mlp": Model(0.8, 0.5, 40), "conv": Model(0.4, 0.5, 80)}
+
+
+def measure(folder: Path, rules: Sequence[Rule], options: argparse.Namespace) -> dict[str, Any]:
+    """Race all rules; print the table of seconds and of ratios to stealing."""
+    results: dict[str, Any] = {}
+    for model in options.models:
+        print(f"\n{model}: seconds to a held-out loss of {MODELS[model].target}, median of {options.seeds} seeds")
+        print(
+            f"{'rule':22} {'rate':>5} {'pattern':10} {'seconds':>8} {'samples':>8} {'over stealing':>14} {'machine':>8}"
+        )
+        found: dict[str, Any] = {}
+        for rule in rules:
+            entries = [(rule.name, rule, MODELS[model].rate)]
+            if not rule.steps:
+                entries.append(tuned(folder, model, rule, options))
+            for name, one, rate in entries:
+                found[name] = {"rate": rate, **race_all(folder, model, name, one, rate, options)}
+        for name, entry in found.items():
+            show(name, entry, found.get("stealing"))
+        results[model] = {"target": MODELS[model].target, "rules": found}
+    return results
+
+
+def tuned(folder: Path, model: str, rule: Rule, options: argparse.Namespace) -> tuple[str, Rule, float]:
+    """The best of the grid for a rule."""
+    variants = [rule]
+    if rule.settings.get("server", {}).get("mode") == "bounded":
+        variants = [
+            Rule(f"{rule.name} s={bound}", {**rule.settings, "server": {"mode": "bounded", "staleness": bound}}, False)
+            for bound in STALENESS
+        ]
+    grid = [(variant, rate) for variant in variants for rate in RATES]
+    sessions = [session(model, variant, "none", options.seed, rate, options) for variant, rate in grid]
+    records = race(folder, f"{model}-{rule.name}-grid", sessions, options)
+    seconds = [curve(record, MODELS[model].target)["seconds"] or float("inf") for record in records]
+    best, rate = grid[min(range(len(grid)), key=lambda place: (seconds[place], place))]
+    return f"{best.name}, tuned", best, rate
+
+
+def race_all(folder: Path, model: str, name: str, rule: Rule, rate: float, options: argparse.Namespace) -> Any:
+    """All patterns and seeds with one rule."""
+    cases = [(pattern, seed) for pattern in options.patterns for seed in range(options.seeds)]
+    sessions = [session(model, rule, pattern, options.seed + seed, rate, options) for pattern, seed in cases]
+    label = name.replace(" ", "-").replace(",", "").replace("=", "-")
+    try:
+        records = race(folder, f"{model}-{label}", sessions, options)
+    except RunFailed as failed:
+        print(f"{name}: {failed}", flush=True)
+        return {"patterns": {}}
+    found: dict[str, Any] = {pattern: {"curves": []} for pattern in options.patterns}
+    for (pattern, _), record in zip(cases, records, strict=True):
+        found[pattern]["curves"].append(curve(record, MODELS[model].target))
+    for entry in found.values():
+        entry["seconds"] = middle([one["seconds"] for one in entry["curves"]])
+        entry["samples"] = middle([one["samples"] for one in entry["curves"]])
+        entry["machine_cores"] = median(one["machine_cores"] for one in entry["curves"])
+    print(f"   {name} done", flush=True)
+    return {"patterns": found}
+
+
+def race(folder: Path, name: str, sessions: list[dict[str, Any]], options: argparse.Namespace) -> list[Record]:
+    return run(folder, name, sessions, options.workers, script="task_worker.py", deadline=3600)
+
+
+def session(
+    model: str, rule: Rule, pattern: str, seed: int, rate: float, options: argparse.Namespace
+) -> dict[str, Any]:
+    """One race of a plan for the workers."""
+    microbatches = MICROBATCHES * options.workers
+    return {
+        "pattern": {**asdict(pattern_of(pattern, options)), "seed": seed, "period": MODELS[model].steps // 3},
+        "base": BASE_SECONDS,
+        "slot": None if rule.steps else microbatches * BASE_SECONDS / options.workers,
+        "batch": microbatches * SAMPLES,
+        "steps": MODELS[model].steps * _LONGEST,
+        "model": model,
+        "seed": seed,
+        "rate": rate,
+        "target": MODELS[model].target,
+        "data": [str(options.data)] if options.data else [],
+        "settings": {**rule.settings, "microbatches": microbatches},
+    }
+
+
+def curve(record: Record, target: float) -> dict[str, Any]:
+    """The held-out loss over time, and when it first was at the target; none if never."""
+    begin, done = record.begin, record.done
+    measured = sorted((moment - begin, loss) for one in record.workers for moment, loss in one["measured"])
+    points = [(moment, SAMPLES * bisect_right(done, moment), loss) for moment, loss in measured]
+    reached = None
+    for place in range(SMOOTH, len(points) + 1):
+        if sum(loss for _, _, loss in points[place - SMOOTH : place]) / SMOOTH <= target:
+            reached = points[place - 1]
+            break
+    return {
+        "points": points,
+        "seconds": reached[0] if reached else None,
+        "samples": reached[1] if reached else None,
+        "given_up_after": None if reached else record.seconds,
+        "machine_cores": record.machine_cores,
+    }
+
+
+def middle(values: Sequence[float | None]) -> float | None:
+    """The median, where none is later than all; none if it is itself."""
+    found = sorted(float("inf") if value is None else value for value in values)
+    value = found[len(found) // 2]
+    return None if value == float("inf") else value
+
+
+def show(name: str, entry: dict[str, Any], stealing: dict[str, Any] | None) -> None:
+    for pattern, one in entry["patterns"].items():
+        base = stealing["patterns"].get(pattern, {}).get("seconds") if stealing else None
+        seconds = f"{one['seconds']:8.2f}" if one["seconds"] else "   never"
+        samples = f"{one['samples']:8d}" if one["samples"] else "       -"
+        ratio = f"{one['seconds'] / base:14.2f}" if one["seconds"] and base else f"{'-':>14}"
+        print(f"{name:22} {entry['rate']:5} {pattern:10} {seconds} {samples} {ratio} {one['machine_cores']:8.2f}")
