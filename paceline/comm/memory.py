@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 _SLOTS = 1 << 15
 _SPINS = 200
 """Looks before the first sleep: about 0.1 ms, what a short wait takes."""
-_NAP_SECONDS = 5e-5
+_NAP_SECONDS, _NAP_OF_WAIT, _LONGEST_NAP_SECONDS = 5e-5, 0.02, 1e-3
+"""The first sleep; the later ones are so large a part of the time waited, so that who waits long leaves the cores to
+others; the longest."""
 _TOKEN_BYTES = 16
 _ARENA_BYTES = 1 << 42
 _LETTERS_AT = 1 << 41
@@ -182,7 +184,7 @@ class Memory:
         """
         awaited = range(len(self._flags)) if ranks is None else ranks
         waiting = [rank for rank in awaited if self._flags[rank][slot] < value]
-        looks = 0
+        looks, nap = 0, _NAP_SECONDS
         begin = looked = 0.0
         alarmed = False
         while waiting:
@@ -190,11 +192,12 @@ class Memory:
             if looks < _SPINS:
                 os.sched_yield()
             else:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(nap)
                 now = time.monotonic()
                 if not begin:
                     begin = looked = now
                     self._world.waits_for(waiting)
+                nap = _nap_after(now - begin)
                 if now - looked > _LOOK_SECONDS or self._world.alarmed != alarmed:
                     looked, alarmed = now, self._world.alarmed
                     self._look_after(waiting, slot, value, now - begin)
@@ -212,7 +215,7 @@ class Memory:
         Raises:
             WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
         """
-        looks = 0
+        looks, nap = 0, _NAP_SECONDS
         begin = looked = 0.0
         ranks: list[int] = []
         while not ready():
@@ -220,8 +223,9 @@ class Memory:
             if looks < _SPINS:
                 os.sched_yield()
                 continue
-            time.sleep(_NAP_SECONDS)
+            time.sleep(nap)
             now = time.monotonic()
+            nap = _nap_after(now - begin if begin else 0.0)
             if not begin or now - looked > _LOOK_SECONDS:
                 self._world.check()
                 if (now_awaited := awaited()) != ranks or not begin:
@@ -275,6 +279,10 @@ class Memory:
     def _explained(self, lost: WorkerLost) -> PacelineError:
         calls = self._world.calls
         return calls.explain(lost) if calls else lost
+
+
+def _nap_after(waited: float) -> float:
+    return min(max(_NAP_SECONDS, waited * _NAP_OF_WAIT), _LONGEST_NAP_SECONDS)
 
 
 def _handle(rank: int, pid: int) -> int:

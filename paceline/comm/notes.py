@@ -64,19 +64,20 @@ class Letters:
 class Board:
     """Notes through shared memory.
 
-    A worker writes its next note of a kind only after an exchange in which all others took part, and they took part
-    after reading this one: so one place for each worker is enough.
+    A worker writes its next note of a kind but one only after an exchange in which all others took part, and they took
+    part after reading this one: so two places for each worker are enough.
     """
 
     def __init__(self, memory: Memory, size: int) -> None:
         self._memory = memory
-        self._blocks = memory.share(size)
+        self._blocks = memory.share(size), memory.share(size)
         self._flag = memory.reserve(1)
         self._written = 0
 
     def write(self, rank: int, own: torch.Tensor) -> Note:
         self._written += 1
-        torch.frombuffer(self._blocks[rank], dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))
+        block = self._blocks[self._written % 2][rank]
+        torch.frombuffer(block, dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))
         self._memory.announce(self._flag, self._written)
         return _Written(self, own, self._written)
 
@@ -86,7 +87,7 @@ class Board:
         count = example.numel()
         return [
             torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone()
-            for block in self._blocks
+            for block in self._blocks[written % 2]
         ]
 
 
@@ -121,6 +122,7 @@ class Losses:
         pairs: for each of them a float64 tensor [sum, count].
         device: of the worker.
         seconds: that this worker has computed.
+        missing: whether one of its pieces gave no gradient to a parameter, if that is known.
     """
 
     def __init__(
@@ -131,11 +133,12 @@ class Losses:
         pairs: list[torch.Tensor],
         device: torch.device,
         seconds: float = 0.0,
+        missing: bool = True,
     ) -> None:
         self._step = step
         self._calls = notes.world.calls
         made = self._calls.meet("session.step", f"step {step}") if self._calls else (0.0, 0.0)
-        header = ((step, notes.world.notice(), seconds), (*made, 0.0))
+        header = ((step, notes.world.notice(), seconds), (*made, missing))
         rows = notes.size // ROW_BYTES  # the same in all steps: workers at different steps must be able to tell others
         own = torch.full((rows, 3), -1.0, dtype=torch.float64, device=device)
         own[:HEADER] = torch.tensor(header, dtype=torch.float64)
@@ -148,6 +151,8 @@ class Losses:
         """What a worker said of the world: that it is about to change, or that it leaves; known with the table."""
         self.seconds: list[float] = []
         """How long each worker computed; known with the table."""
+        self.missing = True
+        """Whether a worker said that a piece gave no gradient to a parameter; known with the table."""
         self.owners: list[int] = []
         """The rank that computed each row of the table; known with it."""
 
@@ -183,5 +188,6 @@ class Losses:
             )
         self.notice = max(int(header[0][1]) for header in headers)
         self.seconds = [header[0][2] for header in headers]
+        self.missing = any(header[1][2] for header in headers)
         if self._calls is not None:
             self._calls.agree([(header[1][0], header[1][1]) for header in headers])

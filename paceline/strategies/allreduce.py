@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from paceline.comm.exchange import Exchange
-from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
+from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Note, Notes
 from paceline.comm.shared import exchange_for
 from paceline.data.feed import Piece
 from paceline.errors import InputError
@@ -98,9 +98,10 @@ class AllReduce(Strategy):
         if not pieces:
             losses = self._tell_losses(step, layout, pairs, 0.0)
             self._leaving.nothing(losses)
-        missing = self._leaving.finish()
+        missing = self._tell_missing(layout, self._leaving.written())
+        self._leaving.finish()
         self.seconds = losses.seconds
-        parts = self._parts(layout, losses, missing)
+        parts = _put_together(layout, losses, _without_gradient(layout, missing.wait()))
         self._joining.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
         means = self._mean_statistics(step, nodes, [values for _, values in statistics.nodes()])
         return conclude(job, step, pieces, parts, means, losses.notice)
@@ -115,26 +116,26 @@ class AllReduce(Strategy):
         return Losses(self._losses, step, starts, pairs, self._job.world.device, seconds)
 
     def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
-        """Put together what all workers know of their pieces."""
-        without = self._without_gradient(layout, missing)
-        owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
-        known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
-        return [
-            Part(piece, rank, loss, count, places)
-            for ((piece, rank), places), (_, loss, count) in zip(known, losses.table().tolist(), strict=True)
-        ]
+        """What all workers know of the pieces that each has computed, once the losses are known.
 
-    def _without_gradient(self, layout: list[list[range]], missing: list[list[int]]) -> list[frozenset[int]]:
-        """For each piece of all workers the places of the parameters to which it gave no gradient."""
+        Args:
+            layout: the pieces of each rank.
+            losses: of all pieces; they say whether there is more to tell.
+            missing: for each piece of this worker the places of the parameters to which it gave no gradient.
+        """
+        without = [frozenset[int]()] * sum(map(len, layout))
+        if losses.missing:
+            without = _without_gradient(layout, self._tell_missing(layout, missing).wait())
+        return _put_together(layout, losses, without)
+
+    def _tell_missing(self, layout: list[list[range]], missing: list[list[int]]) -> Note:
+        """Tell the others to which parameters this worker's pieces gave no gradient."""
         rows, device = max(map(len, layout)), self._job.world.device
         own = torch.zeros(rows, len(self._parameters), dtype=torch.uint8, device=device)
         for row, places in enumerate(missing):
             if places:
                 own[row, places] = 1
-        tables = self._missing.send(own).wait()
-        if not any(table.any() for table in tables):
-            return [frozenset()] * sum(map(len, layout))
-        return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
+        return self._missing.send(own)
 
     def _samples_of(self, step: int) -> int:
         """How many samples make the update."""
@@ -167,7 +168,7 @@ class Leaving:
     """The gradients on their way out: each leaves as soon as the last microbatch has given its part.
 
     Call ``begin``, ``push`` after the backward pass of each microbatch but the last, ``last`` before that of the last,
-    ``finish`` after it.
+    ``written`` and ``finish`` after it.
     """
 
     def __init__(self, job: Job, named: dict[str, nn.Parameter]) -> None:
@@ -229,8 +230,8 @@ class Leaving:
         for member in range(len(self._parameters)):
             self._exchange.written(member)
 
-    def finish(self) -> list[list[int]]:
-        """Wait for the means and put them into ``.grad``.
+    def written(self) -> list[list[int]]:
+        """The backward pass of the last microbatch has ended: what it gave no gradient to leaves, too.
 
         Returns:
             for each microbatch the places of the parameters to which it gave no gradient.
@@ -241,10 +242,13 @@ class Leaving:
             self._missing.append(unused)
             for place in reversed(unused):
                 self._write(place, None)
+        return self._missing
+
+    def finish(self) -> None:
+        """Wait for the means and put them into ``.grad``."""
         self._exchange.finish()
         for place, parameter in enumerate(self._parameters):
             parameter.grad = self._exchange.mean(self._member(place))
-        return self._missing
 
     def _member(self, place: int) -> int:
         return len(self._parameters) - 1 - place
@@ -274,6 +278,22 @@ class Leaving:
         if add_one(before, gradient, slots[-1]) is None:
             slots[-1].fill_(-0.0)
         self._exchange.written(self._member(place))
+
+
+def _put_together(layout: list[list[range]], losses: Losses, without: list[frozenset[int]]) -> list[Part]:
+    owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
+    known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
+    return [
+        Part(piece, rank, loss, count, places)
+        for ((piece, rank), places), (_, loss, count) in zip(known, losses.table().tolist(), strict=True)
+    ]
+
+
+def _without_gradient(layout: list[list[range]], tables: list[torch.Tensor]) -> list[frozenset[int]]:
+    """For each piece of all workers the places of the parameters to which it gave no gradient."""
+    if not any(table.any() for table in tables):
+        return [frozenset()] * sum(map(len, layout))
+    return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
 
 
 def _places(flags: torch.Tensor) -> frozenset[int]:

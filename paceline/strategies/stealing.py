@@ -91,17 +91,22 @@ class Stealing(AllReduce):
         job = self._job
         pieces, pairs = computed.sorted()
         starts = [piece.microbatches.start for piece in pieces]
-        losses = Losses(self._losses, step, starts, pairs, job.world.device, computed.seconds)
-        held = self._held(losses, step)
-        layout = [[range(one, one + 1) for one in own] for own in held]
-        nodes = (
-            [nodes_of(own) for own in held]
-            if job.settings.exact
-            else [[Node(0, own[0])] if own else [] for own in held]
+        missing = [computed.missing[start] for start in starts]
+        losses = Losses(
+            self._losses, step, starts, pairs, job.world.device, computed.seconds, missing=any(map(len, missing))
         )
-        self._leaving.at_once(nodes, computed.gradients.values(), losses)
+        if not job.settings.exact:  # one sum of each worker, so nobody needs to know who holds what
+            nothing: Values = [None] * len(self._parameters)
+            one_each = [[Node(0, rank)] for rank in range(job.world.size)]
+            self._leaving.at_once(one_each, computed.gradients.values() or [nothing], losses)
+        held = self._held(losses, step)
+        if job.settings.exact:
+            nodes = [nodes_of(own) for own in held]
+            self._leaving.at_once(nodes, computed.gradients.values(), losses)
+        else:
+            nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         self._leaving.finish()
-        parts = self._parts(layout, losses, [computed.missing[start] for start in starts])
+        parts = self._parts([[range(one, one + 1) for one in own] for own in held], losses, missing)
         means = self._mean_statistics(step, nodes, computed.statistics.values())
         self.seconds = losses.seconds
         if self._pace.observe(losses.seconds, [len(own) for own in held]):
