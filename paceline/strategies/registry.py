@@ -6,10 +6,11 @@ import difflib
 
 from paceline.errors import ConfigError
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.backup import Backup
 from paceline.strategies.auto import Auto
+from paceline.strategies.backup import Backup
 from paceline.strategies.base import Strategy
 from paceline.strategies.hogwild import HogWild
+from paceline.strategies.local_sgd import LocalSgd
 from paceline.strategies.parameter_server import ParameterServer
 from paceline.strategies.single import Single
 from paceline.strategies.stealing import Stealing
@@ -19,6 +20,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "auto": Auto,
     "backup": Backup,
     "hogwild": HogWild,
+    "local-sgd": LocalSgd,
     "parameter-server": ParameterServer,
     "single": Single,
     "stealing": Stealing,

@@ -25,9 +25,9 @@ class Whole:
         """Whether the pieces stay as they are now."""
         return self._joining.decided
 
-    def pieces(self, step: int) -> list[range]:
-        """All microbatches of a step, in the pieces in which they are computed."""
-        return self._joining.pieces(range(len(self._job.order.parts_of(step))))
+    def pieces(self, step: int, share: range | None = None) -> list[range]:
+        """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
+        return self._joining.pieces(range(len(self._job.order.parts_of(step))) if share is None else share)
 
     def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[Part], list[torch.Tensor]]:
         """Put the mean gradients into ``.grad``.

@@ -201,7 +201,8 @@ def test_without_backup_workers_it_is_all_reduce_bit_for_bit(told: Told, tmp_pat
 
 CASES = """
 from subjects import CASES, tell, train
-for name in ("batch norm, dropout, short batch", "layer used sometimes", "transformer, tied weights, clipping, schedule"):
+TIED = "transformer, tied weights, clipping, schedule"
+for name in ("batch norm, dropout, short batch", "layer used sometimes", TIED):
     tell(**{name: train(CASES[name]() | {"strategy": "backup"}, 6)})
 """
 
