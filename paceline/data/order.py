@@ -59,14 +59,19 @@ class Order:
 
     def microbatches_of(self, step: int) -> list[list[int]]:
         """The sample numbers of each microbatch of a step."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.batch
-        samples = _permutation(self.length, seed_of(ORDER, self.seed, epoch))[start : start + self.batch].tolist()
-        return [samples[part.start : part.stop] for part in self.parts_of(step)]
+        return _microbatches_of(self, step)
 
     def parts_of(self, step: int) -> tuple[range, ...]:
         """The places in its batch that each microbatch of a step takes."""
         return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
+
+
+@lru_cache(maxsize=4)  # who computes a step asks for each of its microbatches
+def _microbatches_of(order: Order, step: int) -> list[list[int]]:
+    epoch, place = divmod(step, order.steps_per_epoch)
+    start = place * order.batch
+    samples = _permutation(order.length, seed_of(ORDER, order.seed, epoch))[start : start + order.batch].tolist()
+    return [samples[part.start : part.stop] for part in order.parts_of(step)]
 
 
 @lru_cache(maxsize=2)
