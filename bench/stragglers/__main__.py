@@ -22,9 +22,11 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import exactness
 import overhead
@@ -77,11 +79,12 @@ def _some(parser: argparse.ArgumentParser, text: str, known: object) -> list[str
 
 def main() -> None:
     options = options_of(sys.argv[1:])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let go of processes and control groups on the way out
     rules, missing = available(options.strategies)
     print(*missing, sep="\n", end="\n" if missing else "")
     cores = len(os.sched_getaffinity(0))
     told = {key: value for key, value in vars(options).items() if key not in ("output", "data")}
-    results: dict[str, object] = {"options": told, "machine": {"cores": cores}}
+    results: dict[str, dict[str, Any]] = {"options": told, "machine": {"cores": cores}}
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-stragglers-")))
         if "steps" in options.parts:
@@ -98,17 +101,19 @@ def main() -> None:
         keep(options.output, results)
 
 
-def keep(folder: Path, results: dict[str, object]) -> None:
-    """Write the results and the plots; parts that were not run now stay as they were."""
+def keep(folder: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write the results and the plots; parts and rules that were not run now stay as they were."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "results.json"
     before = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({**before, **results}, indent=1))
+    for part, found in results.items():
+        before[part] = {**before.get(part, {}), **found}
+    path.write_text(json.dumps(before))
     try:
         import plots
     except ImportError as error:
         sys.exit(f"{path} is written; there are no plots, as {error.name} is missing: pip install matplotlib")
-    for name in plots.draw({**before, **results}, folder):
+    for name in plots.draw(before, folder):
         print(name)
 
 

@@ -20,7 +20,7 @@ from runs import HERE
 from paceline.testing.ranks import run
 
 ASLEEP = {"turns": 30, "microbatches": 16, "samples": 2, "width": 32, "inputs": 16, "seconds": 0.02}
-AWAKE = {"turns": 150, "microbatches": 16, "samples": 64, "width": 512, "inputs": 256, "seconds": 0.0}
+AWAKE = {"turns": 80, "microbatches": 16, "samples": 64, "width": 512, "inputs": 256, "seconds": 0.0}
 WARM = 8
 """Turns until the shares have had their chance to follow the speeds."""
 
@@ -32,6 +32,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     results = {}
     for name, case, workers in (("asleep", ASLEEP, options.workers), ("computing", AWAKE, cores)):
         home = folder / f"overhead-{name}"
+        home.mkdir()
         ended = run(Path(__file__), workers, home, environment={"STRAGGLERS_CASE": json.dumps(case)}, deadline=600)
         assert ended[0].code == 0, ended[0].err
         pairs = json.loads(ended[0].out.splitlines()[-1])

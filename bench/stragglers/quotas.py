@@ -26,7 +26,7 @@ from runs import Record, RunFailed, run
 from steps import pattern_of
 
 CONSTANT = ("none", "permanent", "speeds")
-STEPS, MICROBATCHES, SAMPLES, WIDTH = 14, 16, 32, 384
+STEPS, MICROBATCHES, SAMPLES, WIDTH = 14, 16, 16, 256
 USED = 0.75
 """Of the machine's cores, so that it is the quotas that hold the workers up."""
 _PERIOD_MICROSECONDS = 20_000
@@ -145,12 +145,12 @@ def work(one: dict[str, Any], folder: Path) -> None:
 
 
 def heavy(model: Any, microbatch: Any) -> Any:
-    """A forward pass with as much to compute as if the model were twenty times deeper."""
+    """A forward pass with as much to compute as if the model were ten times deeper."""
     import torch
 
     inputs, target = microbatch
     hidden = inputs
-    for _ in range(20):
+    for _ in range(10):
         hidden = torch.tanh(model[0](hidden))
     return torch.nn.functional.cross_entropy(model[2](hidden), target)
 
