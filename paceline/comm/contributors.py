@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from paceline.comm.memory import Memory
 from paceline.comm.world import World
-from paceline.errors import WorkerSilent
+from paceline.errors import DisagreementError, WorkerSilent
 
 _T = TypeVar("_T")
 _NAP_SECONDS = 1e-3
@@ -35,7 +35,11 @@ class Contributors(Protocol):
     """How the workers of a step find out whose results count."""
 
     def begin(self, step: int, groups: int, needed: int) -> None:
-        """Start a step of so many groups, of which so many different ones are needed."""
+        """Start a step of so many groups, of which so many different ones are needed.
+
+        Raises:
+            DisagreementError: another worker is at another step.
+        """
         ...
 
     def start(self, group: int) -> None:
@@ -74,6 +78,20 @@ def contributors_for(world: World) -> Contributors:
     return StoreContributors(world) if world.size > 1 else OnlyContributor()
 
 
+def check_steps(begun: list[int], last: int, step: int) -> None:
+    """All workers begin the same steps: another one has begun this step, or the one that this worker began last.
+
+    Raises:
+        DisagreementError: names them.
+    """
+    if any(other not in (last, step) for other in begun):
+        told = ", ".join(f"rank {rank} at step {other}" for rank, other in enumerate(begun))
+        raise DisagreementError(
+            f"The workers are not at the same step: {told}. Every worker must take the same batches from "
+            f"session.batches; look for a loop that leaves or skips early on some ranks only."
+        )
+
+
 class OnlyContributor:
     """One worker alone."""
 
@@ -108,22 +126,28 @@ class SharedContributors:
         size = world.size
         self._world = world
         self._memory = memory
-        table = memoryview(memory.share(8 * (2 + 2 * size))[0]).cast("q")
+        table = memoryview(memory.share(8 * (2 + 3 * size))[0]).cast("q")
         self._step = table[:1]
         self._count = table[1:2]
         self._owners = table[2 : 2 + size]  # 1 + the rank whose result counts for a group
         self._at = table[2 + size : 2 + 2 * size]  # 1 + the group that a worker computes
+        self._begun = table[2 + 2 * size : 2 + 3 * size]  # the last step that a worker has begun
+        self._last = -1
         self._lock = memory.lock(self._look)
         self._fresh = True
 
     def begin(self, step: int, groups: int, needed: int) -> None:
         if self._fresh:  # what is in the table is not known
+            self._begun[self._world.rank] = -1
             if self._world.rank == 0:
                 self._step[0] = -1
             self._memory.exchange(b"")
             self._fresh = False
         self._groups, self._needed = groups, needed
         with self._lock:
+            self._begun[self._world.rank] = step
+            check_steps(list(self._begun), self._last, step)
+            self._last = step
             if self._step[0] != step:  # the first one here
                 self._step[0], self._count[0] = step, 0
                 for place in range(self._world.size):
@@ -182,11 +206,18 @@ class StoreContributors:
         self._world = world
         self._store = dist.distributed_c10d._get_default_store()
         self._token = ""
+        self._last = -1
         self._steps: tuple[int, int] | None = None
 
     def begin(self, step: int, groups: int, needed: int) -> None:
         if not self._token:  # another session may have had the same steps
             self._token = self._world.gather(os.urandom(8).hex(), "step")[0]
+            self._ask(lambda: self._store.set(self._begun(self._world.rank), "-1"))
+            self._world.gather(None, "step")
+        self._ask(lambda: self._store.set(self._begun(self._world.rank), str(step)))
+        told = self._ask(lambda: self._store.multi_get([self._begun(rank) for rank in range(self._world.size)]))
+        check_steps(list(map(int, told)), self._last, step)
+        self._last = step
         self._groups, self._needed = groups, needed
         self._asked, self._known = 0, -1
         if self._world.rank == 0 and self._steps is not None:  # all have come here, so none asks for these again
@@ -259,6 +290,9 @@ class StoreContributors:
             return False
         keys = [self._key(f"place/{place + 1}") for place in range(self._needed)]
         return self._ask(lambda: bool(self._store.check(keys)))
+
+    def _begun(self, rank: int) -> str:
+        return f"paceline/contributors/{self._token}/begun/{rank}"
 
     def _key(self, what: str, step: int | None = None) -> str:
         return f"paceline/contributors/{self._token}/{self._step if step is None else step}/{what}"

@@ -1,0 +1,158 @@
+"""What backup workers and local SGD cannot do is refused at once; what goes wrong on the way ends all workers."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from test_bad_input import HEAD, Bad, check, message
+
+from paceline.testing.ranks import Ended
+
+Run = Callable[..., list[Ended]]
+WAYS = pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+BOTH = pytest.mark.parametrize("strategy", ["backup", "local-sgd"])
+
+REFUSED = {
+    "as many backup workers as workers": Bad(
+        "go(strategy='backup', backup={'workers': 2})", "ConfigError", 2, ["backup.workers = 2", "2 workers"]
+    ),
+    "more backup workers than workers": Bad(
+        "go(strategy='backup', backup={'workers': 5})", "ConfigError", 2, ["backup.workers = 5", "3 workers"], workers=3
+    ),
+    "less than no backup workers": Bad(
+        "go(strategy='backup', backup={'workers': -1})", "ConfigError", 2, ["backup.workers = -1"]
+    ),
+    "an unknown fate of late samples": Bad(
+        "go(strategy='backup', backup={'late': 'keep'})", "ConfigError", 2, ["backup.late = 'keep'", "return", "lose"]
+    ),
+    "exact bits with backup workers": Bad(
+        "go(strategy='backup', exact=True)", "ConfigError", 2, ["'backup'", "exact=True", "'stealing'"]
+    ),
+    "averages after no step": Bad(
+        "go(strategy='local-sgd', local={'every': 0})", "ConfigError", 2, ["local.every = 0", "greater than 0"]
+    ),
+    "a negative start of averages": Bad(
+        "go(strategy='local-sgd', local={'after': -3})", "ConfigError", 2, ["local.after = -3"]
+    ),
+    "exact bits with averages": Bad(
+        "go(strategy='local-sgd', exact=True)", "ConfigError", 2, ["'local-sgd'", "exact=True"]
+    ),
+    "checkpoints at any step with averages": Bad(
+        "go(strategy='local-sgd', checkpoint={'directory': 'kept', 'every': 'auto'})",
+        "ConfigError",
+        2,
+        ["checkpoint.every = 'auto'", "'local-sgd'", "checkpoint.every = 100"],
+    ),
+    "an optimizer with closures": Bad(
+        "go(strategy='backup', optimizer=torch.optim.LBFGS)", "InputError", 2, ["LBFGS", "closure"]
+    ),
+    "an optimizer with closures and averages": Bad(
+        "go(strategy='local-sgd', optimizer=torch.optim.LBFGS)", "InputError", 2, ["LBFGS", "closure"]
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
+    check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
+
+
+@BOTH
+def test_one_worker_alone_needs_no_other_script(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    (alone,) = ranks(HEAD + f"go(strategy={strategy!r}, backup={{'workers': 2}})", 1, tmp_path)
+    assert (alone.code, alone.out) == (0, "done\n"), alone.err
+
+
+def check_named(ended: Sequence[Ended], error: str, words: Sequence[str]) -> None:
+    """Those that failed by themselves say so; nobody comes to the end."""
+    assert all(one.code != 0 for one in ended)
+    said = [one.err for one in ended if f"{error}: " in one.err]
+    assert said and all(word in text for text in said for word in words), [one.err for one in ended]
+
+
+@BOTH
+def test_a_loss_that_is_not_finite(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    """Step 2 is in the first share of the batch of step 2, or comes up in the step before with backup workers."""
+    body = f"go(strategy={strategy!r}, microbatches=8, data=spoiled(2, 1, float('nan')), timeout_seconds=5)"
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
+    check_named(ended, "NonFiniteLoss", ["The loss is nan at step", "microbatch 1", "nonfinite='skip'"])
+
+
+SKIPPED = """
+session = paceline.start(**given | {"strategy": STRATEGY, "microbatches": 8, "nonfinite": "skip",
+                                    "data": spoiled(2, 1, float("nan")), "local": {"every": 4}})
+reports = [session.step(batch) for batch in session.batches(steps=4)]
+assert all(value.isfinite().all() for value in session._job.compute.model.parameters())
+tell(fingerprint=session.fingerprint(), skipped=sum(not report.applied for report in reports))
+"""
+
+
+@BOTH
+def test_a_step_that_is_skipped_leaves_nothing(
+    told: Callable[..., list[dict[str, object]]], tmp_path: Path, strategy: str
+) -> None:
+    """With averages only the worker leaves it out that has the sample."""
+    everyone = told(HEAD + SKIPPED.replace("STRATEGY", repr(strategy)), 2, tmp_path)
+    assert everyone[0]["fingerprint"] == everyone[1]["fingerprint"]
+    assert sorted(int(str(one["skipped"])) for one in everyone) == ([1, 1] if strategy == "backup" else [0, 1])
+
+
+@BOTH
+def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    body = f"go(strategy={strategy!r}, model=gated(), microbatches=16, timeout_seconds=5)"
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
+    check_named(ended, "InputError", ["'second.weight'", "no gradient from microbatch", "missing_gradient='zero'"])
+
+
+@WAYS
+def test_a_worker_that_leaves_out_a_batch_others_take(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
+    body = """
+session = paceline.start(**given | {"strategy": "backup", "timeout_seconds": 5})
+for batch in session.batches(epochs=3):
+    if batch.step != 2 or RANK != 1:
+        session.step(batch)
+print("done")
+"""
+    ended = ranks(HEAD + body, 4, tmp_path, deadline=60, one_machine=one_machine)
+    assert {one.code for one in ended} <= {3, 5} and 3 in {one.code for one in ended}
+    for one in ended:
+        said = message(one, "DisagreementError" if one.code == 3 else "WorkerLost")
+        if one.code == 3:
+            assert re.search("rank 0 at step [12], rank 1 at step [123]", said), said
+
+
+@WAYS
+def test_a_worker_that_misses_an_average(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
+    body = """
+session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 2}, "timeout_seconds": 5})
+for batch in session.batches(steps=8):
+    if batch.step != 3 or RANK != 1:
+        session.step(batch)
+print("done")
+"""
+    ended = ranks(HEAD + body, 3, tmp_path, deadline=60, one_machine=one_machine)
+    assert {one.code for one in ended} <= {3, 5} and 3 in {one.code for one in ended}
+    for one in ended:
+        said = message(one, "DisagreementError" if one.code == 3 else "WorkerLost")
+        if one.code == 3:
+            assert "averaging after step 3" in said and "averaging after step 5" in said
+
+
+@BOTH
+@WAYS
+def test_a_worker_is_killed(ranks: Run, tmp_path: Path, strategy: str, one_machine: bool) -> None:
+    """Without ``--elastic`` the others end soon, and say who it was."""
+    body = f"""
+import signal
+def accident():
+    os.kill(os.getpid(), signal.SIGKILL)
+calls = []
+go(strategy={strategy!r}, steps=9, microbatches=8, timeout_seconds=20,
+   loss=only(lambda: RANK == 1 and (calls.append(1) or len(calls) == 9)))
+"""
+    ended = ranks(HEAD + body, 3, tmp_path, deadline=60, one_machine=one_machine)
+    assert ended[1].signal == "SIGKILL"
+    for one in (ended[0], ended[2]):
+        assert one.code == 5, one.err
+        assert "rank" in message(one, "WorkerLost")
