@@ -68,10 +68,14 @@ class Exchange:
         self._name = name
         self._tensors = tensors
         self._tags = tags
-        self._buckets = [self._pack(index, members) for index, members in enumerate(_split(tensors))]
+        self._buckets = [self._pack(index, members) for index, members in enumerate(self._split())]
         self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
         self._place_of = {member: place for bucket in self._buckets for place, member in enumerate(bucket.members)}
         self._nodes: list[list[Node]] = []
+
+    def _split(self) -> list[list[int]]:
+        """The tensors of each bucket."""
+        return _split(self._tensors)
 
     def _pack(self, index: int, members: list[int]) -> Bucket:
         elements = sum(self._tensors[member].numel() for member in members)

@@ -52,11 +52,15 @@ class AllReduce(Strategy):
         self.seconds: list[float] = [0.0] * job.world.size
         self._joining = Joining(job, apart)
         self._parameters = list(job.update.parameters.values())
-        self._leaving = Leaving(job, job.update.parameters)
+        self._leaving = Leaving(job, job.update.parameters, self._exchange_of(job))
         self._statistics: Exchange | None = None
         rows = job.order.microbatches + 1
         self._losses = Notes(job.world, LOSSES, ROW_BYTES * (job.order.microbatches + HEADER))
         self._missing = Notes(job.world, MISSING, rows * len(self._parameters))
+
+    def _exchange_of(self, job: Job) -> Exchange | None:
+        """What brings the gradients together, the last parameter's first; none: the usual exchange."""
+        return None
 
     @property
     def decided(self) -> bool:
@@ -171,10 +175,10 @@ class Leaving:
     ``written`` and ``finish`` after it.
     """
 
-    def __init__(self, job: Job, named: dict[str, nn.Parameter]) -> None:
+    def __init__(self, job: Job, named: dict[str, nn.Parameter], exchange: Exchange | None = None) -> None:
         self._names = list(named)
         self._parameters = parameters = list(named.values())
-        self._exchange = exchange_for(
+        self._exchange = exchange or exchange_for(
             job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients", _GRADIENT_TAGS
         )
         self._armed = False

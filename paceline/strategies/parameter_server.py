@@ -28,6 +28,7 @@ from paceline.errors import ConfigError
 from paceline.strategies.asynchronous import Alone
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.push import DedicatedServers, SharedServers
+from paceline.strategies.rounds import Rounds
 
 
 class ParameterServer(Strategy):
@@ -49,6 +50,10 @@ class ParameterServer(Strategy):
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
         server = settings.server
+        if settings.backup.workers:
+            raise ConfigError(
+                f"backup.workers = {settings.backup.workers} is for strategy 'backup': use that, or leave it out."
+            )
         trained = sum(parameter.requires_grad for parameter in model.parameters())
         if server.count > trained:
             raise ConfigError(
@@ -86,4 +91,6 @@ class ParameterServer(Strategy):
 
 
 def _of(settings: Settings) -> type[Strategy]:
+    if settings.server.mode == "sync":
+        return Rounds
     return DedicatedServers if settings.server.dedicated else SharedServers

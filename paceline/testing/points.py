@@ -243,11 +243,14 @@ def _set_inside_the_collective() -> None:
 
 
 def _set_between_reduction_and_update() -> None:
-    before("paceline.strategies.update:Update.apply", lambda _, step: reach("between reduction and update", step))
+    before(
+        "paceline.strategies.update:Update.apply",
+        lambda _, step, *__, **___: reach("between reduction and update", step),
+    )
 
 
 def _set_after_update() -> None:
-    after("paceline.strategies.update:Update.apply", lambda _, step, *__: reach("after update", step))
+    after("paceline.strategies.update:Update.apply", lambda _, step, *__, **___: reach("after update", step))
 
 
 def _set_inside_a_save() -> None:

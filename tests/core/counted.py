@@ -6,9 +6,11 @@ are whole numbers, the batch and the learning rate powers of two, so in float64 
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,3 +87,10 @@ def picked(embedding: nn.Module, microbatch: Any) -> torch.Tensor:
     """The loss of such samples; its gradient is 1 / batch in each element of the rows."""
     mean_output(lambda _: torch.zeros(1), microbatch)  # type: ignore[arg-type]
     return embedding(microbatch[0]).sum(1).mean()
+
+
+def updates_in(folder: Path, event: str = "update") -> list[dict[str, Any]]:
+    """The updates that the workers of a run recorded, or other events."""
+    paths = sorted((folder / "events").glob("rank-*.jsonl"))
+    lines = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+    return [one for one in lines if one["event"] == event]

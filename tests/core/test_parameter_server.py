@@ -1,0 +1,334 @@
+"""Parameter servers: what each mode promises, proved from the records of runs with uneven workers."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counted import RATE, STEPS, expected, updates_in
+
+Told = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., Any]
+EPOCHS = 4
+
+COUNTED = """
+import counted, json, os
+from subjects import tell
+given = json.loads(os.environ.get("GIVEN", "{}"))
+session = counted.start(strategy="parameter-server", server=json.loads(os.environ["SERVER"]), **given)
+values = []
+for batch in session.batches(epochs=4):
+    session.step(batch)
+    if session.position in (6, 7):
+        values.append(session.evaluate(counted.TensorDataset(counted.inputs())))
+tell(fingerprint=session.fingerprint(), values=values, weights=counted.weights(session))
+"""
+UNEVEN = "0.008,0,0.001"
+
+
+@pytest.fixture
+def counted(told: Told, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+    """Run the task that counts; the updates that were made, after what must always be so."""
+
+    def run(
+        server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, dropped: bool = False
+    ) -> list[dict[str, Any]]:
+        environment = {"SERVER": json.dumps(server), "SLOW": slow, "PACELINE_RUN": str(tmp_path)}
+        everyone = told(COUNTED, workers, tmp_path, environment=environment)
+        assert len({json.dumps(one["weights"] + [one["fingerprint"], *one["values"]]) for one in everyone}) == 1
+        updates = sorted(updates_in(tmp_path), key=lambda one: one["version"])
+        assert sorted(one["step"] for one in updates) == list(range(EPOCHS * STEPS))
+        assert [one["version"] for one in updates] == list(range(1, EPOCHS * STEPS + 1))
+        assert all(one["delay"] == one["version"] - one["pulled"] - 1 for one in updates)
+        if not server.get("scale_lr"):
+            assert everyone[0]["weights"] == expected(EPOCHS)
+        return updates
+
+    return run
+
+
+WAYS = [
+    {"mode": "async"},
+    {"mode": "async", "dedicated": True},
+    {"mode": "bounded"},
+    {"mode": "bounded", "staleness": 0, "dedicated": True},
+]
+
+
+@pytest.mark.parametrize("server", WAYS, ids=str)
+def test_each_step_is_applied_once(counted: Any, server: dict[str, Any]) -> None:
+    updates = counted(server)
+    computing = {one["rank"] for one in updates}
+    assert computing == ({1, 2} if server.get("dedicated") else {0, 1, 2})
+
+
+def staleness(updates: Sequence[dict[str, Any]], computing: int) -> list[int]:
+    """For each update: how many earlier rounds were missing in the weights, told by the order of updates alone."""
+    found = []
+    for one in updates:
+        there = {other["step"] for other in updates if other["version"] <= one["pulled"]}
+        missing = [step for step in range(one["step"] // computing * computing) if step not in there]
+        found.append(one["step"] // computing - missing[0] // computing if missing else 0)
+    return found
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+@pytest.mark.parametrize("bound", [0, 1, 3])
+def test_staleness_is_never_above_the_bound(counted: Any, bound: int, dedicated: bool) -> None:
+    server = {"mode": "bounded", "staleness": bound, "dedicated": dedicated}
+    updates = counted(server, 4 if dedicated else 3, "0,0.02,0,0.001" if dedicated else "0.02,0,0.001")
+    found = staleness(updates, 3)
+    assert max(found) <= bound
+    assert found == [one["staleness"] for one in updates]
+
+
+def test_without_a_bound_staleness_is_above_it(counted: Any) -> None:
+    """So the test before would see it if nobody waited."""
+    assert max(staleness(counted({"mode": "async"}, slow="0.02,0,0.001"), 3)) > 3
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path, dedicated: bool) -> None:
+    """The weights are the sum of what was applied: a gradient that was dropped and yet applied would be there twice."""
+    workers, slow = (4, "0,0.004,0,0.001") if dedicated else (3, "0.004,0,0.001")
+    updates = counted({"mode": "async", "drop_after": 1, "dedicated": dedicated}, workers, slow)
+    assert max(one["delay"] for one in updates) <= 1
+    dropped = updates_in(tmp_path, "dropped")
+    assert dropped and min(one["delay"] for one in dropped) == 2
+    applied = {(one["step"], one["rank"], one["pulled"]) for one in updates}
+    assert not applied & {(one["step"], one["rank"], one["pulled"]) for one in dropped}
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_a_late_gradient_has_a_smaller_rate(counted: Any, dedicated: bool) -> None:
+    updates = counted({"mode": "async", "scale_lr": True, "dedicated": dedicated}, 4)
+    assert {one["learning_rate"] for one in updates} == {RATE / (1 + one["delay"]) for one in updates}
+    assert all(one["learning_rate"] == RATE / (1 + one["delay"]) for one in updates)
+    assert max(one["delay"] for one in updates) > 0
+
+
+ONE_COMPUTES = """
+import json, os
+import torch
+from subjects import CASES, images, tell
+import paceline
+given = CASES[os.environ["CASE"]]()
+session = paceline.start(
+    **given, strategy="parameter-server", timeout_seconds=30, threads=1,
+    server={"mode": os.environ["MODE"], "dedicated": True},
+)
+losses, values = [], []
+for batch in session.batches(steps=11):
+    losses.append(session.step(batch).loss)
+    if batch.step == 4:
+        values.append(session.evaluate(given["data"]))
+tell(fingerprint=session.fingerprint(), values=values, learning_rate=session._job.update.learning_rate)
+"""
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+@pytest.mark.parametrize(
+    "case",
+    ["batch norm, dropout, short batch", "transformer, tied weights, clipping, schedule", "layer used sometimes"],
+)
+def test_one_worker_that_computes_is_the_single_process(told: Told, tmp_path: Path, case: str, mode: str) -> None:
+    environment = {"CASE": case, "MODE": mode}
+    (alone,) = told(ONE_COMPUTES, 1, tmp_path / "alone", environment=environment)
+    for one in told(ONE_COMPUTES, 2, tmp_path / "two", environment=environment):
+        assert one == alone
+
+
+def test_two_servers_are_like_one(told: Told, tmp_path: Path) -> None:
+    script = ONE_COMPUTES.replace('"dedicated": True', '"dedicated": True, "count": int(os.environ["COUNT"])')
+    environment = {"CASE": "transformer, tied weights, clipping, schedule", "MODE": "async"}
+    (alone,) = told(script, 1, tmp_path / "alone", environment=environment | {"COUNT": "1"})
+    for one in told(script, 3, tmp_path / "three", environment=environment | {"COUNT": "2"}):
+        assert one == alone
+
+
+RESUMED = """
+import counted, json, os
+from subjects import tell
+session = counted.start(
+    strategy="parameter-server", server=json.loads(os.environ["SERVER"]),
+    checkpoint={"directory": os.environ["SAVED"], "every": 3}, resume="auto",
+)
+start = session.position
+for batch in session.batches(steps=int(os.environ["STOP"])):
+    session.step(batch)
+tell(start=start, weights=counted.weights(session))
+"""
+
+
+@pytest.mark.parametrize("dedicated", [False, True])
+def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: bool) -> None:
+    server = json.dumps({"mode": "async", "dedicated": dedicated})
+    environment = {"SAVED": str(tmp_path / "saved"), "SERVER": server, "SLOW": "0.004,0"}
+    told(RESUMED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
+    again = told(RESUMED, 2, tmp_path / "second", environment=environment | {"STOP": "16"})
+    assert again == [{"start": 6, "weights": expected(2)}] * 2
+    (alone,) = told(RESUMED, 1, tmp_path / "third", environment=environment | {"STOP": "16"})
+    assert alone == {"start": 15, "weights": expected(2)}
+
+
+SKIPPED = """
+import counted, json, os
+from subjects import tell
+from counted import TensorDataset
+values = counted.inputs()
+values[17] = float("nan")
+session = counted.start(
+    strategy="parameter-server", data=TensorDataset(values), nonfinite=os.environ["THEN"],
+    server=json.loads(os.environ["SERVER"]),
+)
+for batch in session.batches(epochs=int(os.environ["EPOCHS"])):
+    session.step(batch)
+tell(finite=all(weight == weight for weight in counted.weights(session)), position=session.position)
+"""
+
+
+@pytest.mark.parametrize("server", WAYS, ids=str)
+def test_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path, server: dict[str, Any]) -> None:
+    environment = {"PACELINE_RUN": str(tmp_path), "SERVER": json.dumps(server), "THEN": "skip", "EPOCHS": "2"}
+    everyone = told(SKIPPED, 3, tmp_path, environment=environment)
+    assert everyone == [{"finite": True, "position": 2 * STEPS}] * 3
+    assert len(updates_in(tmp_path)) == 2 * STEPS - 2
+    assert len(updates_in(tmp_path, "skipped")) == 2
+
+
+@pytest.mark.parametrize("server", WAYS, ids=str)
+def test_a_loss_that_is_not_finite_ends_the_run(ranks: Run, tmp_path: Path, server: dict[str, Any]) -> None:
+    environment = {"SERVER": json.dumps(server), "THEN": "stop", "EPOCHS": "1"}
+    everyone = ranks(SKIPPED, 3, tmp_path, environment=environment)
+    assert sorted(one.code for one in everyone) == [1, 5, 5]
+    assert sum("NonFiniteLoss: The loss is nan at step" in one.err for one in everyone) == 1
+
+
+def test_statistics_and_bits_are_spoken_of(told: Told, tmp_path: Path) -> None:
+    script = """
+import paceline
+from subjects import CASES, tell
+session = paceline.start(**CASES["batch norm, dropout, short batch"](), strategy="parameter-server",
+                         server={"mode": "async"}, timeout_seconds=30)
+for batch in session.batches(epochs=2):
+    session.step(batch)
+tell(remarks=session._course.strategy.remarks, fingerprint=session.fingerprint())
+"""
+    everyone = told(script, 2, tmp_path)
+    assert everyone[0] == everyone[1]
+    text = " ".join(everyone[0]["remarks"])
+    assert "promises no exact bits" in text and "batch norm" in text and "8 updates so far" in text
+
+
+REFUSED = [
+    ({"count": 2}, 2, "server.count = 2 servers cannot share 1 parameter:"),
+    ({"count": 1, "dedicated": True, "staleness": -1}, 2, "server.staleness = -1"),
+    ({"drop_after": -1}, 2, "server.drop_after = -1"),
+    ({"count": 0}, 2, "server.count = 0"),
+    ({"mode": "sync", "scale_lr": True}, 2, "server.scale_lr is for gradients that come late"),
+    ({"mode": "sync", "drop_after": 3}, 2, "server.drop_after is for gradients that come late"),
+]
+
+
+@pytest.mark.parametrize(("server", "workers", "said"), REFUSED, ids=str)
+def test_what_cannot_be_used_is_refused(
+    ranks: Run, tmp_path: Path, server: dict[str, Any], workers: int, said: str
+) -> None:
+    for one in ranks(COUNTED, workers, tmp_path, environment={"SERVER": json.dumps(server)}):
+        assert one.code == 2
+        assert said in one.err
+
+
+@pytest.mark.parametrize(("count", "dedicated"), [(2, True), (3, False)])
+def test_more_servers_than_workers_are_refused(ranks: Run, tmp_path: Path, count: int, dedicated: bool) -> None:
+    script = f"""
+import paceline
+from subjects import CASES
+paceline.start(**CASES["mlp, momentum"](), strategy="parameter-server",
+               server={{"count": {count}, "dedicated": {dedicated}, "mode": "async"}})
+"""
+    for one in ranks(script, 2, tmp_path):
+        assert one.code == 2
+        assert f"server.count = {count}" in one.err and "more than 2 workers" in one.err
+
+
+def test_bits_are_refused_but_in_mode_sync(ranks: Run, tmp_path: Path) -> None:
+    environment = {"SERVER": json.dumps({"mode": "bounded"}), "GIVEN": json.dumps({"exact": True})}
+    for one in ranks(COUNTED, 2, tmp_path, environment=environment):
+        assert one.code == 2
+        assert "cannot give the same bits" in one.err
+
+
+SYNC = """
+import json, os
+import paceline
+from subjects import CASES, tell
+found = {}
+for case in json.loads(os.environ["CASES"]):
+    given = CASES[case]()
+    session = paceline.start(
+        **given, exact=True, strategy=os.environ["STRATEGY"], server=json.loads(os.environ["SERVER"]),
+        timeout_seconds=30,
+    )
+    reports, values = [], []
+    for batch in session.batches(steps=11):
+        report = session.step(batch)
+        reports.append([report.loss, report.gradient_norm, report.learning_rate])
+        if batch.step == 4:
+            values.append([session.evaluate(given["data"]), session.fingerprint()])
+    found[case] = {"fingerprint": session.fingerprint(), "reports": reports, "values": values}
+tell(found=found)
+"""
+SYNC_CASES = [
+    "batch norm, dropout, short batch",
+    "transformer, tied weights, clipping, schedule",
+    "not divisible",
+    "layer used sometimes",
+]
+
+
+@pytest.fixture(scope="module")
+def averaged(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What comes out of all-reduce on two workers."""
+    environment = {"STRATEGY": "allreduce", "SERVER": "{}", "CASES": json.dumps(SYNC_CASES)}
+    one, _ = told(SYNC, 2, tmp_path_factory.mktemp("averaged"), environment=environment, deadline=100)
+    return one
+
+
+@pytest.mark.parametrize(
+    ("workers", "server"),
+    [(2, {}), (3, {"count": 2}), (4, {"count": 4}), (2, {"dedicated": True}), (4, {"count": 2, "dedicated": True})],
+    ids=str,
+)
+def test_in_mode_sync_the_bits_are_those_of_all_reduce(
+    told: Told, tmp_path: Path, averaged: dict[str, Any], workers: int, server: dict[str, Any]
+) -> None:
+    environment = {"STRATEGY": "parameter-server", "SERVER": json.dumps(server), "CASES": json.dumps(SYNC_CASES)}
+    for one in told(SYNC, workers, tmp_path, environment=environment, deadline=100):
+        assert one == averaged
+
+
+def test_in_mode_sync_each_shard_is_updated_at_its_server_alone(told: Told, tmp_path: Path) -> None:
+    script = """
+import paceline
+from subjects import CASES, tell
+session = paceline.start(
+    **CASES["mlp, momentum"](), strategy="parameter-server", timeout_seconds=30, server={"count": 2}
+)
+(batch, *_) = session.batches(steps=1)
+session.step(batch)
+before = len(session._job.update.optimizer.state)
+session.evaluate(CASES["mlp, momentum"]()["data"])
+tell(before=before, after=len(session._job.update.optimizer.state), fingerprint=session.fingerprint())
+"""
+    everyone = told(script, 3, tmp_path)
+    assert [one["before"] for one in everyone] == [1, 3, 0] or [one["before"] for one in everyone] == [2, 2, 0]
+    assert {one["after"] for one in everyone} == {4}
+    assert len({one["fingerprint"] for one in everyone}) == 1
+
+
+def test_in_mode_sync_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path) -> None:
+    environment = {"PACELINE_RUN": str(tmp_path), "SERVER": '{"mode": "sync"}', "THEN": "skip", "EPOCHS": "2"}
+    everyone = told(SKIPPED, 3, tmp_path, environment=environment)
+    assert everyone == [{"finite": True, "position": 2 * STEPS}] * 3
