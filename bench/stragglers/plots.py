@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,9 @@ def _bars(steps: Mapping[str, Any]) -> Any:
     colors = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
     for place, (rule, found) in enumerate(steps.items()):
         where = [column + width * (place - (len(steps) - 1) / 2) for column in range(len(patterns))]
-        middle = [found[name]["median"] for name in patterns]
-        tail = [max(0.0, found[name]["tail"] - found[name]["median"]) for name in patterns]
+        shown = [found.get(name, {"median": math.nan, "tail": math.nan}) for name in patterns]
+        middle = [one["median"] for one in shown]
+        tail = [one["tail"] - one["median"] for one in shown]
         axes.bar(where, middle, width * 0.9, yerr=[[0.0] * len(tail), tail], label=rule, color=colors[place % 20])
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.axhline(_GOAL, color="black", linewidth=0.6, linestyle=":")

@@ -1,14 +1,15 @@
 """Time to a loss: a perceptron and a small convolution net on pictures of digits, five patterns, several seeds.
 
-All rules train with the learning rate that is best for plain synchronous training in the grid of RATES. Rules whose
-updates use older weights are also tuned: over the same learning rates, and staleness for the bounded server. Each
-combination is tried with the first seed and no slow worker; the one that reaches the target first then runs through all
-patterns and seeds.
+All rules train with the same batch, and with the learning rate that is best for plain synchronous training. Rules whose
+updates use older weights are also tuned, over GRID: the whole batch in each update, or a worker's part of it, with its
+learning rates; and STALENESS for the bounded server. Each combination is tried with the first seed and no slow worker;
+the one that reaches the target first then runs through all patterns and seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -26,11 +27,12 @@ SAMPLES = 2
 """Of a microbatch."""
 SMOOTH = 3
 """So many measurements in a row decide; the same as in the workers' script."""
-BASE_SECONDS = 0.006
-RATES = (0.05, 0.1, 0.2, 0.4, 0.8)
+BASE_SECONDS = 0.008
+GRID = ((1, 0.1), (1, 0.2), (8, 0.05), (8, 0.1), (8, 0.2), (8, 0.4))
+"""What part of the batch an update uses (one over this), and the learning rate."""
 STALENESS = (1, 3)
-_LONGEST = 4
-"""A run is given up after so many times the steps that synchronous training needs at most."""
+_LONGEST = 2
+"""A run is given up after so many times the samples that synchronous training needs at most."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Model:
     """What is trained.
 
     Attributes:
-        rate: the best learning rate of RATES for synchronous training.
+        rate: the best learning rate for synchronous training, of 0.03, 0.1, 0.2, 0.4, 0.8, 1.6.
         target: the held-out loss to reach.
         steps: after which synchronous training has reached it in every case.
     """
@@ -61,18 +63,28 @@ def measure(folder: Path, rules: Sequence[Rule], options: argparse.Namespace) ->
         )
         found: dict[str, Any] = {}
         for rule in rules:
-            entries = [(rule.name, rule, MODELS[model].rate)]
+            entries = [Entry(rule.name, rule, MODELS[model].rate)]
             if not rule.steps:
                 entries.append(tuned(folder, model, rule, options))
-            for name, one, rate in entries:
-                found[name] = {"rate": rate, **race_all(folder, model, name, one, rate, options)}
-        for name, entry in found.items():
-            show(name, entry, found.get("stealing"))
+            for entry in entries:
+                found[entry.name] = race_all(folder, model, entry, options)
+        for name, raced in found.items():
+            show(name, raced, found.get("stealing"))
         results[model] = {"target": MODELS[model].target, "rules": found}
     return results
 
 
-def tuned(folder: Path, model: str, rule: Rule, options: argparse.Namespace) -> tuple[str, Rule, float]:
+@dataclass(frozen=True)
+class Entry:
+    """Who takes part in a race: a rule, its learning rate, and what part of the batch an update uses (one over it)."""
+
+    name: str
+    rule: Rule
+    rate: float
+    part: int = 1
+
+
+def tuned(folder: Path, model: str, rule: Rule, options: argparse.Namespace) -> Entry:
     """The best of the grid for a rule."""
     variants = [rule]
     if rule.settings.get("server", {}).get("mode") == "bounded":
@@ -80,56 +92,59 @@ def tuned(folder: Path, model: str, rule: Rule, options: argparse.Namespace) -> 
             Rule(f"{rule.name} s={bound}", {**rule.settings, "server": {"mode": "bounded", "staleness": bound}}, False)
             for bound in STALENESS
         ]
-    grid = [(variant, rate) for variant in variants for rate in RATES]
-    sessions = [session(model, variant, "none", options.seed, rate, options) for variant, rate in grid]
+    grid = [Entry(f"{one.name}, tuned", one, rate, part) for one in variants for part, rate in GRID]
+    sessions = [session(model, entry, "none", options.seed, options) for entry in grid]
     records = race(folder, f"{model}-{rule.name}-grid", sessions, options)
     seconds = [curve(record, MODELS[model].target)["seconds"] or float("inf") for record in records]
-    best, rate = grid[min(range(len(grid)), key=lambda place: (seconds[place], place))]
-    return f"{best.name}, tuned", best, rate
+    for entry, found in zip(grid, seconds, strict=True):
+        print(f"   {entry.name}: rate {entry.rate}, 1/{entry.part} of the batch: {found:.2f} s", flush=True)
+    return grid[min(range(len(grid)), key=lambda place: (seconds[place], place))]
 
 
-def race_all(folder: Path, model: str, name: str, rule: Rule, rate: float, options: argparse.Namespace) -> Any:
-    """All patterns and seeds with one rule."""
+def race_all(folder: Path, model: str, entry: Entry, options: argparse.Namespace) -> dict[str, Any]:
+    """All patterns and seeds with one entry."""
     cases = [(pattern, seed) for pattern in options.patterns for seed in range(options.seeds)]
-    sessions = [session(model, rule, pattern, options.seed + seed, rate, options) for pattern, seed in cases]
-    label = name.replace(" ", "-").replace(",", "").replace("=", "-")
+    sessions = [session(model, entry, pattern, options.seed + seed, options) for pattern, seed in cases]
+    label = re.sub(r"\W+", "-", entry.name)
+    found: dict[str, Any] = {pattern: {"curves": []} for pattern in options.patterns}
+    told = {"rate": entry.rate, "part": entry.part, "patterns": found}
     try:
         records = race(folder, f"{model}-{label}", sessions, options)
     except RunFailed as failed:
-        print(f"{name}: {failed}", flush=True)
-        return {"patterns": {}}
-    found: dict[str, Any] = {pattern: {"curves": []} for pattern in options.patterns}
+        print(f"{entry.name}: {failed}", flush=True)
+        return {**told, "patterns": {}}
     for (pattern, _), record in zip(cases, records, strict=True):
         found[pattern]["curves"].append(curve(record, MODELS[model].target))
-    for entry in found.values():
-        entry["seconds"] = middle([one["seconds"] for one in entry["curves"]])
-        entry["samples"] = middle([one["samples"] for one in entry["curves"]])
-        entry["machine_cores"] = median(one["machine_cores"] for one in entry["curves"])
-    print(f"   {name} done", flush=True)
-    return {"patterns": found}
+    for one in found.values():
+        one["seconds"] = middle([each["seconds"] for each in one["curves"]])
+        one["samples"] = middle([each["samples"] for each in one["curves"]])
+        one["given_up_after"] = min(
+            [each["given_up_after"] for each in one["curves"] if each["seconds"] is None] or [0]
+        )
+        one["machine_cores"] = median(each["machine_cores"] for each in one["curves"])
+    print(f"   {entry.name} done", flush=True)
+    return told
 
 
 def race(folder: Path, name: str, sessions: list[dict[str, Any]], options: argparse.Namespace) -> list[Record]:
     return run(folder, name, sessions, options.workers, script="task_worker.py", deadline=3600)
 
 
-def session(
-    model: str, rule: Rule, pattern: str, seed: int, rate: float, options: argparse.Namespace
-) -> dict[str, Any]:
+def session(model: str, entry: Entry, pattern: str, seed: int, options: argparse.Namespace) -> dict[str, Any]:
     """One race of a plan for the workers."""
-    microbatches = MICROBATCHES * options.workers
+    microbatches = MICROBATCHES * options.workers // entry.part
     return {
         "pattern": {**asdict(pattern_of(pattern, options)), "seed": seed, "period": MODELS[model].steps // 3},
         "base": BASE_SECONDS,
-        "slot": None if rule.steps else microbatches * BASE_SECONDS / options.workers,
+        "slot": None if entry.rule.steps else MICROBATCHES * BASE_SECONDS,
         "batch": microbatches * SAMPLES,
-        "steps": MODELS[model].steps * _LONGEST,
+        "steps": MODELS[model].steps * _LONGEST * entry.part,
         "model": model,
         "seed": seed,
-        "rate": rate,
+        "rate": entry.rate,
         "target": MODELS[model].target,
         "data": [str(options.data)] if options.data else [],
-        "settings": {**rule.settings, "microbatches": microbatches},
+        "settings": {**entry.rule.settings, "microbatches": microbatches},
     }
 
 
@@ -162,7 +177,7 @@ def middle(values: Sequence[float | None]) -> float | None:
 def show(name: str, entry: dict[str, Any], stealing: dict[str, Any] | None) -> None:
     for pattern, one in entry["patterns"].items():
         base = stealing["patterns"].get(pattern, {}).get("seconds") if stealing else None
-        seconds = f"{one['seconds']:8.2f}" if one["seconds"] else "   never"
+        seconds = f"{one['seconds']:8.2f}" if one["seconds"] else f">{one['given_up_after']:7.2f}"
         samples = f"{one['samples']:8d}" if one["samples"] else "       -"
         ratio = f"{one['seconds'] / base:14.2f}" if one["seconds"] and base else f"{'-':>14}"
-        print(f"{name:22} {entry['rate']:5} {pattern:10} {seconds} {samples} {ratio} {one['machine_cores']:8.2f}")
+        print(f"{name:24} {entry['rate']:5} {pattern:10} {seconds} {samples} {ratio} {one['machine_cores']:8.2f}")
