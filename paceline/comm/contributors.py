@@ -10,8 +10,8 @@ Each worker computes a group of microbatches and says when it is done. The first
 workers then know the same set, and meet in the exchange. The same group may be computed by several workers: the first
 one counts.
 
-On one machine the set is a table in shared memory (:class:`SharedContributors`), on several machines it is a counter
-and a few keys in the store of ``torch.distributed`` (:class:`StoreContributors`).
+On one machine the set is a table in shared memory (:class:`SharedContributors`), on several machines a text in the
+store of ``torch.distributed`` (:class:`StoreContributors`).
 """
 
 from __future__ import annotations
@@ -200,14 +200,16 @@ class SharedContributors:
 
 
 class StoreContributors:
-    """The set in the store: a round trip for each question."""
+    """The set in the store: one text for each step, to which a worker that is done appends its group and its rank.
+
+    The order of the text decides who counts. Each question is a round trip.
+    """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._store = dist.distributed_c10d._get_default_store()
         self._token = ""
         self._last = -1
-        self._steps: tuple[int, int] | None = None
 
     def begin(self, step: int, groups: int, needed: int) -> None:
         if not self._token:  # another session may have had the same steps
@@ -217,50 +219,32 @@ class StoreContributors:
         self._ask(lambda: self._store.set(self._begun(self._world.rank), str(step)))
         told = self._ask(lambda: self._store.multi_get([self._begun(rank) for rank in range(self._world.size)]))
         check_steps(list(map(int, told)), self._last, step)
+        if self._world.rank == 0 and self._last >= 0:  # all have used that set
+            self._ask(lambda: self._store.delete_key(self._key(self._last)))
         self._last = step
         self._groups, self._needed = groups, needed
-        self._asked, self._known = 0, -1
-        if self._world.rank == 0 and self._steps is not None:  # all have come here, so none asks for these again
-            before, count = self._steps
-            self._ask(lambda: self._forget(before, count))
-        self._step, self._steps = step, (step, groups)
-
-    def _forget(self, step: int, groups: int) -> None:
-        for place in range(groups):
-            self._store.delete_key(self._key(f"group/{place}", step))
-            self._store.delete_key(self._key(f"place/{place + 1}", step))
-        self._store.delete_key(self._key("count", step))
+        self._owners: dict[int, int] = {}
+        self._append("")
 
     def start(self, group: int) -> None:
         pass
 
     def finish(self, group: int) -> bool:
-        return self._ask(lambda: self._finish(group))
-
-    def _finish(self, group: int) -> bool:
-        if self._store.add(self._key(f"group/{group}"), 1) > 1:
-            return False
-        place = self._store.add(self._key("count"), 1)
-        if place > self._needed:
-            return False
-        self._store.set(self._key(f"place/{place}"), f"{group} {self._world.rank}")
-        return True
+        self._append(f"{group}:{self._world.rank}")
+        self._look()
+        return self._owners.get(group) == self._world.rank
 
     def is_late(self, group: int) -> bool:
-        return self._enough() or self._ask(lambda: self._is_done(group))
-
-    def _is_done(self, group: int) -> bool:
-        return self._store.add(self._key(f"group/{group}"), 0) > 0
+        return self._enough() or group in self._owners
 
     def wait(self, until: float | None = None) -> bool:
         begin = time.monotonic()
         self._world.waits_for([rank for rank in range(self._world.size) if rank != self._world.rank])
         while not self._enough() and (until is None or time.monotonic() < until):
-            self._world.check()
             if time.monotonic() - begin > self._world.timeout:
                 raise WorkerSilent(
                     f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for {self._needed} groups of step "
-                    f"{self._step}, and got {max(self._known, 0)} (timeout_seconds). Look at the output of the other "
+                    f"{self._last}, and got {len(self._owners)} (timeout_seconds). Look at the output of the other "
                     f"workers: they are stopped, or busy with something else."
                 )
             time.sleep(_NAP_SECONDS)
@@ -269,33 +253,36 @@ class StoreContributors:
 
     def open_group(self) -> int | None:
         """The copies of all workers begin at different groups."""
-        own = self._world.rank
-        for place in range(self._groups):
-            group = (own + place) % self._groups
-            if not self.is_late(group):
-                return group
-        return None
+        if self._enough():
+            return None
+        groups = ((self._world.rank + place) % self._groups for place in range(self._groups))
+        return next((group for group in groups if group not in self._owners), None)
 
     def agreed(self) -> dict[int, int]:
-        keys = [self._key(f"place/{place + 1}") for place in range(self._needed)]
-        told = self._ask(lambda: self._store.multi_get(keys))
-        pairs = [tuple(map(int, one.split())) for one in told]
-        return dict(sorted((group, rank) for group, rank in pairs))
+        return dict(sorted(self._owners.items()))
 
     def _enough(self) -> bool:
-        """Whether there are, and all of them have said who they are."""
-        if self._known < self._needed:
-            self._known = self._ask(lambda: int(self._store.add(self._key("count"), 0)))
-        if self._known < self._needed:
-            return False
-        keys = [self._key(f"place/{place + 1}") for place in range(self._needed)]
-        return self._ask(lambda: bool(self._store.check(keys)))
+        if len(self._owners) < self._needed:
+            self._look()
+        return len(self._owners) >= self._needed
+
+    def _look(self) -> None:
+        text = self._ask(lambda: self._store.get(self._key(self._last))).decode()
+        owners: dict[int, int] = {}
+        for one in text.split():
+            group, rank = map(int, one.split(":"))
+            if len(owners) < self._needed:
+                owners.setdefault(group, rank)
+        self._owners = owners
+
+    def _append(self, text: str) -> None:
+        self._ask(lambda: self._store.append(self._key(self._last), text + " "))  # type: ignore[attr-defined]
 
     def _begun(self, rank: int) -> str:
         return f"paceline/contributors/{self._token}/begun/{rank}"
 
-    def _key(self, what: str, step: int | None = None) -> str:
-        return f"paceline/contributors/{self._token}/{self._step if step is None else step}/{what}"
+    def _key(self, step: int) -> str:
+        return f"paceline/contributors/{self._token}/{step}"
 
     def _ask(self, question: Callable[[], _T]) -> _T:
         """Ask the store, whose worker may be gone."""

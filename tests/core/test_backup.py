@@ -201,13 +201,12 @@ def test_without_backup_workers_it_is_all_reduce_bit_for_bit(told: Told, tmp_pat
 
 CASES = """
 from subjects import CASES, tell, train
-TIED = "transformer, tied weights, clipping, schedule"
-for name in ("batch norm, dropout, short batch", "layer used sometimes", TIED):
-    tell(**{name: train(CASES[name]() | {"strategy": "backup"}, 6)})
+for name in ("batch norm, dropout, short batch", "layer used sometimes"):
+    tell(**{name: train(CASES[name]() | {"strategy": "backup"}, 5)})
 """
 
 
 @WAYS
 def test_all_workers_hold_the_same_model(told: Told, tmp_path: Path, one_machine: bool) -> None:
     first, *others = told(CASES, 3, tmp_path, one_machine=one_machine)
-    assert others == [first] * 2 and len(first) == 3
+    assert others == [first] * 2 and len(first) == 2
