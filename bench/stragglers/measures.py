@@ -86,8 +86,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def miscounted(tally: Sequence[float], once: float) -> int:
-    """How many samples did not count exactly once, from weights that fall by ``once`` each time."""
-    return sum(abs(-value / once - 1) > 1e-3 for value in tally)
+    """How many samples did not count exactly once, from weights that fall by about ``once`` each time.
+
+    About: an update of some rules uses a few microbatches more or fewer, and divides by the samples that it uses.
+    """
+    return sum(round(-value / once) != 1 for value in tally)
 
 
 def settled_after(each: Sequence[float], limit: float, length: int = 5) -> int | None:
