@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from itertools import takewhile
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -104,9 +106,13 @@ class _Written:
         return self._read
 
 
-def plain(value: torch.Tensor) -> torch.Tensor | float:
-    """A scalar tensor as a number where that costs no waiting for a device."""
-    return value.item() if value.device.type == "cpu" else value
+class Result(NamedTuple):
+    """What a piece gave: its first microbatch, who computed it, the sum of its losses, what it is divided by."""
+
+    start: int
+    rank: int
+    loss: float
+    counted: float
 
 
 class Losses:
@@ -146,39 +152,36 @@ class Losses:
             own[HEADER : HEADER + len(pairs), 0] = torch.tensor(starts, dtype=torch.float64)
             own[HEADER : HEADER + len(pairs), 1:] = torch.stack(pairs)
         self._note = notes.send(own)
-        self._table: torch.Tensor | None = None
+        self._results: list[Result] = []
         self.notice = 0
-        """What a worker said of the world: that it is about to change, or that it leaves; known with the table."""
+        """What a worker said of the world: that it is about to change, or that it leaves; known with the results."""
         self.seconds: list[float] = []
-        """How long each worker computed; known with the table."""
+        """How long each worker computed; known with the results."""
         self.missing = True
-        """Whether a worker said that a piece gave no gradient to a parameter; known with the table."""
-        self.owners: list[int] = []
-        """The rank that computed each row of the table; known with it."""
+        """Whether a worker said that a piece gave no gradient to a parameter; known with the results."""
 
-    def table(self) -> torch.Tensor:
-        """Float64 tensor [pieces of all workers, 3] in the order of microbatches: first microbatch, sum, count.
+    def results(self) -> list[Result]:
+        """The results of the pieces of all workers, in the order of microbatches.
 
         Raises:
             DisagreementError: workers are at different steps, or called different operations of
                 ``torch.distributed`` before; names the ranks and what they did.
         """
-        if self._table is None:
-            self._check()
-            held = [note[HEADER:][note[HEADER:, 0] >= 0] for note in self._note.wait()]
-            rows = torch.cat(held)
-            order = rows[:, 0].argsort()
-            ranks = torch.repeat_interleave(torch.tensor([len(part) for part in held]))
-            self.owners = ranks.to(order.device)[order].tolist()
-            self._table = rows[order]
-        return self._table
+        if not self._results:
+            notes = torch.stack(self._note.wait()).tolist()
+            self._check([note[:HEADER] for note in notes])
+            self._results = sorted(
+                Result(int(start), rank, loss, count)
+                for rank, note in enumerate(notes)
+                for start, loss, count in takewhile(lambda row: row[0] >= 0, note[HEADER:])
+            )
+        return self._results
 
-    def count(self) -> torch.Tensor | float:
-        """What the sum of all gradients is to be divided by; on the CPU a number, which torch divides by faster."""
-        return plain(self.table()[:, 2].sum())
+    def count(self) -> float:
+        """What the sum of all gradients is to be divided by."""
+        return math.fsum(result.counted for result in self.results())
 
-    def _check(self) -> None:
-        headers = [note[:HEADER].tolist() for note in self._note.wait()]
+    def _check(self, headers: list[list[list[float]]]) -> None:
         steps = [int(header[0][0]) for header in headers]
         if any(step != self._step for step in steps):
             told = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))

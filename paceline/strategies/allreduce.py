@@ -289,7 +289,7 @@ def _put_together(layout: list[list[range]], losses: Losses, without: list[froze
     known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
     return [
         Part(piece, rank, loss, count, places)
-        for ((piece, rank), places), (_, loss, count) in zip(known, losses.table().tolist(), strict=True)
+        for ((piece, rank), places), (_, _, loss, count) in zip(known, losses.results(), strict=True)
     ]
 
 

@@ -19,7 +19,7 @@ that is left. With ``backup.late = "lose"`` the batch is cut for N + b workers, 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 import torch
@@ -39,6 +39,8 @@ from paceline.strategies.sums import Values, add
 from paceline.strategies.verdict import Part
 
 _BOOK = "backup"
+_FEW = 4
+"""With fewer microbatches for each worker it is said that they are few."""
 _PATIENCE = 1.5
 """A worker that is done copies a group that takes others so many times as long as its own took."""
 
@@ -57,6 +59,12 @@ class Backup(AllReduce):
             self.remarks.append(
                 f"{size} workers are left, of which at most {size - 1} can be backup workers: {self._spare} instead of "
                 f"backup.workers = {wanted}"
+            )
+        waited = size - self._spare
+        if self._spare and order.microbatches < _FEW * waited:
+            self.remarks.append(
+                f"{order.microbatches} microbatches for {waited} workers that are waited for: a late worker holds up "
+                f"the others by a part of one of its microbatches; set microbatches to {_FEW * waited} or more"
             )
         last = len(order.parts_of(order.steps_per_epoch - 1))
         total = (order.steps_per_epoch - 1) * order.microbatches + last
@@ -197,7 +205,7 @@ class Backup(AllReduce):
         """A part that is known by its place in the step, by the name that its microbatch has in its batch."""
         members = [one for group in groups.members for one in group]
         origin, number = self._origin(step, members[part.microbatches.start])
-        return replace(part, microbatches=range(number, number + 1), origin=None if origin == step else origin)
+        return part._replace(microbatches=range(number, number + 1), origin=None if origin == step else origin)
 
     def _record(self, step: int, groups: Groups, agreed: dict[int, int]) -> None:
         """The set, as this worker knows it: rank and microbatches of each contribution, and what was dropped."""

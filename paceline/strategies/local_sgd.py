@@ -132,7 +132,7 @@ class LocalSgd(Strategy):
             job.update.advance()  # the schedule is the same for all workers
             return skipped
         job.compute.buffers.accept(changed)
-        self._pair = math.fsum(part.loss for part in parts), math.fsum(part.count for part in parts)
+        self._pair = math.fsum(part.loss for part in parts), math.fsum(part.counted for part in parts)
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         norm, rate = job.update.apply(step)
         self._models.weight += self._pair[1]

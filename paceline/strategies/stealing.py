@@ -115,11 +115,12 @@ class Stealing(AllReduce):
 
     def _held(self, losses: Losses, step: int) -> list[list[int]]:
         """The microbatches whose results each rank holds."""
-        numbers = losses.table()[:, 0].int().tolist()
+        results = losses.results()
+        numbers = [result.start for result in results]
         assert numbers == list(range(len(self._job.order.parts_of(step)))), f"step {step} has results of {numbers}"
         held: list[list[int]] = [[] for _ in range(self._job.world.size)]
-        for number, owner in zip(numbers, losses.owners, strict=True):
-            held[owner].append(number)
+        for result in results:
+            held[result.rank].append(result.start)
         return held
 
 

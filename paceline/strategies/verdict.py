@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from paceline.errors import InputError, NonFiniteLoss
 from paceline.schedule.tree import Node, total
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """The outcome of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
     and the places of the parameters to which they gave no gradient.
 
@@ -21,7 +20,7 @@ class Part:
     microbatches: range
     rank: int
     loss: float
-    count: float
+    counted: float
     missing: frozenset[int] = frozenset()
     origin: int | None = None
 
@@ -32,7 +31,7 @@ def mean_loss(parts: Sequence[Part], exact: bool) -> float:
     Raises:
         InputError: what was counted adds up to nothing.
     """
-    count = math.fsum(part.count for part in parts)
+    count = math.fsum(part.counted for part in parts)
     if count == 0:
         raise InputError("The loss of the whole batch has a count of 0: there is nothing to take a mean over.")
     if exact:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
-from paceline.comm.notes import plain
 from paceline.data.feed import Piece
 from paceline.strategies.base import Job
 from paceline.strategies.joining import Joining
@@ -55,7 +56,7 @@ class Whole:
             Part(piece.microbatches, job.world.rank, loss, count, without)
             for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
         ]
-        count = plain(table[:, 1].sum())
+        count = math.fsum(part.counted for part in parts)
         means = gradients.total()
         given = [value for value in means if value is not None]
         if given:
