@@ -263,12 +263,20 @@ class Asynchronous(Strategy):
     def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:
         return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
 
-    def _apply(self, step: int, parts: list[Part], changed: list[torch.Tensor], table: Table, factor: float) -> Outcome:
-        """Make the update here; the gradients were judged."""
+    def _apply(
+        self,
+        step: int,
+        parts: list[Part],
+        changed: list[torch.Tensor],
+        done: int,
+        factor: float = 1.0,
+        norm: torch.Tensor | None = None,
+    ) -> Outcome:
+        """Make the update here, after so many steps; the gradients were judged."""
         job = self._job
         job.compute.buffers.accept(changed)
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        norm, rate = job.update.apply(table.done, factor)
+        norm, rate = job.update.apply(done, factor, norm)
         return Outcome(mean_loss(parts, job.settings.exact), norm, rate)
 
     def _finish(self, table: Table, step: int, outcome: Outcome) -> None:

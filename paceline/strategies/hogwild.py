@@ -61,7 +61,7 @@ class HogWild(Asynchronous):
         if outcome is None:
             table = self._claims.look()
             self._schedule_to(table.version)
-            outcome = self._apply(step, parts, changed, table, 1.0)
+            outcome = self._apply(step, parts, changed, table.done)
             self._scheduled += 1
             self._shard.write_buffers(0)
         with self._claims.change() as table:

@@ -93,6 +93,7 @@ class SharedServers(Asynchronous):
         if outcome is not None:
             self._skip(step, outcome)
             return
+        norm = self._job.update.norm()
         with self._claims.change() as table:
             delay = table.version - self._pulled
             if self._is_late(delay):
@@ -100,7 +101,7 @@ class SharedServers(Asynchronous):
                 self._mine = table.take(self._job.world.rank)
             else:
                 self._read(table, states=True)
-                outcome = self._apply(step, parts, changed, table, self._factor(delay))
+                outcome = self._apply(step, parts, changed, table.done, self._factor(delay), norm)
                 for shard in self._shards:
                     shard.write((table.version + 1) % 2)
                 self._finish(table, step, outcome)
