@@ -9,7 +9,7 @@ A worker that comes to a step offers it, and takes the lowest one that is free. 
 and is computed by nobody: so the table holds a few numbers for each worker, however far they are apart.
 
 The table has two copies. A change is written into the spare one, then a number flips which one counts: a worker that is
-killed at any instant leaves a whole table, and the kernel takes back its lock. A change costs 20 us, a look 5 us.
+killed at any instant leaves a whole table, and the kernel takes back its lock. A change costs 8 us, a look 2 us.
 """
 
 from __future__ import annotations
