@@ -84,7 +84,7 @@ import torch
 from torch import nn
 import paceline
 
-ROWS, WIDTH, WORDS, BATCH, STEPS = 1_000_000, 16, 32, 128, 400
+ROWS, WIDTH, WORDS, BATCH, STEPS = 1_000_000, 16, 32, 128, 2000
 
 class Bag(nn.Module):
     def __init__(self):
