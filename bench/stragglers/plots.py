@@ -15,10 +15,11 @@ matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "paceline", 
 from matplotlib import pyplot  # noqa: E402 - after the choice of what draws
 from matplotlib.axes import Axes  # noqa: E402
 from patterns import PATTERNS  # noqa: E402
+from rules import RULES  # noqa: E402
 
 _GOAL = 1.10
-_HIGHEST = 3.2
-_POINTS = 60
+_HIGHEST = 4.0
+_POINTS = 40
 """Of a curve: the plots are to stay small."""
 
 
@@ -36,12 +37,13 @@ def _save(figure: Any, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.{kind}" for kind in ("png", "svg")]
     for path in paths:
         date = {"Date": None} if path.suffix == ".svg" else None  # the same results give the same file
-        figure.savefig(path, bbox_inches="tight", dpi=110, metadata=date)
+        figure.savefig(path, bbox_inches="tight", dpi=80, metadata=date)
     pyplot.close(figure)
     return paths
 
 
-def _bars(steps: Mapping[str, Any]) -> Any:
+def _bars(found: Mapping[str, Any]) -> Any:
+    steps = {name: found[name] for name in RULES if name in found}
     patterns = [name for name in PATTERNS if any(name in found for found in steps.values())]
     figure, axes = pyplot.subplots(figsize=(10, 3.6))
     width = 0.8 / len(steps)
@@ -57,7 +59,7 @@ def _bars(steps: Mapping[str, Any]) -> Any:
     axes.set_xticks(range(len(patterns)), patterns)
     axes.set_ylim(0.9, _HIGHEST)
     axes.set_ylabel("time over ideal: median, p99")
-    axes.legend(ncols=4, fontsize=7, loc="upper right")
+    axes.legend(ncols=6, fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     return figure
 
 
