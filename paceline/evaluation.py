@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from paceline.data.feed import KeyedDataset, Request, to_device
+from paceline.data.feed import KeyedDataset, Request, collated, to_device
 from paceline.errors import InputError
 from paceline.schedule.shares import even
 from paceline.strategies.base import Job
@@ -53,7 +53,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
     try:
         with torch.no_grad():
             for chunk in chunks[own.start : own.stop]:
-                items = to_device(collate(read.__getitems__(Request(_EPOCH, list(chunk)))), job.world.device)
+                items = to_device(collated(read.__getitems__(Request(_EPOCH, list(chunk))), collate), job.world.device)
                 with job.compute.precision():
                     value = forward(job.compute.model, items)
                 pairs.append(_sum_and_count(value, len(chunk)))

@@ -64,7 +64,7 @@ class Feed:
         self._device = device
         self._requests = _Requests()
         self._data = KeyedDataset(data, order.seed, collates=collate is not None)
-        self._collate = collate or default_collate
+        self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
             batch_sampler=self._requests,
@@ -116,6 +116,17 @@ class Feed:
         return data if self._device.type == "cpu" else to_device(data, self._device)
 
 
+class Rows(NamedTuple):
+    """Samples of a ``TensorDataset`` that are together already: one tensor of each of its tensors."""
+
+    tensors: list[torch.Tensor]
+
+
+def collated(items: list[Any] | Rows, collate: Callable[[list[Any]], Any]) -> Any:
+    """What :class:`KeyedDataset` gives, as a model takes it."""
+    return items.tensors if isinstance(items, Rows) else collate(items)
+
+
 def to_device(data: Any, device: torch.device) -> Any:
     """Every tensor of a pytree on the device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)
@@ -142,9 +153,15 @@ class KeyedDataset(Dataset[Any]):
         self._seed = seed
         self._collates = collates
         self._is_plain = type(data) in (TensorDataset, list, tuple)
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        if type(data) is TensorDataset and not collates:  # a quarter of the time that one row after the other takes
+            self._tensors = data.tensors
         self._draws = False
 
-    def __getitems__(self, request: Request) -> list[Any]:
+    def __getitems__(self, request: Request) -> list[Any] | Rows:
+        if self._tensors:
+            samples = torch.tensor(request.samples)
+            return Rows([tensor[samples] for tensor in self._tensors])
         items = self._items(request)
         if self._collates:  # it may draw, too
             seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
