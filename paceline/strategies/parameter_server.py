@@ -26,9 +26,10 @@ from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.strategies.asynchronous import Alone
+from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.push import DedicatedServers, SharedServers
-from paceline.strategies.rounds import Rounds
+from paceline.strategies.rounds import BackupRounds, Rounds
 
 
 class ParameterServer(Strategy):
@@ -36,24 +37,26 @@ class ParameterServer(Strategy):
 
     bitwise: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
-    alone: ClassVar[type[Strategy] | None] = Alone
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._mode = _of(job.settings)(job)
+        self._mode = _of(job.settings, job.world.size)(job)
         self.remarks = self._mode.remarks
 
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:
-        return settings.server.mode == "sync"
+        return settings.server.mode == "sync" and not settings.backup.workers
 
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
         server = settings.server
         if settings.backup.workers:
-            raise ConfigError(
-                f"backup.workers = {settings.backup.workers} is for strategy 'backup': use that, or leave it out."
-            )
+            Backup.check(settings, model, workers)
+            if server.mode != "sync" or server.dedicated:
+                raise ConfigError(
+                    f"backup.workers = {settings.backup.workers} is for steps that wait for workers, at servers inside "
+                    f"them: use server.mode = 'sync' and server.dedicated = false, or leave it out."
+                )
         trained = sum(parameter.requires_grad for parameter in model.parameters())
         if server.count > trained:
             raise ConfigError(
@@ -90,7 +93,13 @@ class ParameterServer(Strategy):
         self._mode.close()
 
 
-def _of(settings: Settings) -> type[Strategy]:
+ParameterServer.alone = ParameterServer  # a single worker that is left does what others have left undone
+
+
+def _of(settings: Settings, workers: int) -> type[Strategy]:
+    backup = bool(settings.backup.workers)
+    if workers == 1:
+        return Backup if backup else Alone
     if settings.server.mode == "sync":
-        return Rounds
+        return BackupRounds if backup else Rounds
     return DedicatedServers if settings.server.dedicated else SharedServers

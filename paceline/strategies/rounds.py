@@ -27,6 +27,7 @@ from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.asynchronous import shared_memory_of
+from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.update import Update
 
@@ -70,6 +71,10 @@ class Rounds(AllReduce):
         if version == self._served.version:  # the buffers are one step ahead of the weights
             for now, before in buffers:
                 now.copy_(before)
+
+
+class BackupRounds(Rounds, Backup):
+    """Servers that wait for the first N of N + b workers; what comes later is dropped, as in ``strategies.backup``."""
 
 
 class Served:

@@ -133,6 +133,17 @@ def test_late_workers_are_not_waited_for_and_no_sample_is_lost(train: Any, tmp_p
     assert len(late) >= 6
 
 
+@pytest.mark.parametrize("servers", [1, 2])
+def test_servers_do_not_wait_for_late_workers_either(train: Any, tmp_path: Path, servers: int) -> None:
+    given = {"strategy": "parameter-server", "backup": {"workers": 1}, "server": {"count": servers}}
+    everyone = train(3, slow=SLOW, **given)
+    sets = sets_of(tmp_path)
+    check_epochs(sets)
+    assert everyone[0]["weights"] == pytest.approx(weights_of(sets), rel=1e-12, abs=0)
+    late = [step for step in range(8) if 1 not in [rank for rank, _ in sets[step]["used"]]]
+    assert len(late) >= 6
+
+
 @WAYS
 def test_what_is_lost_is_not_used(train: Any, tmp_path: Path, one_machine: bool) -> None:
     everyone = train(3, slow=SLOW, one_machine=one_machine, backup={"late": "lose"})
