@@ -102,7 +102,9 @@ class AllReduce(Strategy):
         if not pieces:
             losses = self._tell_losses(step, layout, pairs, 0.0)
             self._leaving.nothing(losses)
-        missing = self._tell_missing(layout, self._leaving.written())
+        without = self._leaving.written()
+        losses.results()  # refuses workers at other steps, whose next note may have another size
+        missing = self._tell_missing(layout, without)
         self._leaving.finish()
         self.seconds = losses.seconds
         parts = _put_together(layout, losses, _without_gradient(layout, missing.wait()))
