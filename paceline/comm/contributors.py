@@ -28,7 +28,7 @@ from paceline.comm.world import World
 from paceline.errors import DisagreementError, WorkerSilent
 
 _T = TypeVar("_T")
-_NAP_SECONDS = 1e-3
+_NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 
 
 class Contributors(Protocol):
@@ -217,14 +217,18 @@ class StoreContributors:
             self._ask(lambda: self._store.set(self._begun(self._world.rank), "-1"))
             self._world.gather(None, "step")
         self._ask(lambda: self._store.set(self._begun(self._world.rank), str(step)))
-        told = self._ask(lambda: self._store.multi_get([self._begun(rank) for rank in range(self._world.size)]))
-        check_steps(list(map(int, told)), self._last, step)
+        self._before = self._last
+        self._check_steps(step)
         if self._world.rank == 0 and self._last >= 0:  # all have used that set
             self._ask(lambda: self._store.delete_key(self._key(self._last)))
         self._last = step
         self._groups, self._needed = groups, needed
         self._owners: dict[int, int] = {}
         self._append("")
+
+    def _check_steps(self, step: int) -> None:
+        told = self._ask(lambda: self._store.multi_get([self._begun(rank) for rank in range(self._world.size)]))
+        check_steps(list(map(int, told)), self._before, step)
 
     def start(self, group: int) -> None:
         pass
@@ -238,7 +242,7 @@ class StoreContributors:
         return self._enough() or group in self._owners
 
     def wait(self, until: float | None = None) -> bool:
-        begin = time.monotonic()
+        begin = looked = time.monotonic()
         self._world.waits_for([rank for rank in range(self._world.size) if rank != self._world.rank])
         while not self._enough() and (until is None or time.monotonic() < until):
             if time.monotonic() - begin > self._world.timeout:
@@ -247,6 +251,9 @@ class StoreContributors:
                     f"{self._last}, and got {len(self._owners)} (timeout_seconds). Look at the output of the other "
                     f"workers: they are stopped, or busy with something else."
                 )
+            if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended
+                looked = time.monotonic()
+                self._check_steps(self._last)
             time.sleep(_NAP_SECONDS)
         self._world.waits_for(())
         return self._enough()
