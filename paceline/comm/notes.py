@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import takewhile
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,7 +14,7 @@ from paceline.errors import DisagreementError
 LOSSES, MISSING = 1, 2
 """Tags of the two notes."""
 
-HEADER, ROW_BYTES = 2, 24
+HEADER, ROW_BYTES = 3, 24
 """Of a note of losses: the rows before those of the pieces, and the bytes of each row."""
 
 
@@ -118,8 +117,9 @@ class Result(NamedTuple):
 class Losses:
     """The sums of losses and counts of all pieces of a step, and whether all workers did the same before it.
 
-    A note has two rows before those of the pieces: the step, a notice about the world, and how long this worker
-    computed; what the script did with ``torch.distributed`` so far (``comm.calls``).
+    A note has three rows before those of the pieces: the step, a notice about the world, and how long this worker
+    computed; what the script did with ``torch.distributed`` so far (``comm.calls``), and whether a gradient is missing;
+    how many pieces follow.
 
     Args:
         notes: sends them.
@@ -144,9 +144,9 @@ class Losses:
         self._step = step
         self._calls = notes.world.calls
         made = self._calls.meet("session.step", f"step {step}") if self._calls else (0.0, 0.0)
-        header = ((step, notes.world.notice(), seconds), (*made, missing))
+        header = ((step, notes.world.notice(), seconds), (*made, missing), (len(pairs), 0.0, 0.0))
         rows = notes.size // ROW_BYTES  # the same in all steps: workers at different steps must be able to tell others
-        own = torch.full((rows, 3), -1.0, dtype=torch.float64, device=device)
+        own = torch.zeros((rows, 3), dtype=torch.float64, device=device)
         own[:HEADER] = torch.tensor(header, dtype=torch.float64)
         if pairs:
             own[HEADER : HEADER + len(pairs), 0] = torch.tensor(starts, dtype=torch.float64)
@@ -168,12 +168,13 @@ class Losses:
                 ``torch.distributed`` before; names the ranks and what they did.
         """
         if not self._results:
-            notes = torch.stack(self._note.wait()).tolist()
-            self._check([note[:HEADER] for note in notes])
+            notes = self._note.wait()
+            headers = [note[:HEADER].tolist() for note in notes]
+            self._check(headers)
             self._results = sorted(
                 Result(int(start), rank, loss, count)
                 for rank, note in enumerate(notes)
-                for start, loss, count in takewhile(lambda row: row[0] >= 0, note[HEADER:])
+                for start, loss, count in note[HEADER : HEADER + int(headers[rank][2][0])].tolist()
             )
         return self._results
 
