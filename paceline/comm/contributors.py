@@ -16,18 +16,15 @@ store of ``torch.distributed`` (:class:`StoreContributors`).
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable
-from typing import Protocol, TypeVar
-
-import torch.distributed as dist
+from typing import Protocol
 
 from paceline.comm.memory import Memory
+from paceline.comm.names import ranks_in_words
+from paceline.comm.store import Store
 from paceline.comm.world import World
 from paceline.errors import DisagreementError, WorkerSilent
 
-_T = TypeVar("_T")
 _NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 
 
@@ -207,27 +204,30 @@ class StoreContributors:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store = dist.distributed_c10d._get_default_store()
-        self._token = ""
+        self._store = Store(world, "contributors", "while they agreed who contributes to a step")
         self._last = -1
 
     def begin(self, step: int, groups: int, needed: int) -> None:
-        if not self._token:  # another session may have had the same steps
-            self._token = self._world.gather(os.urandom(8).hex(), "step")[0]
-            self._ask(lambda: self._store.set(self._begun(self._world.rank), "-1"))
+        if not self._store.is_open:
+            self._store.open()
+            self._tell(-1)
             self._world.gather(None, "step")
-        self._ask(lambda: self._store.set(self._begun(self._world.rank), str(step)))
+        self._tell(step)
         self._before = self._last
         self._check_steps(step)
         if self._world.rank == 0 and self._last >= 0:  # all have used that set
-            self._ask(lambda: self._store.delete_key(self._key(self._last)))
+            self._store.ask(lambda store: store.delete_key(self._key))
         self._last = step
         self._groups, self._needed = groups, needed
         self._owners: dict[int, int] = {}
         self._append("")
 
+    def _tell(self, step: int) -> None:
+        self._store.ask(lambda store: store.set(self._store.key("begun", self._world.rank), str(step)))
+
     def _check_steps(self, step: int) -> None:
-        told = self._ask(lambda: self._store.multi_get([self._begun(rank) for rank in range(self._world.size)]))
+        keys = [self._store.key("begun", rank) for rank in range(self._world.size)]
+        told = self._store.ask(lambda store: store.multi_get(keys))
         check_steps(list(map(int, told)), self._before, step)
 
     def start(self, group: int) -> None:
@@ -246,10 +246,11 @@ class StoreContributors:
         self._world.waits_for([rank for rank in range(self._world.size) if rank != self._world.rank])
         while not self._enough() and (until is None or time.monotonic() < until):
             if time.monotonic() - begin > self._world.timeout:
+                silent = [rank for rank in range(self._world.size) if rank not in self._owners.values()]
                 raise WorkerSilent(
                     f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for {self._needed} groups of step "
-                    f"{self._last}, and got {len(self._owners)} (timeout_seconds). Look at the output of the other "
-                    f"workers: they are stopped, or busy with something else."
+                    f"{self._last}, and got {len(self._owners)}; none came from {ranks_in_words(silent)} "
+                    f"(timeout_seconds). Look at their output: they are stopped, or busy with something else."
                 )
             if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended
                 looked = time.monotonic()
@@ -274,7 +275,7 @@ class StoreContributors:
         return len(self._owners) >= self._needed
 
     def _look(self) -> None:
-        text = self._ask(lambda: self._store.get(self._key(self._last))).decode()
+        text = self._store.ask(lambda store: store.get(self._key)).decode()
         owners: dict[int, int] = {}
         for one in text.split():
             group, rank = map(int, one.split(":"))
@@ -283,18 +284,8 @@ class StoreContributors:
         self._owners = owners
 
     def _append(self, text: str) -> None:
-        self._ask(lambda: self._store.append(self._key(self._last), text + " "))  # type: ignore[attr-defined]
+        self._store.ask(lambda store: store.append(self._key, text + " "))  # type: ignore[attr-defined]
 
-    def _begun(self, rank: int) -> str:
-        return f"paceline/contributors/{self._token}/begun/{rank}"
-
-    def _key(self, step: int) -> str:
-        return f"paceline/contributors/{self._token}/{step}"
-
-    def _ask(self, question: Callable[[], _T]) -> _T:
-        """Ask the store, whose worker may be gone."""
-        self._world.check()
-        try:
-            return question()
-        except RuntimeError as error:
-            raise self._world._lost([], "while they agreed who contributes to a step", error) from error
+    @property
+    def _key(self) -> str:
+        return self._store.key(self._last)

@@ -26,14 +26,16 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from paceline.comm.memory import Memory
+from paceline.comm.store import Store
 from paceline.comm.world import World
-from paceline.errors import WorkerSilent
 
 _NAP = 0.05
 """Of the seconds for a microbatch: how long a worker sleeps that has nothing to do yet."""
 _LONGEST_NAP_SECONDS = 1e-3
 _OVERDUE = 1.5
 """A microbatch is overdue after so many times the seconds that its owner needs for one."""
+_LOOK_SECONDS = 0.02
+"""How often a worker that has nothing to do yet looks whether the others still live."""
 _LATE = 0.9
 """A worker leaves a microbatch to the others if they are done in this part of the seconds it would need."""
 
@@ -102,11 +104,15 @@ class Leases:
         self._shares: Sequence[range] = ()
         self._mine: list[float] = []
         self.asked = 0.0
-        if self._rank == 0:  # the others come after the exchange
-            self._step[0] = -1
-        memory.exchange(b"")
+        self._memory = memory
+        self._fresh = True
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
+        if self._fresh:  # what is in the table is not known
+            if self._rank == 0:
+                self._step[0] = -1
+            self._memory.exchange(b"")
+            self._fresh = False
         self._shares = shares
         self._mine = []
         now = time.monotonic()
@@ -122,7 +128,7 @@ class Leases:
             self._held[self._rank], self._since[self._rank] = 0, now
 
     def next(self) -> Lease | None:
-        begin = time.monotonic()
+        begin = looked = time.monotonic()
         while True:
             with self._lock:
                 self.asked = now = time.monotonic()
@@ -133,7 +139,9 @@ class Leases:
                     return lease
                 self._held[self._rank] = 0
             time.sleep(min(_NAP * self._pace[self._rank], _LONGEST_NAP_SECONDS))
-            self._look(time.monotonic() - begin)
+            if (now := time.monotonic()) - looked > _LOOK_SECONDS:
+                looked = now
+                self._look(now - begin)
 
     def overtaken(self, microbatch: int) -> bool:
         return self._done[microbatch] != 0
@@ -214,12 +222,9 @@ class Leases:
         return None, waits
 
     def _look(self, waited: float) -> None:
+        """While this worker waits for the lock, or for what others will do faster: look whether they still can."""
         self._world.check()
-        if waited > self._world.timeout:
-            raise WorkerSilent(
-                f"Rank {self._world.rank} waited {waited:.0f} s for the others to take what is left of step "
-                f"{self._step[0]} (timeout_seconds). Look at their output: one is stopped, or busy with something else."
-            )
+        self._memory.look([rank for rank in range(self._size) if rank != self._rank and self._held[rank]], waited)
 
 
 class StoreLeases:
@@ -227,7 +232,7 @@ class StoreLeases:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = Store(world, "leases", "while they took microbatches")
         self._step = -1
         self._shares: Sequence[range] = ()
         self._pace: Sequence[float] = ()
@@ -236,32 +241,30 @@ class StoreLeases:
         self.asked = 0.0
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
+        if not self._store.is_open:
+            self._store.open()
         if self._world.rank == 0 and self._step >= 0:  # all have come to the next step, so none asks for these again
-            for rank in range(len(shares)):
-                self._store.delete_key(self._key("taken", rank))
-                self._store.delete_key(self._key("tail", rank))
+            self._store.ask(self._forget)
         self._step, self._shares, self._pace = step, shares, seconds
         self._own = 0
         self._open = [rank for rank, share in enumerate(shares) if share and rank != self._world.rank]
 
     def next(self) -> Lease | None:
-        self._world.check()
         self.asked = time.monotonic()
         own = self._shares[self._world.rank]
         if self._own < len(own):
-            if self._store.add(self._key("taken", self._world.rank), 1) <= len(own):
+            if self._add("taken", self._world.rank, 1) <= len(own):
                 self._own += 1
                 return Lease(own.start + self._own - 1, self._world.rank)
             self._own = len(own)
         while self._open:
-            left = {rank: len(self._shares[rank]) - self._store.add(self._key("taken", rank), 0) for rank in self._open}
+            left = {rank: len(self._shares[rank]) - self._add("taken", rank, 0) for rank in self._open}
             self._open = [rank for rank in self._open if left[rank] > 0]
             if not self._open:
                 return None
             victim = max(self._open, key=lambda rank: left[rank] * (self._pace[rank] or 1.0))
-            if self._store.add(self._key("taken", victim), 1) <= len(self._shares[victim]):
-                place = self._store.add(self._key("tail", victim), 1)
-                return Lease(self._shares[victim].stop - place, victim)
+            if self._add("taken", victim, 1) <= len(self._shares[victim]):
+                return Lease(self._shares[victim].stop - self._add("tail", victim, 1), victim)
         return None
 
     def overtaken(self, microbatch: int) -> bool:
@@ -270,5 +273,14 @@ class StoreLeases:
     def finish(self, microbatch: int) -> bool:
         return True
 
+    def _forget(self, store: dist.distributed_c10d.Store) -> None:
+        for rank in range(self._world.size):
+            store.delete_key(self._key("taken", rank))
+            store.delete_key(self._key("tail", rank))
+
+    def _add(self, what: str, rank: int, number: int) -> int:
+        count: int = self._store.ask(lambda store: store.add(self._key(what, rank), number))
+        return count
+
     def _key(self, what: str, rank: int) -> str:
-        return f"paceline/leases/{self._world.generation}/{self._step}/{rank}/{what}"
+        return self._store.key(self._step, rank, what)

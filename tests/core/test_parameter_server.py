@@ -95,7 +95,7 @@ def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path, dedic
     updates = counted({"mode": "async", "drop_after": 1, "dedicated": dedicated}, workers, slow)
     assert max(one["delay"] for one in updates) <= 1
     dropped = updates_in(tmp_path, "dropped")
-    assert dropped and min(one["delay"] for one in dropped) == 2
+    assert dropped and min(one["delay"] for one in dropped) > 1
     applied = {(one["step"], one["rank"], one["pulled"]) for one in updates}
     assert not applied & {(one["step"], one["rank"], one["pulled"]) for one in dropped}
 
