@@ -50,3 +50,14 @@ def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None
     ran = run(SCRIPT, "-n", 2, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
     assert ran.code == 0, ran.story()
     assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_worker_is_lost_that_steals_over_the_network(run: Run, undisturbed: Any, victim: int) -> None:
+    """Who owns a microbatch is counted in the store that rank 0 holds; it may be the one that is lost."""
+    script = OVER_THE_NETWORK + SCRIPT
+    ran = run(script, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=victim, step=5))
+    assert ran.code == 0, ran.story()
+    ran.check_steps(10)
+    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+    assert [one for one in ran.events() if one["event"] == "steal"], ran.story()
