@@ -1,0 +1,174 @@
+"""The simulated clock: what a schedule takes when the times of its operations are known.
+
+::
+
+    computing   a worker does one operation at a time, in its order; B takes the times of I and W
+    transfers   a link carries one value at a time in each direction, beside computing
+    waiting     a worker waits in a receive until the value is there, in a reduce until the others are
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from paceline.errors import ConfigError
+from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.rehearsal import Meetings, rehearse
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds for one microbatch, of each stage.
+
+    Attributes:
+        forward: of a forward pass.
+        input: of the gradient for the input.
+        weight: of the gradients for the weights.
+        transfer: from each stage to the next one, or back; one fewer than there are stages.
+        reduce: of bringing together the gradients of a stage.
+        update: of an update of a stage.
+    """
+
+    forward: tuple[float, ...]
+    input: tuple[float, ...]
+    weight: tuple[float, ...]
+    transfer: tuple[float, ...]
+    reduce: tuple[float, ...]
+    update: tuple[float, ...]
+
+    @classmethod
+    def equal(cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Times:
+        """The same for all stages; transfers, reductions and updates take no time."""
+        nothing = (0.0,) * stages
+        return cls((forward,) * stages, (input,) * stages, (weight,) * stages, nothing[1:], nothing, nothing)
+
+    def of(self, operation: Operation) -> float:
+        """Seconds of an operation; of a receive none, it only waits."""
+        kind, stage = operation.kind, operation.stage
+        if kind == Kind.BACKWARD:
+            return self.input[stage] + self.weight[stage]
+        if kind == Kind.SEND:
+            return self.transfer[min(stage, operation.peer)]
+        each = {
+            Kind.FORWARD: self.forward,
+            Kind.INPUT: self.input,
+            Kind.WEIGHT: self.weight,
+            Kind.REDUCE: self.reduce,
+            Kind.UPDATE: self.update,
+        }
+        return each[kind][stage] if kind in each else 0.0
+
+
+class Span(NamedTuple):
+    """An operation and when it began and ended, in seconds since the step began.
+
+    A send lasts while the link carries the value, a receive while the worker waits for it. Both stand beside computing.
+    """
+
+    operation: Operation
+    begin: float
+    end: float
+
+
+TRANSFERS = (Kind.SEND, Kind.RECEIVE)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When the workers did what, simulated or measured.
+
+    Attributes:
+        workers: the operations of each worker, in its order.
+    """
+
+    workers: tuple[tuple[Span, ...], ...]
+
+    @property
+    def seconds(self) -> float:
+        """Until the last worker is done."""
+        return max((span.end for spans in self.workers for span in spans), default=0.0)
+
+    @property
+    def busy(self) -> tuple[float, ...]:
+        """Seconds that each worker computed, reduced or updated."""
+        return tuple(
+            sum(span.end - span.begin for span in spans if span.operation.kind not in TRANSFERS)
+            for spans in self.workers
+        )
+
+    @property
+    def bubbles(self) -> tuple[float, ...]:
+        """The share of the step that each worker waited."""
+        return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
+
+    @property
+    def bubble(self) -> float:
+        """The share of the step that the workers waited, all together."""
+        return sum(self.bubbles) / len(self.workers)
+
+
+def simulate(schedule: Schedule, times: Times) -> Timeline:
+    """Price a schedule.
+
+    Raises:
+        ConfigError: times of another number of stages.
+        InputError: the workers wait for each other; ``prove`` says more.
+    """
+    lengths = [len(one) for one in (times.forward, times.input, times.weight, times.reduce, times.update)]
+    if {*lengths, len(times.transfer) + 1} != {schedule.stages}:
+        raise ConfigError(
+            f"times of {lengths} stages and {len(times.transfer)} boundaries do not fit a schedule of {schedule.stages} "
+            f"stages: give one for each stage and for each of the {schedule.stages - 1} boundaries"
+        )
+    clock = _Clock(schedule, times)
+    rehearse(schedule, clock.perform)
+    return Timeline(tuple(tuple(spans) for spans in clock.spans))
+
+
+class _Clock:
+    """The time of each worker and link."""
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        self.spans: list[list[Span]] = [[] for _ in schedule.workers]
+        self._times = times
+        self._now = [0.0] * len(schedule.workers)
+        self._links: dict[tuple[int, int], float] = {}
+        self._arrivals: dict[tuple[int, int, int], float] = {}
+        self._owner = {
+            (one.stage, one.microbatch): worker
+            for worker, operations in enumerate(schedule.workers)
+            for one in operations
+            if one.kind == Kind.FORWARD
+        }
+        stages = (stage for worker in range(len(schedule.workers)) for stage in schedule.stages_of(worker))
+        self._meetings = Meetings[float](Counter(stages))
+
+    def perform(self, worker: int, _: int, operation: Operation) -> bool:
+        """Do an operation, if what it waits for is known."""
+        kind, stage, microbatch, _, peer = operation
+        begin = ready = self._now[worker]
+        if kind == Kind.SEND:
+            self._carry(worker, operation)
+            return True
+        if kind == Kind.RECEIVE:
+            if (peer, stage, microbatch) not in self._arrivals:
+                return False
+            ready = max(begin, self._arrivals.pop((peer, stage, microbatch)))
+        elif kind == Kind.REDUCE:
+            arrived = self._meetings.come(stage, worker, begin)
+            if arrived is None:
+                return False
+            begin = ready = max(arrived)
+        self._now[worker] = ready + self._times.of(operation)
+        self.spans[worker].append(Span(operation, begin, self._now[worker]))
+        return True
+
+    def _carry(self, worker: int, operation: Operation) -> None:
+        """A link carries a value as soon as it is free."""
+        link = (worker, self._owner[operation.peer, operation.microbatch])
+        begin = max(self._now[worker], self._links.get(link, 0.0))
+        self._links[link] = end = begin + self._times.of(operation)
+        self._arrivals[operation.stage, operation.peer, operation.microbatch] = end
+        self.spans[worker].append(Span(operation, begin, end))

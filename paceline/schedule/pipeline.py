@@ -1,0 +1,126 @@
+"""Synchronous pipelines of one stage for each worker: layer-wise, GPipe, 1F1B; and all schedules by name.
+
+Four stages, four microbatches, a backward pass as long as a forward pass::
+
+    layer-wise   one microbatch at a time: the model is only spread over the memory of the workers
+                 0  F0                   B0 F1                   B1 ...
+                 1     F0             B0       F1             B1
+                 2        F0       B0             F1       B1
+                 3           F0 B0                   F1 B1
+
+    GPipe        all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)
+                 0  F0 F1 F2 F3          B0 B1 B2 B3
+                 1     F0 F1 F2 F3    B0 B1 B2 B3
+                 2        F0 F1 F2 F3 B0 B1 B2 B3         <- drawn for the order only: stage 3 begins with B0
+                 3           F0 F1 F2 F3 B0 B1 B2 B3
+
+    1F1B         a backward pass as soon as there is one (PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503)
+                 0  F0 F1 F2 F3          B0    B1    B2    B3
+                 1     F0 F1 F2       B0 F3 B1    B2    B3
+                 2        F0 F1    B0 F2 B1 F3 B2    B3
+                 3           F0 B0 F1 B1 F2 B2 F3 B3
+
+GPipe and 1F1B take the same time, (P - 1) / (V + P - 1) of it idle with P stages and V microbatches; stage s of GPipe
+keeps the activations of V microbatches, of 1F1B those of min(V, P - s).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+
+from paceline.errors import ConfigError
+from paceline.schedule.interleaved import interleaved
+from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipedream import pipedream, two_buffered
+from paceline.schedule.replicas import counted, in_turns
+from paceline.schedule.shares import even
+from paceline.schedule.transfers import Order, at_least, connected, side_by_side
+from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+
+
+def layerwise(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
+    """One microbatch after the other goes forward and backward through all stages.
+
+    Args:
+        stages: workers of one pipeline.
+        microbatches: of all pipelines.
+        replicas: how many pipelines share the microbatches.
+
+    Raises:
+        ConfigError: no stages, or fewer microbatches than replicas.
+    """
+    at_least(1, stages=stages)
+
+    def order(stage: int, count: int) -> Order:
+        return _forwards_and_backwards(stage, range(count), 0)
+
+    return connected("layerwise", stages, microbatches, side_by_side(order, stages, microbatches, replicas))
+
+
+def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
+    """All forward passes, then all backward passes.
+
+    Args:
+        stages: into how many parts the model is cut.
+        microbatches: how many go through the pipeline.
+        replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
+
+    Raises:
+        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+    """
+    orders = [
+        _forwards_and_backwards(stage, share, len(share))
+        for stage, count in enumerate(counted(stages, microbatches, replicas))
+        for share in even(microbatches, count)
+    ]
+    return connected("gpipe", stages, microbatches, orders)
+
+
+def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
+    """After P - 1 - s forward passes, stage s of P alternates between forward and backward passes.
+
+    Args:
+        stages: into how many parts the model is cut.
+        microbatches: how many go through the pipeline.
+        replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
+
+    Raises:
+        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+    """
+    counts = counted(stages, microbatches, replicas)
+    if len(set(counts)) > 1:
+        return connected("1f1b", stages, microbatches, in_turns(counts, microbatches))
+    orders = [
+        _forwards_and_backwards(stage, share, stages - 1 - stage)
+        for stage, count in enumerate(counts)
+        for share in even(microbatches, count)
+    ]
+    return connected("1f1b", stages, microbatches, orders)
+
+
+def _forwards_and_backwards(stage: int, share: range, lead: int) -> Order:
+    """Both passes of each microbatch; the forward passes are so many ahead."""
+    forwards = chain(share, repeat(None))
+    backwards = chain(repeat(None, min(lead, len(share))), share)
+    order = []
+    for forward, backward in zip(forwards, backwards, strict=False):
+        if forward is not None:
+            order.append(Operation(Kind.FORWARD, stage, forward))
+        if backward is not None:
+            order.append(Operation(Kind.BACKWARD, stage, backward))
+    return order
+
+
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "layerwise": layerwise,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+    "pipedream": pipedream,
+    "2bw": two_buffered,
+}
+"""The schedules by name: each a function of the stages (of the workers, where one holds several stages), the
+microbatches, and options of its own."""

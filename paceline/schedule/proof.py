@@ -1,0 +1,260 @@
+"""A proof that a schedule is right, whoever made it: nothing is used before it is made, nothing is missing or done twice.
+
+::
+
+    state of a microbatch in a stage      absent --F--> live --B----------> done
+                                                        live --I--> half --W--> done      live and half: in memory
+
+Every rule is checked while the schedule is rehearsed. What is left over is checked at the end.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass
+
+from paceline.errors import InputError
+from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.rehearsal import Meetings, place, rehearse
+from paceline.schedule.transfers import received, sent
+
+
+_COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The most that each worker keeps at a time.
+
+    Attributes:
+        activations: of how many microbatches and stages, from the forward pass to the end of the backward pass.
+        versions: how many versions of the weights of a stage: the newest, and those that a later operation names.
+    """
+
+    activations: tuple[int, ...]
+    versions: tuple[int, ...]
+
+
+def prove(schedule: Schedule) -> Peaks:
+    """Prove that a schedule can be carried out and computes every microbatch once in every stage.
+
+    Returns:
+        what the workers keep in memory.
+
+    Raises:
+        InputError: it is wrong; says which operation of which worker, and what is missing.
+    """
+    rehearsed = _Rehearsed(schedule)
+    rehearse(schedule, rehearsed.perform)
+    rehearsed.end()
+    versions = tuple(max(_versions(operations), default=1) for operations in schedule.workers)
+    return Peaks(tuple(rehearsed.most), versions)
+
+
+def _versions(operations: tuple[Operation, ...]) -> list[int]:
+    """For each operation of a worker, how many versions of its stage are kept when it is done."""
+    last: dict[tuple[int, int], int] = {}
+    for index, operation in enumerate(operations):
+        if operation.kind in _COMPUTING:
+            last[operation.stage, operation.version] = index
+    kept: dict[int, list[int]] = defaultdict(lambda: [0])
+    counts = []
+    for index, (kind, stage, _, version, _) in enumerate(operations):
+        if kind == Kind.UPDATE:
+            kept[stage].append(version)
+        newest = kept[stage][-1]
+        kept[stage] = [one for one in kept[stage] if one == newest or last.get((stage, one), -1) >= index]
+        counts.append(len(kept[stage]))
+    return counts
+
+
+class _WrongError(Exception):
+    """A rule is broken."""
+
+
+def _need(met: bool, otherwise: str) -> None:
+    if not met:
+        raise _WrongError(otherwise)
+
+
+class _Rehearsed:
+    """What has happened in the rehearsal so far, and the rules."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.most = [0] * len(schedule.workers)
+        self._owner = _owners(schedule)
+        self._live = [dict[tuple[int, int], Operation]() for _ in schedule.workers]
+        # Values are named by their stage, the stage next to it that needs them, and the microbatch.
+        self._made = [set[tuple[int, int, int]]() for _ in schedule.workers]
+        self._there = [set[tuple[int, int, int]]() for _ in schedule.workers]
+        self._under_way: dict[tuple[int, int], deque[tuple[int, int, int]]] = defaultdict(deque)
+        # Of each worker and stage: updates, gradients since the last one, and those that were not reduced.
+        self._updates: Counter[tuple[int, int]] = Counter()
+        self._gradients: Counter[tuple[int, int]] = Counter()
+        self._apart: Counter[tuple[int, int]] = Counter()
+        self._holders = Counter(
+            stage for worker in range(len(schedule.workers)) for stage in schedule.stages_of(worker)
+        )
+        self._meetings = Meetings[tuple[int, int]](self._holders)
+        self._rules = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._backward,
+            Kind.WEIGHT: self._weight,
+            Kind.SEND: self._send,
+            Kind.RECEIVE: self._receive,
+            Kind.REDUCE: self._reduce,
+            Kind.UPDATE: self._update,
+        }
+
+    def perform(self, worker: int, index: int, operation: Operation) -> bool:
+        """Do an operation, if it can be done now."""
+        try:
+            return self._rules[operation.kind](worker, operation)
+        except _WrongError as wrong:
+            where = place(worker, index, operation)
+            raise InputError(f"schedule {self.schedule.name}: {where}: {wrong}") from None
+
+    def end(self) -> None:
+        """What must not be left."""
+        for worker, live in enumerate(self._live):
+            for stage, microbatch in live:
+                self._left(f"worker {worker} never ends the backward pass of stage {stage} for microbatch {microbatch}")
+        for (sender, receiver), values in self._under_way.items():
+            for stage, peer, microbatch in values:
+                what = f"of stage {stage} to stage {peer} for microbatch {microbatch}"
+                self._left(f"worker {receiver} never receives what worker {sender} has sent: {what}")
+        for (worker, stage), gradients in self._gradients.items():
+            if gradients:
+                self._left(f"worker {worker} never updates stage {stage} with its last {gradients} gradients")
+
+    def _left(self, what: str) -> None:
+        raise InputError(f"schedule {self.schedule.name}: {what}: add the missing operation")
+
+    def _take(self, worker: int, operation: Operation) -> None:
+        """Use what a stage needs from the one next to it."""
+        value = received(operation, self.schedule.stages)
+        if value is None:
+            return
+        key = (value.peer, value.stage, value.microbatch)
+        maker = self._owner[value.peer, value.microbatch]
+        missing = (
+            f"worker {worker} has to compute it" if maker == worker else f"it has to be received from worker {maker}"
+        )
+        _need(key in self._there[worker], f"what it needs from stage {value.peer} is missing: {missing} before")
+        self._there[worker].remove(key)
+
+    def _give(self, worker: int, operation: Operation) -> None:
+        """Make what the next stage needs."""
+        value = sent(operation, self.schedule.stages)
+        if value is not None:
+            here = self._owner[value.peer, value.microbatch] == worker
+            (self._there if here else self._made)[worker].add((value.stage, value.peer, value.microbatch))
+
+    def _forward(self, worker: int, operation: Operation) -> bool:
+        _, stage, microbatch, version, _ = operation
+        made = self._updates[worker, stage]
+        _need(0 <= version <= made, f"there is no version {version} of its weights yet, only 0 to {made}")
+        self._take(worker, operation)
+        self._live[worker][stage, microbatch] = operation
+        self.most[worker] = max(self.most[worker], len(self._live[worker]))
+        self._give(worker, operation)
+        return True
+
+    def _begun(self, worker: int, operation: Operation, by: Kind) -> tuple[int, int]:
+        """The microbatch and stage that an operation goes on with."""
+        _, stage, microbatch, version, _ = operation
+        before = self._live[worker].get((stage, microbatch))
+        _need(
+            before is not None and before.kind == by,
+            f"its {by.name.lower()} pass on this worker has to come before, once",
+        )
+        assert before is not None
+        _need(version == before.version, f"it names version {version}, its forward pass used {before.version}")
+        return stage, microbatch
+
+    def _backward(self, worker: int, operation: Operation) -> bool:
+        begun = self._begun(worker, operation, Kind.FORWARD)
+        self._take(worker, operation)
+        self._give(worker, operation)
+        self._live[worker][begun] = operation
+        if operation.kind == Kind.BACKWARD:
+            self._end(worker, begun)
+        return True
+
+    def _weight(self, worker: int, operation: Operation) -> bool:
+        self._end(worker, self._begun(worker, operation, Kind.INPUT))
+        return True
+
+    def _end(self, worker: int, begun: tuple[int, int]) -> None:
+        del self._live[worker][begun]
+        self._gradients[worker, begun[0]] += 1
+        self._apart[worker, begun[0]] += 1
+
+    def _send(self, worker: int, operation: Operation) -> bool:
+        key = (operation.stage, operation.peer, operation.microbatch)
+        _need(key in self._made[worker], "there is nothing to send: it has to be computed before, and sent once")
+        self._made[worker].remove(key)
+        self._under_way[worker, self._owner[operation.peer, operation.microbatch]].append(key)
+        return True
+
+    def _receive(self, worker: int, operation: Operation) -> bool:
+        key = (operation.peer, operation.stage, operation.microbatch)
+        maker = self._owner.get((operation.peer, operation.microbatch), worker)
+        mine = self._owner.get((operation.stage, operation.microbatch)) == worker
+        _need(abs(operation.peer - operation.stage) == 1 and mine and maker != worker, "nothing is sent to this stage")
+        values = self._under_way[maker, worker]
+        if not values:
+            return False
+        stage, peer, microbatch = values[0]
+        other = f"microbatch {microbatch} of stage {stage} for stage {peer}"
+        _need(values[0] == key, f"worker {maker} has sent {other} first: receive in the order of sending")
+        self._there[worker].add(values.popleft())
+        return True
+
+    def _reduce(self, worker: int, operation: Operation) -> bool:
+        stage = operation.stage
+        _need(self._holders[stage] > 1, "no other worker holds this stage")
+        found = self._meetings.come(stage, worker, (self._updates[worker, stage], self._apart[worker, stage]))
+        if found is None:
+            return False
+        _need(len({updates for updates, _ in found}) == 1, "the workers of this stage have not made the same updates")
+        _need(any(gradients for _, gradients in found), "there is no gradient since the last one")
+        self._apart[worker, stage] = 0
+        self._gradients[worker, stage] = max(1, self._gradients[worker, stage])
+        return True
+
+    def _update(self, worker: int, operation: Operation) -> bool:
+        key = (worker, operation.stage)
+        _need(operation.version == self._updates[key] + 1, f"it should make version {self._updates[key] + 1}")
+        _need(self._gradients[key] > 0, "there is no gradient since the last one")
+        shared = self._holders[operation.stage] > 1
+        _need(not (shared and self._apart[key]), "other workers hold this stage: a reduce has to come before")
+        self._updates[key] += 1
+        self._gradients[key] = 0
+        self._apart[key] = 0
+        return True
+
+
+def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
+    """Which worker computes a stage for a microbatch."""
+    owner: dict[tuple[int, int], int] = {}
+    for worker, operations in enumerate(schedule.workers):
+        for index, operation in enumerate(operations):
+            kind, stage, microbatch, *_ = operation
+            where = f"schedule {schedule.name}: {place(worker, index, operation)}"
+            if not (0 <= stage < schedule.stages and -1 <= microbatch < schedule.microbatches):
+                last = f"stage {schedule.stages - 1} and microbatch {schedule.microbatches - 1}"
+                raise InputError(f"{where}: there is no such stage or microbatch, the last ones are {last}")
+            if kind != Kind.FORWARD:
+                continue
+            if (stage, microbatch) in owner:
+                raise InputError(f"{where}: worker {owner[stage, microbatch]} does it already: do it once")
+            owner[stage, microbatch] = worker
+    for stage in range(schedule.stages):
+        for microbatch in range(schedule.microbatches):
+            if (stage, microbatch) not in owner:
+                what = f"the forward pass of stage {stage} for microbatch {microbatch}"
+                raise InputError(f"schedule {schedule.name}: no worker does {what}: give it to one")
+    return owner
