@@ -100,6 +100,39 @@ class LocalSettings(BaseModel):
     after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
 
 
+class PipelineSettings(BaseModel):
+    """Models across workers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: Literal["layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"] = Field(
+        "1f1b", description="in which order the stages compute the microbatches"
+    )
+    stages: PositiveInt | None = Field(
+        None, description="into how many stages the model is cut; none: as many as the workers can hold"
+    )
+    chunks: PositiveInt = Field(2, description="interleaved: how many stages each worker holds")
+    cut: tuple[str, ...] | None = Field(
+        None, description="the layers at which stages begin, except the first; none: where measured times are balanced"
+    )
+    replicas: tuple[PositiveInt, ...] | None = Field(
+        None, description="how many workers hold each stage; none: as many for each"
+    )
+    recompute: bool = Field(False, description="compute the activations of a stage again in its backward pass")
+    update_every: PositiveInt | None = Field(
+        None, description="pipedream, 2bw: microbatches of an update; none: those of a batch"
+    )
+    vertical_sync: bool = Field(False, description="pipedream: a microbatch uses weights of the same age in all stages")
+    flush_every: PositiveInt | None = Field(
+        None, description="pipedream, 2bw: let the pipeline run empty after so many steps; none: only when it must"
+    )
+
+    @field_validator("cut", "replicas", mode="before")
+    @classmethod
+    def _parts(cls, value: object) -> object:
+        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+
+
 class Settings(BaseModel):
     """How to train; see each field's description."""
 
@@ -117,6 +150,7 @@ class Settings(BaseModel):
     backup: BackupSettings = BackupSettings()
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
+    pipeline: PipelineSettings = PipelineSettings()
     seed: int = Field(0, ge=0, description="of the order of samples and of all randomness inside a step")
     exact: bool = Field(False, description="the same bits for any number of workers")
     drop_last: bool = Field(False, description="leave out the short batch at the end of an epoch")
@@ -173,6 +207,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "backup": BackupSettings,
     "server": ServerSettings,
     "local": LocalSettings,
+    "pipeline": PipelineSettings,
 }
 """The settings that have settings of their own."""
 
@@ -188,6 +223,7 @@ class Arguments(TypedDict, total=False):
     backup: BackupSettings | dict[str, Any]
     server: ServerSettings | dict[str, Any]
     local: LocalSettings | dict[str, Any]
+    pipeline: PipelineSettings | dict[str, Any]
     seed: int
     exact: bool
     drop_last: bool

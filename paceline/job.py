@@ -78,7 +78,7 @@ def job_of(
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
     _check_model(given.model, sparse=strategy.sparse)
-    _check_strategy(settings, strategy)
+    _check_strategy(settings, strategy, given)
     strategy.check(settings, given.model, who.world_size)
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
@@ -102,7 +102,12 @@ def job_of(
     return Job(compute, update, order, settings, world, events, feed, given.collate), facts
 
 
-def _check_strategy(settings: Settings, strategy: type[Strategy]) -> None:
+def _check_strategy(settings: Settings, strategy: type[Strategy], given: Arguments) -> None:
+    if strategy.cuts and given.forward is not None:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
+            f"forward(model, microbatch): give a loss, or use another strategy."
+        )
     if settings.exact and not strategy.exact_with(settings):
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "

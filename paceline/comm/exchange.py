@@ -22,6 +22,7 @@ from time import perf_counter
 
 import torch
 
+from paceline.comm.team import Team
 from paceline.comm.world import Message, Transfer, World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, first_of, total
@@ -55,14 +56,16 @@ class Exchange:
     """Averages tensors over all workers; used again for each step.
 
     Args:
-        world: the workers.
+        world: the workers, or a team of them.
         tensors: examples of what will be summed (shapes, types, strides), in the order in which they become ready.
         events: where to record each bucket.
         name: what is being summed, for the records.
         tags: the first tag to use.
     """
 
-    def __init__(self, world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0) -> None:
+    def __init__(
+        self, world: World | Team, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
+    ) -> None:
         self._world = world
         self._events = events
         self._name = name
@@ -81,6 +84,11 @@ class Exchange:
         elements = sum(self._tensors[member].numel() for member in members)
         chunk = -(-elements // self._world.size)
         return Bucket(index, members, [], [], chunk, [])
+
+    @property
+    def members(self) -> int:
+        """How many tensors there are."""
+        return len(self._tensors)
 
     def begin(self, nodes: list[list[Node]], divisor: Divisor) -> None:
         """Start a step.

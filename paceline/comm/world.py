@@ -253,28 +253,29 @@ class World:
         self.waits_for(())
         return values
 
-    def post(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
-        """Start to send and receive; each transfer is to be waited for."""
+    def post(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
+        """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
         operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, tag=message.tag) for message in receives]
         operations += [dist.P2POp(dist.isend, message.tensor, message.peer, tag=message.tag) for message in sends]
         if not operations:
             return []
+        where = where or f"in exchange {operations[0].tag}"
         if self.device.type == "cpu":
-            return [self._start(operation) for operation in operations]
+            return [self._start(operation, where) for operation in operations]
         peers = sorted({operation.peer for operation in operations})
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._lost(peers, f"in exchange {operations[0].tag}", error) from error
-        return [Transfer(self, work, peers, operations[0].tag) for work in works]
+            raise self._lost(peers, where, error) from error
+        return [Transfer(self, work, peers, where) for work in works]
 
-    def _start(self, operation: dist.P2POp) -> Transfer:
+    def _start(self, operation: dist.P2POp, where: str) -> Transfer:
         """Start one send or receive, so that an error names the one peer that it is about."""
         try:
             work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
         except RuntimeError as error:
-            raise self._lost([operation.peer], f"in exchange {operation.tag}", error) from error
-        return Transfer(self, work, [operation.peer], operation.tag)
+            raise self._lost([operation.peer], where, error) from error
+        return Transfer(self, work, [operation.peer], where)
 
     def _lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
         reason = reason_of(error)
@@ -314,13 +315,13 @@ class Message:
 class Transfer:
     """A send or receive under way."""
 
-    __slots__ = ("_peers", "_tag", "_work", "_world")
+    __slots__ = ("_peers", "_where", "_work", "_world")
 
-    def __init__(self, world: World, work: dist.Work, peers: list[int], tag: int) -> None:
+    def __init__(self, world: World, work: dist.Work, peers: list[int], where: str) -> None:
         self._world = world
         self._work = work
         self._peers = peers
-        self._tag = tag
+        self._where = where
 
     def wait(self) -> None:
         """Wait until it is done.
@@ -333,7 +334,7 @@ class Transfer:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise world._lost(self._peers, f"in exchange {self._tag}", error) from error
+            raise world._lost(self._peers, self._where, error) from error
         world.waits_for(())
 
 

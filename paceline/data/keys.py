@@ -9,9 +9,12 @@ states.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,3 +64,48 @@ def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
     if "cuda" in left:
         same = same and torch.equal(left["cuda"], right["cuda"])
     return bool(same)
+
+
+@contextmanager
+def kept_states() -> Iterator[None]:
+    """Afterwards the global generators are as they were before."""
+    before = generator_states()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before["torch"])
+        random.setstate(before["python"])
+        if "numpy" in before:
+            sys.modules["numpy"].random.set_state(before["numpy"])
+        if "cuda" in before:
+            torch.cuda.set_rng_state(before["cuda"])
+
+
+def packed_states() -> list[torch.Tensor]:
+    """The states of the global generators as tensors, to go on from in another process by :func:`go_on_from`."""
+    states = generator_states()
+    version, words, gauss = states["python"]
+    packed = [states["torch"], torch.tensor([version, *words])]
+    packed.append(torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64))
+    if "numpy" in states:
+        _, keys, *rest = states["numpy"]
+        packed += [torch.from_numpy(keys.astype("int64")), torch.tensor(rest, dtype=torch.float64)]
+    if "cuda" in states:
+        packed.append(states["cuda"])
+    return packed
+
+
+def go_on_from(packed: list[torch.Tensor]) -> None:
+    """Set the global generators to the states of another process, which uses the same libraries."""
+    first, words, spare, *rest = (state.cpu() for state in packed)
+    torch.default_generator.set_state(first)
+    version, *inner = words.tolist()
+    gauss = spare.item()
+    random.setstate((version, tuple(inner), None if math.isnan(gauss) else gauss))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and len(rest) > 1:
+        place, has_gauss, value = rest[1].tolist()
+        numpy.random.set_state(("MT19937", rest[0].numpy().astype("uint32"), int(place), int(has_gauss), value))
+        rest = rest[2:]
+    if rest and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(rest[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -80,8 +81,13 @@ class Schedule:
         Raises:
             KeyError: nobody does.
         """
-        for worker, operations in enumerate(self.workers):
-            for operation in operations:
-                if operation[:3] == (Kind.FORWARD, stage, microbatch):
-                    return worker
-        raise KeyError((stage, microbatch))
+        return self._places[stage, microbatch]
+
+    @cached_property
+    def _places(self) -> dict[tuple[int, int], int]:
+        return {
+            (operation.stage, operation.microbatch): worker
+            for worker, operations in enumerate(self.workers)
+            for operation in operations
+            if operation.kind is Kind.FORWARD
+        }

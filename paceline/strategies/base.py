@@ -58,6 +58,7 @@ class Strategy(ABC):
 
     Attributes:
         bitwise: whether ``exact`` gives the bits of the reference; see :meth:`exact_with`.
+        cuts: whether it cuts the model, and so computes its output and the loss in different places.
         sparse: whether it can train with sparse gradients.
         replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
         alone: what one worker does that is left of several; none: the reference.
@@ -66,6 +67,7 @@ class Strategy(ABC):
 
     bitwise: ClassVar[bool] = True
     replicated: ClassVar[bool] = True
+    cuts: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
     alone: ClassVar[type[Strategy] | None] = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -79,16 +79,28 @@ class Buffers:
                 self._all[name].put_back()
         self._dirty = False
 
-    def collect(self, samples: int) -> list[torch.Tensor]:
-        """What a microbatch made of the buffers, times its samples, right after its forward pass."""
+    def collect(self, samples: int, part: Container[str] | None = None) -> list[torch.Tensor]:
+        """What a microbatch made of the buffers, or those of a part of the model, times its samples.
+
+        To be called right after its forward pass.
+        """
         if not self._all:
             return []
         for name, buffer in self._all.items():
             if name not in self.live and self._changed(buffer):
                 self._discover(name)
         self._dirty = bool(self.live)
-        names = self.live if self.settled else self._all
+        names = self.names if part is None else self.names_in(part)
         return [_summable(self._all[name].now().detach()) * samples for name in names]
+
+    @property
+    def names(self) -> list[str]:
+        """The buffers that :meth:`collect` returns."""
+        return self.live if self.settled else list(self._all)
+
+    def names_in(self, part: Container[str]) -> list[str]:
+        """Those of them that belong to a part of the model."""
+        return [name for name in self.names if name in part]
 
     def _changed(self, buffer: _Buffer) -> bool:
         return buffer.touched() or (not self.settled and not torch.equal(buffer.now(), buffer.start))

@@ -115,16 +115,26 @@ def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
     """The forward pass of ``loss(model(input), target)``; also of a metric."""
 
     def forward(model: nn.Module, data: Any) -> Any:
-        try:
-            features, target = data
-        except (TypeError, ValueError):
-            raise InputError(
-                f"With a loss or metric of (output, target) the data set must give pairs (input, target); a batch of "
-                f"it is a {type(data).__name__}. Use forward(model, microbatch) for anything else."
-            ) from None
+        features, target = pair_of(data)
         return loss(model(features), target)
 
     return forward
+
+
+def pair_of(data: Any) -> tuple[Any, Any]:
+    """The input of the model and the target in a batch of data.
+
+    Raises:
+        InputError: it is no pair.
+    """
+    try:
+        features, target = data
+    except (TypeError, ValueError):
+        raise InputError(
+            f"With a loss or metric of (output, target) the data set must give pairs (input, target); a batch of "
+            f"it is a {type(data).__name__}. Use forward(model, microbatch) for anything else."
+        ) from None
+    return features, target
 
 
 def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:

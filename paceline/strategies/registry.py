@@ -12,6 +12,7 @@ from paceline.strategies.base import Strategy
 from paceline.strategies.hogwild import HogWild
 from paceline.strategies.local_sgd import LocalSgd
 from paceline.strategies.parameter_server import ParameterServer
+from paceline.strategies.pipeline import Pipeline
 from paceline.strategies.single import Single
 from paceline.strategies.stealing import Stealing
 
@@ -22,6 +23,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "hogwild": HogWild,
     "local-sgd": LocalSgd,
     "parameter-server": ParameterServer,
+    "pipeline": Pipeline,
     "single": Single,
     "stealing": Stealing,
 }

@@ -1,0 +1,55 @@
+"""Some of the workers as a world of their own, as far as an exchange of tensors needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.comm.world import Message, Transfer, World
+
+
+class Team:
+    """The workers that hold the same stages.
+
+    Args:
+        world: all workers.
+        ranks: the ranks of the team, this worker's among them.
+
+    Attributes:
+        rank: of this worker in the team.
+        size: of the team.
+    """
+
+    memory = None
+
+    def __init__(self, world: World, ranks: Sequence[int]) -> None:
+        self._world = world
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(world.rank)
+        self.size = len(self.ranks)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this worker computes."""
+        return self._world.device
+
+    @property
+    def exchanging(self) -> tuple[str, int]:
+        """What is being exchanged, and which bucket of it."""
+        return self._world.exchanging
+
+    @exchanging.setter
+    def exchanging(self, now: tuple[str, int]) -> None:
+        self._world.exchanging = now
+
+    def check(self) -> None:
+        """See :meth:`World.check`."""
+        self._world.check()
+
+    def post(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
+        """See :meth:`World.post`; peers are ranks of the team."""
+        return self._world.post([self._outside(one) for one in sends], [self._outside(one) for one in receives])
+
+    def _outside(self, message: Message) -> Message:
+        return Message(message.tensor, self.ranks[message.peer], message.tag)

@@ -1,0 +1,114 @@
+"""The schedule that the settings of a pipeline name, for some workers."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from paceline.config import PipelineSettings
+from paceline.errors import ConfigError
+from paceline.schedule.interleaved import interleaved
+from paceline.schedule.operations import Schedule
+from paceline.schedule.pipedream import Stream, pipedream_stream, two_buffered_stream
+from paceline.schedule.pipeline import gpipe, layerwise, one_forward_one_backward
+from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+
+_UNEVEN = "gpipe", "1f1b", "pipedream", "2bw"
+STREAMED = "pipedream", "2bw"
+"""Schedules that never let the pipeline run empty."""
+
+
+class Shape(NamedTuple):
+    """How a pipeline is laid out: stages, how many of them each worker holds, how many workers hold each."""
+
+    stages: int
+    chunks: int
+    replicas: tuple[int, ...]
+
+
+def shape_of(settings: PipelineSettings, workers: int) -> Shape:
+    """The layout of a pipeline for so many workers.
+
+    Raises:
+        ConfigError: the settings do not fit each other, or the workers.
+    """
+    chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
+    if settings.schedule == "interleaved" and chunks < 2:
+        raise ConfigError(
+            "pipeline.chunks = 1 with schedule 'interleaved': give each worker 2 stages or more, or use '1f1b'."
+        )
+    given = {"pipeline.stages": settings.stages}
+    if settings.cut is not None:
+        given[f"pipeline.cut, which names the beginnings of all but the first of {len(settings.cut) + 1} stages"] = (
+            len(settings.cut) + 1
+        )
+    if settings.replicas is not None:
+        given[f"pipeline.replicas, which are those of {len(settings.replicas)} stages"] = len(settings.replicas)
+    numbers = {what: number for what, number in given.items() if number is not None}
+    if len(set(numbers.values())) > 1:
+        told = " and ".join(f"{what} ({number})" for what, number in numbers.items())
+        raise ConfigError(f"The number of stages is not the same in {told}: make them agree, or leave one out.")
+    stages = next(iter(numbers.values()), workers * chunks)
+    if settings.replicas is not None:
+        return _with_replicas(settings, workers, stages, settings.replicas)
+    if stages % chunks or workers % (stages // chunks):
+        held = f", {chunks} on each worker" if chunks > 1 else ""
+        raise ConfigError(
+            f"{workers} workers cannot hold {stages} stages{held} evenly: the workers must be a multiple of "
+            f"{stages / chunks:g}. Change pipeline.stages or the number of workers, or say with pipeline.replicas how "
+            f"many workers hold each stage."
+        )
+    return Shape(stages, chunks, (workers * chunks // stages,) * stages)
+
+
+def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replicas: tuple[int, ...]) -> Shape:
+    uneven = len(set(replicas)) > 1
+    if uneven and settings.schedule not in _UNEVEN:
+        raise ConfigError(
+            f"pipeline.replicas = {list(replicas)} differ from stage to stage, which schedule {settings.schedule!r} "
+            f"cannot: use one of {', '.join(map(repr, _UNEVEN))}, or as many workers for each stage."
+        )
+    chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
+    if sum(replicas) != workers * chunks:
+        raise ConfigError(
+            f"pipeline.replicas = {list(replicas)} are {sum(replicas) // chunks} workers, but there are {workers}."
+        )
+    return Shape(stages, chunks, replicas)
+
+
+def stream_for(settings: PipelineSettings, workers: int, microbatches: int) -> Stream:
+    """An asynchronous pipeline; ``microbatches`` are those of a batch.
+
+    Raises:
+        ConfigError: the settings do not fit each other, or the workers.
+    """
+    _, _, replicas = shape_of(settings, workers)
+    every = settings.update_every or microbatches
+    turns = math.lcm(*replicas)
+    if microbatches % turns:
+        raise ConfigError(
+            f"pipeline.replicas = {list(replicas)} take the {microbatches} microbatches of a batch in turns: set "
+            f"microbatches to a multiple of {turns}."
+        )
+    if settings.schedule == "2bw":
+        return two_buffered_stream(len(replicas), every, replicas)
+    return pipedream_stream(len(replicas), every, settings.vertical_sync, replicas)
+
+
+def flushed_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
+    """The operations of a step of a synchronous pipeline.
+
+    Raises:
+        ConfigError: the settings do not fit each other, or the workers.
+    """
+    stages, chunks, replicas = shape_of(settings, workers)
+    along = stages // chunks
+    if settings.schedule == "interleaved":
+        return interleaved(along, microbatches, chunks, replicas[0])
+    if settings.schedule == "zb-v":
+        return zero_bubble_v(along, microbatches, replicas[0])
+    if settings.schedule == "zb-h1":
+        return zero_bubble_h1(stages, microbatches, replicas[0])
+    if settings.schedule == "layerwise":
+        return layerwise(stages, microbatches, replicas[0])
+    return {"gpipe": gpipe, "1f1b": one_forward_one_backward}[settings.schedule](stages, microbatches, replicas)

@@ -1,0 +1,242 @@
+"""Synchronous pipelines: all microbatches of a batch go through, the pipeline runs empty, then one update.
+
+The gradients of a microbatch are those of the model in one piece, and their sums go along the canonical tree, so the
+bits do not depend on the cut, on the schedule, or on how many workers hold a stage.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+from collections.abc import Iterable
+
+import torch
+
+from paceline.comm.exchange import Divisor, Exchange
+from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
+from paceline.data.feed import Piece
+from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.schedule.choice import flushed_schedule
+from paceline.schedule.operations import Kind, Schedule
+from paceline.schedule.tree import Node, nodes_of, total
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.executor import Hooks
+from paceline.strategies.outcome import judge
+from paceline.strategies.staged import Staged
+from paceline.strategies.sums import ScatteredSums, Values, add, add_one
+from paceline.strategies.verdict import Part, mean_loss
+
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
+
+
+class Flushed(Hooks):
+    """A pipeline that runs empty in each step."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._plans: dict[int, Schedule] = {}
+        self.staged = Staged(job, self._plan(job.order.microbatches))
+        self._executor = self.staged.executor(self)
+        self._parameters = job.update.parameters
+        self._own = [name for names in self.staged.names.values() for name in names]
+        examples = [self._parameters[name].detach() for name in self._own]
+        self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
+        self._statistics: Exchange | None = None
+        rows = job.order.microbatches + HEADER
+        self._losses = Notes(job.world, LOSSES, ROW_BYTES * rows)
+        self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
+
+    def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> Exchange | None:
+        team = self.staged.team
+        return Exchange(team, examples, self._job.events, name, tags) if team.size > 1 else None
+
+    def _plan(self, microbatches: int) -> Schedule:
+        if microbatches not in self._plans:
+            self._plans[microbatches] = flushed_schedule(
+                self._job.settings.pipeline, self._job.world.size, microbatches
+            )
+        return self._plans[microbatches]
+
+    def pieces(self, step: int) -> list[range]:
+        """See :meth:`Strategy.pieces`."""
+        return self.staged.loaded(self._plan(len(self._job.order.parts_of(step))))
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        """See :meth:`Strategy.step`."""
+        job = self._job
+        job.world.check()
+        job.world.await_group()
+        microbatches = len(job.order.parts_of(step))
+        self._now = plan = self._plan(microbatches)
+        exact = job.settings.exact
+        self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
+        self._without: dict[int, set[str]] = {}
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        begin = time.perf_counter()
+        self._executor.clear()
+        self._executor.enter(step, pieces)
+        self._executor.run([one for one in plan.workers[job.world.rank] if one.kind not in (Kind.REDUCE, Kind.UPDATE)])
+        pairs = self._executor.pairs
+        starts, missing = sorted(pairs), any(self._without.values())
+        losses = Losses(
+            self._losses,
+            step,
+            starts,
+            [pairs[start] for start in starts],
+            job.world.device,
+            time.perf_counter() - begin,
+            missing,
+        )
+        self._executor.finish()
+        self._add_tied()
+        losses.results()
+        parts = self._parts(losses)
+        self._mean_gradients(losses)
+        statistics = self._mean_statistics(step)
+        skipped = judge(job, step, parts, lambda bad: bad.microbatches, losses.notice)
+        if skipped is not None:
+            return skipped
+        job.compute.buffers.accept(statistics)
+        loss = mean_loss(parts, exact)
+        seed_torch(seed_of(UPDATE, job.settings.seed, step))
+        norm, rate = job.update.apply(step, norm=self._norm())
+        self.staged.tied.spread(self._parameters)
+        self.staged.moved()
+        return Outcome(loss, norm, rate, notice=losses.notice)
+
+    def settle(self) -> None:
+        """See :meth:`Strategy.settle`."""
+        self.staged.settle()
+
+    def close(self) -> None:
+        """Let go of the gradients."""
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def worker_of(self, stage: int, microbatch: int) -> int:
+        return self._now.worker_of(stage, microbatch)
+
+    def gave(self, stage: int, microbatch: int) -> None:
+        """Take the gradients that a backward pass of a stage has left."""
+        tied, held = self.staged.tied, self.staged.held[stage]
+        values: dict[str, torch.Tensor | None] = {}
+        for name in held.trained:
+            values[name], self._parameters[name].grad = self._parameters[name].grad, None
+            if values[name] is None and tied.owner_of(name) is None:
+                self._without.setdefault(microbatch, set()).add(name)
+        for name in held.trained:
+            owner = tied.owner_of(name)
+            if owner == stage:
+                values[name] = tied.complete(name, microbatch, values[name], self._now)
+            elif owner is not None:
+                tied.give(name, stage, microbatch, values[name], self._now)
+        self._sums[stage].push(microbatch, [values[name] for name in self.staged.names[stage]])
+
+    def _add_tied(self) -> None:
+        """Without exact bits: what other stages have of the parameters owned here."""
+        for name, gradient in self.staged.tied.bring_together().items():
+            stage = self.staged.tied.owner_of(name)
+            assert stage is not None
+            if gradient is not None:
+                values: Values = [gradient if own == name else None for own in self.staged.names[stage]]
+                self._sums[stage].push(0, values)
+        self.staged.tied.finish()
+
+    def _parts(self, losses: Losses) -> list[Part]:
+        without: dict[int, set[str]] = {}
+        if losses.missing:
+            for told in self._job.world.gather(self._without, "step"):
+                for microbatch, names in told.items():
+                    without.setdefault(microbatch, set()).update(names)
+        places = {name: place for place, name in enumerate(self._parameters)}
+        return [
+            Part(range(start, start + 1), rank, loss, count, frozenset(places[name] for name in without.get(start, ())))
+            for start, rank, loss, count in losses.results()
+        ]
+
+    def _shares(self) -> list[list[Node]]:
+        """The nodes of the canonical tree whose sums each worker of the team holds."""
+        shares = []
+        stage = min(self.staged.held)
+        for place, rank in enumerate(self.staged.team.ranks):
+            mine = [
+                one.microbatch for one in self._now.workers[rank] if one.kind is Kind.FORWARD and one.stage == stage
+            ]
+            exact = nodes_of(mine) if self._job.settings.exact else [Node(0, place)] if mine else []
+            shares.append(exact)
+        return shares
+
+    def _mean_gradients(self, losses: Losses) -> None:
+        sums = _side_by_side(self._sums[stage].values() for stage in self.staged.held)
+        means = self._total(self._exchange, sums, losses.count)
+        for name, value in zip(self._own, means, strict=True):
+            self._parameters[name].grad = value
+
+    def _total(self, exchange: Exchange | None, sums: list[Values], divisor: Divisor) -> Values:
+        """The means over the team of what its workers hold as sums of nodes."""
+        nodes = self._shares()
+        if exchange is None:
+            held = list(zip(nodes[0], sums, strict=True)) or [(Node(0, 0), [])]
+            means = total(held, add)
+            given = [value for value in means if value is not None]
+            if given:
+                torch._foreach_div_(given, divisor())
+            return means
+        exchange.begin(nodes, divisor)
+        members = range(exchange.members)
+        for member in members:
+            for slot, values in zip(exchange.slots(member), sums, strict=True):
+                if add_one(values[member], None, slot) is None:
+                    slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
+            exchange.written(member)
+        exchange.finish()
+        return [exchange.mean(member) for member in members]
+
+    def _mean_statistics(self, step: int) -> list[torch.Tensor]:
+        """The means over all samples of the buffers that the forward passes of the stages held change."""
+        buffers, exact = self._job.compute.buffers, self._job.settings.exact
+        sums, names = [], []
+        for stage, held in self.staged.held.items():
+            names += buffers.names_in(held.buffers)
+            one = ScatteredSums(exact)
+            for microbatch, values in self._executor.statistics[stage].items():
+                one.push(microbatch, [*values])
+            sums.append(one.values())
+        if not buffers.settled:
+            told = self._job.world.gather(buffers.live, "step")
+            live = {name for rank in self.staged.team.ranks for name in told[rank]}
+            buffers.settle(live.intersection(names))
+        if not buffers.live:
+            return []
+        places = [names.index(name) for name in buffers.live]
+        kept: list[Values] = [[values[place] for place in places] for values in _side_by_side(sums)]
+        if self._statistics is None:
+            self._statistics = self._exchange_of(buffers.examples(), "buffers", _STATISTICS_TAGS)
+        samples = float(self._job.order.samples_of(step))
+        means = self._total(self._statistics, kept, lambda: samples)
+        return [mean for mean in means if mean is not None]
+
+    def _norm(self) -> torch.Tensor:
+        """The global norm of the gradients of all stages, by way of the norm of each parameter."""
+        job, owner = self._job, self.staged.team.rank == 0
+        own = torch.full((len(self._parameters),), math.nan, dtype=torch.float64)
+        kinds: dict[str, torch.dtype] = {}
+        for place, (name, parameter) in enumerate(self._parameters.items()):
+            kinds[name] = parameter.dtype
+            if parameter.grad is not None and owner:
+                own[place] = torch.linalg.vector_norm(parameter.grad).double().cpu()
+        told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
+        given = ~told.isnan().all(0)
+        norms = told.nan_to_num(0.0).sum(0)[given]
+        dtype = functools.reduce(torch.promote_types, kinds.values())
+        norm: torch.Tensor = torch.linalg.vector_norm(norms.to(dtype)).to(job.world.device)
+        return norm
+
+
+def _side_by_side(sums: Iterable[list[Values]]) -> list[Values]:
+    """For each node the values of all stages, one after the other."""
+    return [[value for values in nodes for value in values] for nodes in zip(*sums, strict=True)]

@@ -1,0 +1,69 @@
+"""A state of which each worker holds a part, brought together on all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.checkpoint.state import put_optimizer_state, tensors_of
+from paceline.comm.world import Message
+from paceline.strategies.base import Job
+
+_TAG = (1 << 26) - 1
+
+
+def bring_together(job: Job, own: set[str]) -> None:
+    """Give all workers the whole state; all call this together.
+
+    Args:
+        job: what is trained.
+        own: the parameters and buffers of which this worker has the only valid copy, or the first of several; for each
+            name that is so on one worker.
+
+    Raises:
+        WorkerLost: a worker was lost meanwhile; nothing has been changed.
+    """
+    world = job.world
+    state = tensors_of(job.compute.model, job.update.optimizer)
+    mine = {name: value for name, value in state.items() if _bare(name) in own}
+    kinds = {name: (value.dtype, value.shape) for name, value in mine.items()}
+    parts: list[dict[str, tuple[torch.dtype, torch.Size]]] = world.gather(kinds, "settling")
+    flats = [torch.empty(_size(part), dtype=torch.uint8, device=world.device) for part in parts]
+    for name, view in _views(flats[world.rank], parts[world.rank]).items():
+        view.copy_(mine[name])
+    peers = [rank for rank in range(world.size) if rank != world.rank]
+    sends = [Message(flats[world.rank], peer, _TAG) for peer in peers if parts[world.rank]]
+    receives = [Message(flats[peer], peer, _TAG) for peer in peers if parts[peer]]
+    for transfer in world.post(sends, receives, "while the workers brought their stages together"):
+        transfer.wait()
+    whole: dict[str, torch.Tensor] = {}
+    for flat, part in zip(flats, parts, strict=True):
+        whole.update(_views(flat, part))
+    with torch.no_grad():
+        for name, value in state.items():
+            if name in whole and name not in mine and not name.startswith("optimizer/"):
+                value.copy_(whole[name])
+    optimizer = {name: value for name, value in whole.items() if name.startswith("optimizer/")}
+    put_optimizer_state(job.compute.model, job.update.optimizer, optimizer)
+
+
+def _bare(name: str) -> str:
+    """The parameter or buffer that a tensor of the state belongs to."""
+    kind, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest
+
+
+def _size(part: dict[str, tuple[torch.dtype, torch.Size]]) -> int:
+    return sum(_aligned(shape.numel() * dtype.itemsize) for dtype, shape in part.values())
+
+
+def _views(flat: torch.Tensor, part: dict[str, tuple[torch.dtype, torch.Size]]) -> dict[str, torch.Tensor]:
+    views, start = {}, 0
+    for name, (dtype, shape) in part.items():
+        size = shape.numel() * dtype.itemsize
+        views[name] = flat[start : start + size].view(dtype).view(shape)
+        start += _aligned(size)
+    return views
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 64) * 64

@@ -1,0 +1,231 @@
+"""Asynchronous pipelines: PipeDream and PipeDream-2BW.
+
+Microbatches stream through from step to step without a pause; each stage updates its weights while others are under
+way (:mod:`paceline.schedule.pipedream`). A backward pass uses the version of the weights of its forward pass. So the
+result is not that of one process: the gradient of a stage is older the farther the stage is from the end.
+
+A stage knows the loss of a microbatch when its gradient comes back. Before an evaluation or a checkpoint, at the end,
+and where ``pipeline.flush_every`` says so, the pipeline runs empty.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from paceline.comm.exchange import Exchange
+from paceline.data.feed import Piece
+from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.schedule.choice import stream_for
+from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipedream import drain, window
+from paceline.schedule.tree import Node
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.executor import Hooks
+from paceline.strategies.lent import Lent
+from paceline.strategies.staged import Staged
+from paceline.strategies.sums import ScatteredSums, Values
+from paceline.strategies.verdict import Part, refusal
+from paceline.strategies.versions import Versions
+
+_BOOK = "pipeline"
+_TAGS = 1 << 12
+
+
+class Streamed(Hooks):
+    """A pipeline that runs empty only when it must."""
+
+    tells = True
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._stream = stream_for(job.settings.pipeline, job.world.size, job.order.microbatches)
+        self.staged = Staged(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
+        (self._stage,) = self.staged.held
+        self._held = self.staged.held[self._stage]
+        self._executor = self.staged.executor(self)
+        self._names = self._held.trained
+        self._parameters = [job.update.parameters[name] for name in self._names]
+        self._versions = Versions(self._parameters)
+        self._lent = Lent(job, self._stage, self.staged.tied, self._stream)
+        self._exchange: Exchange | None = None
+        if self.staged.team.size > 1:
+            examples = [parameter.detach() for parameter in self._parameters]
+            counts = torch.zeros(2, dtype=torch.float64, device=job.world.device)
+            self._exchange = Exchange(self.staged.team, [*examples, counts], job.events, "gradients", _TAGS)
+        self._turns = math.lcm(*self._stream.replicas)
+        self._entered = 0
+        self._updates = int(job.books.get(_BOOK, {}).get("updates", 0))
+        self._done: list[int] = []
+        self._following = 0
+        self._returned: list[tuple[float, float]] = []
+        self._outcome = Outcome(math.nan, torch.tensor(math.nan), job.update.learning_rate)
+        self._begin_group()
+
+    def _begin_group(self) -> None:
+        """Count from here to the next update."""
+        self._sums, self._statistics = ScatteredSums(False), ScatteredSums(False)
+        self._used: list[int] = []
+        self._origin: tuple[int, int] | None = None
+        self._samples = 0
+        self._totals = torch.zeros(2, dtype=torch.float64)
+
+    def pieces(self, step: int) -> list[range]:
+        """See :meth:`Strategy.pieces`."""
+        if self._stage not in (0, self.staged.stages - 1):
+            return []
+        rank, stream = self._job.world.rank, self._stream
+        numbers = range(len(self._job.order.parts_of(step)))
+        return [range(number, number + 1) for number in numbers if stream.worker(self._stage, number) == rank]
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        """See :meth:`Strategy.step`."""
+        job, begin = self._job, self._entered
+        job.world.check()
+        job.world.await_group()
+        if begin % self._turns:  # after a short batch it would be another replica's turn
+            self._run_empty()
+            begin = 0
+        if begin == 0:
+            job.compute.buffers.begin()
+        job.update.check_frozen()
+        for microbatch in self._done:
+            self._executor.forget(microbatch)
+        self._done = []
+        self._entered += len(job.order.parts_of(step))
+        self.staged.moved()
+        self._executor.enter(step, pieces, begin)
+        self._executor.run(self._operations(window(self._stream, begin, self._entered)))
+        outcome = self._told()
+        every = job.settings.pipeline.flush_every
+        if every is None or (step + 1) % every:
+            return outcome
+        self._run_empty()
+        return replace(outcome, notice=max(job.world.gather(job.world.notice(), "running empty")))
+
+    def settle(self) -> None:
+        """Let the pipeline run empty, and bring all workers to the same state."""
+        self._run_empty()
+        self.staged.settle()
+
+    def close(self) -> None:
+        """Let go of the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def worker_of(self, stage: int, microbatch: int) -> int:
+        return self._stream.worker(stage, microbatch)
+
+    def weights(self, operation: Operation) -> AbstractContextManager[object]:
+        return self._versions.at(operation.version)
+
+    def gave(self, stage: int, microbatch: int) -> None:
+        values: Values = []
+        for parameter in self._parameters:
+            values.append(parameter.grad)
+            parameter.grad = None
+        pair = self._executor.pairs[microbatch]
+        self._sums.push(microbatch, values)
+        self._statistics.push(microbatch, [*self._executor.statistics[stage][microbatch]])
+        self._totals += pair.cpu()
+        self._returned.append((float(pair[0]), float(pair[1])))
+        self._used.append(self._stream.version(stage, microbatch))
+        self._origin = self._origin or self._executor.origin(microbatch)
+        self._samples += self._executor.samples[microbatch]
+        self._done.append(microbatch)
+        self._following = microbatch + self._stream.replicas[stage]
+
+    def update(self, operation: Operation) -> None:
+        """Update the stage with the mean gradients of the microbatches since the last update."""
+        job, version = self._job, operation.version
+        sums = (self._sums.values() or [[None] * len(self._parameters)])[0]
+        sums = self._lent.exchange(self._names, sums)
+        totals = self._totals.to(job.world.device)
+        if self._exchange is not None:
+            sums, totals = self._team_sums(sums, totals)
+        staleness = [version - 1 - one for one in self._used]
+        job.events.mark("staleness", stage=self._stage, version=version, staleness=staleness)
+        with self._versions.next(self._stream.version(self._stage, self._following)):
+            if self._is_finite(totals):
+                self._apply(sums, float(totals[1]))
+            self._lent.take_back(version, job.update.parameters)
+        self._updates += 1
+        self._begin_group()
+
+    def _apply(self, sums: Values, count: float) -> None:
+        job, buffers = self._job, self._job.compute.buffers
+        for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
+            if value is not None and not self._lent.is_borrowed(name):
+                parameter.grad = value.div_(count)
+        if not buffers.settled:
+            places = [place for place, name in enumerate(buffers.names_in(self._held.buffers)) if name in buffers.live]
+            buffers.settle([name for name in buffers.live if name in self._held.buffers])
+        else:
+            places = list(range(len(buffers.live)))
+        if places and self._samples:
+            (made,) = self._statistics.values()
+            buffers.accept([value.div_(self._samples) for place in places if (value := made[place]) is not None])
+        seed_torch(seed_of(UPDATE, job.settings.seed, self._updates))
+        norm, rate = job.update.apply(self._updates)
+        self._outcome = replace(self._outcome, norm=norm, learning_rate=rate)
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._lent.give_back(job.update.parameters)
+
+    def _team_sums(self, sums: Values, totals: torch.Tensor) -> tuple[Values, torch.Tensor]:
+        """The sums over the workers that hold this stage."""
+        exchange = self._exchange
+        assert exchange is not None
+        exchange.begin([[Node(0, place)] for place in range(self.staged.team.size)], lambda: 1.0)
+        for member, value in enumerate([*sums, totals]):
+            (slot,) = exchange.slots(member)
+            slot.zero_() if value is None else slot.copy_(value)
+            exchange.written(member)
+        exchange.finish()
+        means = [exchange.mean(member) for member in range(exchange.members)]
+        return [*means[:-1]], means[-1]
+
+    def _is_finite(self, totals: torch.Tensor) -> bool:
+        """Whether the losses of an update are; all stages see the same ones.
+
+        Raises:
+            NonFiniteLoss: they are not, and the run is to stop.
+        """
+        if totals.isfinite().all():
+            return True
+        job = self._job
+        step, microbatch = self._origin or (0, 0)
+        part = Part(range(microbatch, microbatch + len(self._used)), job.world.rank, float(totals[0]), 0.0)
+        error = refusal(part, part.microbatches, step)
+        if job.settings.nonfinite == "stop":
+            raise error
+        job.events.mark("skipped", step=step, reason=str(error))
+        job.update.advance()
+        self._lent.give_back(job.update.parameters)
+        return False
+
+    def _operations(self, schedule: Schedule) -> list[Operation]:
+        return [one for one in schedule.workers[self._job.world.rank] if one.kind is not Kind.REDUCE]
+
+    def _told(self) -> Outcome:
+        """The mean loss of the microbatches whose gradients came back in this step; if none did, what was told last."""
+        if self._returned:
+            loss = math.fsum(loss for loss, _ in self._returned) / math.fsum(count for _, count in self._returned)
+            self._outcome = replace(self._outcome, loss=loss)
+            self._returned = []
+        return self._outcome
+
+    def _run_empty(self) -> None:
+        """Do what is left to do for the microbatches under way, and count from the start again."""
+        if not self._entered:
+            return
+        self._executor.run(self._operations(drain(self._stream, self._entered)))
+        self._executor.finish()
+        self._lent.finish(self._job.update.parameters)
+        self._executor.clear()
+        self._versions.start_again()
+        self._entered, self._done, self._following = 0, [], 0
+        self._job.books[_BOOK] = {"updates": self._updates}

@@ -1,0 +1,142 @@
+"""Parameters that several stages use, such as an embedding that is the output layer as well.
+
+The first stage that uses one owns it: it adds up the gradients of all, makes the update, and gives the new weights to
+the others. In one process the gradients of a microbatch meet from the last use to the first; so they do here,
+microbatch by microbatch if the bits matter, else once in a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.world import Message
+from paceline.schedule.operations import Schedule
+from paceline.strategies.base import Job
+
+_TAGS = 1 << 25
+
+
+class Tied:
+    """The parameters that several stages use, as one worker sees them.
+
+    Args:
+        job: what is trained.
+        users: for each name the stages that use it, in order.
+        workers_of: for each stage the ranks that hold it.
+    """
+
+    def __init__(self, job: Job, users: Mapping[str, Sequence[int]], workers_of: Sequence[Sequence[int]]) -> None:
+        self._job = job
+        self._users = users
+        self._workers_of = workers_of
+        self._each = job.settings.exact
+        self._numbers = {name: number for number, name in enumerate(users)}
+        self._here: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
+        self._outlets: dict[tuple[str, int, int], Outlet] = {}
+        self._inlets: dict[tuple[str, int, int], Inlet] = {}
+
+    @property
+    def users(self) -> Mapping[str, Sequence[int]]:
+        """For each name the stages that use it, in order."""
+        return self._users
+
+    def owner_of(self, name: str) -> int | None:
+        """The stage that owns a parameter; none if only one stage uses it."""
+        return self._users[name][0] if name in self._users else None
+
+    def give(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule) -> None:
+        """The gradient from a stage that does not own the parameter."""
+        if not self._each:
+            before = self._sums[name, stage]
+            self._sums[name, stage] = gradient if before is None else _sum(before, gradient)
+            return
+        rank = schedule.worker_of(self._users[name][0], microbatch)
+        if rank == self._job.world.rank:
+            self._here[name, stage, microbatch] = gradient
+        else:
+            self._outlet(name, stage, rank).send(0, [gradient])
+
+    def complete(self, name: str, microbatch: int, own: torch.Tensor | None, schedule: Schedule) -> torch.Tensor | None:
+        """The gradient of a microbatch from all stages; ``own`` is that of the stage that owns the parameter."""
+        if not self._each:
+            return own
+        gradient: torch.Tensor | None = None
+        for stage in reversed(self._users[name][1:]):
+            rank = schedule.worker_of(stage, microbatch)
+            if rank == self._job.world.rank:
+                other = self._here.pop((name, stage, microbatch))
+            else:
+                other = self._take(name, stage, rank)
+            gradient = other if gradient is None else _sum(gradient, other)
+        return own if gradient is None else _sum(gradient, own)
+
+    def bring_together(self) -> dict[str, torch.Tensor | None]:
+        """At the end of a step without exact bits: the sums of the other stages, for the parameters owned here."""
+        sums: dict[str, torch.Tensor | None] = {}
+        if self._each:
+            return sums
+        for name, (first, *others) in self._users.items():
+            for stage in others:
+                for rank, owner in self._pairs(stage, first):
+                    if rank == self._job.world.rank == owner:
+                        sums[name] = _sum(self._sums.pop((name, stage), None), sums.get(name))
+                    elif rank == self._job.world.rank:
+                        self._outlet(name, stage, owner).send(0, [self._sums.pop((name, stage), None)])
+                    elif owner == self._job.world.rank:
+                        sums[name] = _sum(self._take(name, stage, rank), sums.get(name))
+        self.finish()
+        return sums
+
+    def spread(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        """After an update: the owners give the new weights to the others."""
+        transfers = []
+        for name, (first, *others) in self._users.items():
+            tag, value = _TAGS - 1 - self._numbers[name], parameters[name].detach()
+            for rank, owner in {pair for stage in others for pair in self._pairs(stage, first)}:
+                if rank == owner or rank in self._workers_of[first]:
+                    continue
+                if owner == self._job.world.rank:
+                    transfers += self._job.world.post([Message(value, rank, tag)], [], f"while it sent {name!r}")
+                elif rank == self._job.world.rank:
+                    transfers += self._job.world.post([], [Message(value, owner, tag)], f"while it sent {name!r}")
+        for transfer in transfers:
+            transfer.wait()
+
+    def finish(self) -> None:
+        """Wait until all has been sent."""
+        for outlet in self._outlets.values():
+            outlet.finish()
+
+    def _pairs(self, stage: int, first: int) -> list[tuple[int, int]]:
+        """Each worker of a stage, and the owner it has to do with."""
+        owners = self._workers_of[first]
+        return [(rank, owners[place % len(owners)]) for place, rank in enumerate(self._workers_of[stage])]
+
+    def _outlet(self, name: str, stage: int, rank: int) -> Outlet:
+        key = name, stage, rank
+        if key not in self._outlets:
+            self._outlets[key] = Outlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
+        return self._outlets[key]
+
+    def _take(self, name: str, stage: int, rank: int) -> torch.Tensor | None:
+        key = name, stage, rank
+        if key not in self._inlets:
+            self._inlets[key] = Inlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
+        self._inlets[key].expect(0)
+        (gradient,) = self._inlets[key].take()
+        return gradient
+
+    def _tag(self, name: str, stage: int) -> int:
+        return _TAGS + (self._numbers[name] * len(self._workers_of) + stage) * TAGS
+
+
+def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        return left if right is None else right
+    return left + right
