@@ -29,11 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
-from paceline.errors import ConfigError
 from paceline.schedule.interleaved import interleaved
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import pipedream, two_buffered
-from paceline.schedule.replicas import counted, in_turns
+from paceline.schedule.replicas import backwards_first, counted, forwards_first
 from paceline.schedule.shares import even
 from paceline.schedule.transfers import Order, at_least, connected, side_by_side
 from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
@@ -69,9 +68,12 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
     Raises:
         ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
     """
+    counts = counted(stages, microbatches, replicas)
+    if len(set(counts)) > 1:
+        return connected("gpipe", stages, microbatches, forwards_first(counts, microbatches))
     orders = [
         _forwards_and_backwards(stage, share, len(share))
-        for stage, count in enumerate(counted(stages, microbatches, replicas))
+        for stage, count in enumerate(counts)
         for share in even(microbatches, count)
     ]
     return connected("gpipe", stages, microbatches, orders)
@@ -90,7 +92,7 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
     """
     counts = counted(stages, microbatches, replicas)
     if len(set(counts)) > 1:
-        return connected("1f1b", stages, microbatches, in_turns(counts, microbatches))
+        return connected("1f1b", stages, microbatches, backwards_first(counts, microbatches))
     orders = [
         _forwards_and_backwards(stage, share, stages - 1 - stage)
         for stage, count in enumerate(counts)

@@ -94,7 +94,7 @@ class _Place(NamedTuple):
     """An operation in the orders."""
 
     worker: int
-    index: int
+    at: int
 
 
 def connected(name: str, stages: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
@@ -142,7 +142,7 @@ def _transfers(stages: int, orders: Sequence[Order]) -> tuple[Transfers, Transfe
             if place.worker == worker:
                 continue
             sends[_Place(worker, index)] = [one]
-            first[place.worker] = min(place.index, first.get(place.worker, place.index))
+            first[place.worker] = min(place.at, first.get(place.worker, place.at))
             before = receives.setdefault(_Place(place.worker, first[place.worker]), [])
             before.insert(0, Operation(Kind.RECEIVE, one.peer, one.microbatch, peer=one.stage))
     return receives, sends
