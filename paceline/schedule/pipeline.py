@@ -1,27 +1,27 @@
 """Synchronous pipelines of one stage for each worker: layer-wise, GPipe, 1F1B; and all schedules by name.
 
-Four stages, four microbatches, a backward pass as long as a forward pass::
+Four stages; a backward pass is drawn as long as a forward pass::
 
-    layer-wise   one microbatch at a time: the model is only spread over the memory of the workers
-                 0  F0                   B0 F1                   B1 ...
-                 1     F0             B0       F1             B1
-                 2        F0       B0             F1       B1
-                 3           F0 B0                   F1 B1
+    layer-wise    one microbatch at a time: the workers only share the memory
+    0  F0                   B0 F1                   B1
+    1     F0             B0       F1             B1
+    2        F0       B0             F1       B1
+    3           F0 B0                   F1 B1
 
-    GPipe        all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)
-                 0  F0 F1 F2 F3          B0 B1 B2 B3
-                 1     F0 F1 F2 F3    B0 B1 B2 B3
-                 2        F0 F1 F2 F3 B0 B1 B2 B3         <- drawn for the order only: stage 3 begins with B0
-                 3           F0 F1 F2 F3 B0 B1 B2 B3
+    GPipe         all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)
+    0  F0 F1 F2 F3                   B0 B1 B2 B3
+    1     F0 F1 F2 F3             B0 B1 B2 B3
+    2        F0 F1 F2 F3       B0 B1 B2 B3
+    3           F0 F1 F2 F3 B0 B1 B2 B3
 
-    1F1B         a backward pass as soon as there is one (PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503)
-                 0  F0 F1 F2 F3          B0    B1    B2    B3
-                 1     F0 F1 F2       B0 F3 B1    B2    B3
-                 2        F0 F1    B0 F2 B1 F3 B2    B3
-                 3           F0 B0 F1 B1 F2 B2 F3 B3
+    1F1B          a backward pass as soon as there is one (PipeDream-Flush: Narayanan et al. 2021, arXiv 2006.09503)
+    0  F0 F1 F2 F3          B0    B1    B2    B3
+    1     F0 F1 F2       B0 F3 B1    B2    B3
+    2        F0 F1    B0 F2 B1 F3 B2    B3
+    3           F0 B0 F1 B1 F2 B2 F3 B3
 
-GPipe and 1F1B take the same time, (P - 1) / (V + P - 1) of it idle with P stages and V microbatches; stage s of GPipe
-keeps the activations of V microbatches, of 1F1B those of min(V, P - s).
+GPipe and 1F1B take the same time: with P stages and V microbatches (P - 1) / (V + P - 1) of it is idle. Stage s keeps
+the activations of V microbatches in GPipe and of min(V, P - s) in 1F1B.
 """
 
 from __future__ import annotations

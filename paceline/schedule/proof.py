@@ -1,4 +1,4 @@
-"""A proof that a schedule is right, whoever made it: nothing is used before it is made, nothing is missing or done twice.
+"""A proof that a schedule is right, whoever made it: nothing is used before it is made, missing, or done twice.
 
 ::
 
@@ -17,7 +17,6 @@ from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.rehearsal import Meetings, place, rehearse
 from paceline.schedule.transfers import received, sent
-
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 

@@ -3,7 +3,9 @@
 A slow stage gets more workers, each with a contiguous share of the microbatches. Two workers for stage 0, one for
 stage 1, four microbatches, an operation of stage 0 takes two units::
 
-DRAWING
+    0  F0--- F1--- B0---       B1---
+    1  F2--- F3---       B2---       B3---
+    2        F0 B0 F2 B2 F1 B1 F3 B3
 
 Stage 1 takes the microbatches as they come: 0, 2, 1, 3. The order is found by going through the step in units: an
 operation of a stage with r workers takes r of them, and whoever is free does the next operation that is ready, of
