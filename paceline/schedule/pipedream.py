@@ -27,6 +27,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.replicas import counted
 from paceline.schedule.transfers import Order, at_least, with_transfers
 
 
@@ -88,7 +89,7 @@ def pipedream_stream(
     Raises:
         ConfigError: no stages, replicas of another number of stages, or updates that replicas cannot share evenly.
     """
-    return _checked(Stream("pipedream", _counts(stages, replicas), every, vertical_sync=vertical_sync))
+    return _checked(Stream("pipedream", counted(stages, replicas), every, vertical_sync=vertical_sync))
 
 
 def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...] = 1) -> Stream:
@@ -102,7 +103,7 @@ def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...]
     Raises:
         ConfigError: as of ``pipedream_stream``, or groups smaller than the pipeline.
     """
-    stream = _checked(Stream("2bw", _counts(stages, replicas), every, two_buffers=True))
+    stream = _checked(Stream("2bw", counted(stages, replicas), every, two_buffers=True))
     if every < sum(stream.replicas):
         raise ConfigError(
             f"with two versions of the weights, {sum(stream.replicas)} workers need at least as many microbatches from "
@@ -111,18 +112,9 @@ def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...]
     return stream
 
 
-def _counts(stages: int, replicas: int | tuple[int, ...]) -> tuple[int, ...]:
-    at_least(1, stages=stages)
-    counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
-    if len(counts) != stages:
-        raise ConfigError(f"replicas {counts} are those of {len(counts)} stages, not of {stages}: name one for each")
-    return counts
-
-
 def _checked(stream: Stream) -> Stream:
     at_least(1, every=stream.every)
     for stage, count in enumerate(stream.replicas):
-        at_least(1, replicas=count)
         if stream.every % count:
             raise ConfigError(
                 f"the {count} replicas of stage {stage} cannot share the {stream.every} microbatches from one update "

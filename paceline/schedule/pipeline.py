@@ -66,9 +66,10 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
         replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
 
     Raises:
-        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+        ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
     """
-    counts = counted(stages, microbatches, replicas)
+    counts = counted(stages, replicas)
+    at_least(max(counts), microbatches=microbatches)
     if len(set(counts)) > 1:
         return connected("gpipe", stages, microbatches, forwards_first(counts, microbatches))
     orders = [
@@ -88,9 +89,10 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
         replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
 
     Raises:
-        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+        ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
     """
-    counts = counted(stages, microbatches, replicas)
+    counts = counted(stages, replicas)
+    at_least(max(counts), microbatches=microbatches)
     if len(set(counts)) > 1:
         return connected("1f1b", stages, microbatches, backwards_first(counts, microbatches))
     orders = [

@@ -21,6 +21,9 @@ from paceline.schedule.transfers import received, sent
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
+_NOTHING = "there is nothing to send: it has to be computed before, sent once, and to another worker"
+
+
 @dataclass(frozen=True)
 class Peaks:
     """The most that each worker keeps at a time.
@@ -193,7 +196,7 @@ class _Rehearsed:
 
     def _send(self, worker: int, operation: Operation) -> bool:
         key = (operation.stage, operation.peer, operation.microbatch)
-        _need(key in self._made[worker], "there is nothing to send: it has to be computed before, and sent once")
+        _need(key in self._made[worker], _NOTHING)
         self._made[worker].remove(key)
         self._under_way[worker, self._owner[operation.peer, operation.microbatch]].append(key)
         return True
@@ -243,9 +246,10 @@ def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
         for index, operation in enumerate(operations):
             kind, stage, microbatch, *_ = operation
             where = f"schedule {schedule.name}: {place(worker, index, operation)}"
-            if not (0 <= stage < schedule.stages and -1 <= microbatch < schedule.microbatches):
-                last = f"stage {schedule.stages - 1} and microbatch {schedule.microbatches - 1}"
-                raise InputError(f"{where}: there is no such stage or microbatch, the last ones are {last}")
+            numbers = range(-1, 0) if kind in (Kind.REDUCE, Kind.UPDATE) else range(schedule.microbatches)
+            if stage not in range(schedule.stages) or microbatch not in numbers:
+                size = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
+                raise InputError(f"{where}: there is no such stage or microbatch {microbatch} among {size}")
             if kind != Kind.FORWARD:
                 continue
             if (stage, microbatch) in owner:

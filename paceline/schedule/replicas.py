@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 
 from paceline.errors import ConfigError
 from paceline.schedule.operations import Kind, Operation
@@ -25,19 +24,17 @@ from paceline.schedule.shares import even
 from paceline.schedule.transfers import Order, at_least
 
 
-def counted(stages: int, microbatches: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
+def counted(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
     """The number of workers of each stage.
 
     Raises:
-        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+        ConfigError: no stages, no workers, or replicas of another number of stages.
     """
     at_least(1, stages=stages)
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != stages:
         raise ConfigError(f"replicas {counts} are those of {len(counts)} stages, not of {stages}: name one for each")
-    for count in counts:
-        at_least(1, replicas=count)
-    at_least(max(counts), microbatches=microbatches)
+    at_least(1, replicas=min(counts))
     return counts
 
 
@@ -66,12 +63,9 @@ def backwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
     A worker has at least as many under way as there are workers from its stage on for each of its replicas.
     """
     least = [-(-sum(counts[stage:]) // counts[stage]) for stage in range(len(counts))]
-    best = _Step(counts, microbatches, [microbatches] * len(counts))
-    for more in count():
-        step = _Step(counts, microbatches, [each + more for each in least])
-        if step.units <= best.units:
-            return step.orders()
-    raise AssertionError
+    units = _Step(counts, microbatches, [microbatches] * len(counts)).units
+    steps = (_Step(counts, microbatches, [each + more for each in least]) for more in range(microbatches + 1))
+    return next(step.orders() for step in steps if step.units <= units)
 
 
 @dataclass

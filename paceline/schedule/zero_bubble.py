@@ -14,7 +14,7 @@ Only the gradient for the input (I) is waited for by another stage; that for the
 
 With P workers and equal times f of the three operations of all that a worker holds, the last worker of ZB-H1 can only
 begin after (P - 1) f, and idles no more than that: no schedule of one stage for each worker is shorter. In ZB-V it
-begins after (P - 1) f / 2, since a stage is half as large, and does not wait any more either from 2 P - 2 microbatches
+begins after (P - 1) f / 2, since a stage is half as large, and does not wait any more either from 2 P - 1 microbatches
 on. Both keep no more activations than 1F1B's first stage: min(V, P) microbatches of all that a worker holds.
 """
 
