@@ -6,6 +6,8 @@ stage 1.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from paceline.schedule.clock import TRANSFERS, Span, Timeline
 from paceline.schedule.operations import Kind, Operation, Schedule
 
@@ -25,7 +27,7 @@ def listing(schedule: Schedule, transfers: bool = True) -> str:
     0  F0 s0> F1 s1> r0< B0 r1< B1 U:1
     1  r0> F0 B0 s0< r1> F1 B1 s1< U:1
     """
-    several = _several([operations for operations in schedule.workers])
+    several = _several(schedule.workers)
     lines = []
     for worker, operations in enumerate(schedule.workers):
         drawn = [one for one in operations if transfers or one.kind not in TRANSFERS]
@@ -51,7 +53,7 @@ def draw(timeline: Timeline, column: float | None = None) -> str:
     1     F0 F1       B0--- F2 B1---    B2---
     2        F0 B0--- F1 B1--- F2 B2---
     """
-    several = _several([[span.operation for span in spans] for spans in timeline.workers])
+    several = _several([span.operation for span in spans] for spans in timeline.workers)
     drawn = [[span for span in spans if span.operation.kind not in TRANSFERS] for spans in timeline.workers]
     cells = [span for spans in drawn for span in spans if span.operation.microbatch >= 0 and span.end > span.begin]
     width = max((len(_cell(span.operation, several)) for span in cells), default=1) + 1
@@ -71,7 +73,8 @@ def _line(spans: list[Span], scale: float, several: bool) -> str:
     return line
 
 
-def _several(workers: list[list[Operation]] | list[tuple[Operation, ...]]) -> bool:
+def _several(workers: Iterable[Iterable[Operation]]) -> bool:
+    """Whether a worker holds several stages."""
     return any(len({operation.stage for operation in operations}) > 1 for operations in workers)
 
 

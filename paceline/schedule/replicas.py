@@ -1,16 +1,16 @@
 """Pipelines whose stages are held by different numbers of workers (PipeDream, Harlap et al. 2018, section 3.1).
 
-A slow stage gets more workers, each with a contiguous share of the microbatches. Two workers for stage 0, one for
-stage 1, four microbatches, an operation of stage 0 takes two units::
+A slow stage gets more workers, each with a contiguous share of the microbatches. Stage 0, twice as slow as stage 1, on
+two workers; four microbatches::
 
-    0  F0--- F1--- B0---       B1---
-    1  F2--- F3---       B2---       B3---
-    2        F0 B0 F2 B2 F1 B1 F3 B3
+    0  F0--- F1---    B0---------       B1---------
+    1  F2--- F3---             B2---------       B3---------
+    2        F0 B0--- F2 B2--- F1 B1--- F3 B3---
 
-Stage 1 takes the microbatches as they come: 0, 2, 1, 3. The order is found by going through the step in units: an
-operation of a stage with r workers takes r of them, and whoever is free does the next operation that is ready, of
-1F1B a backward pass if there is one. Waiting for the microbatches in increasing order instead would make all workers of
-stage 0 but one wait, and the replicas useless.
+Stage 1 takes the microbatches as they come, here 0, 2, 1, 3: of each run of microbatches that has the same worker in
+every stage in order. (In increasing order all replicas but one would wait, and be useless.) The order is found by going
+through the step: a forward pass of a stage with r workers takes r units, a backward pass 2 r; who is free does the next
+pass that is ready, in 1F1B a backward pass if there is one.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class _Worker:
 
     def next(self, kind: Kind) -> list[int]:
         """The microbatches that may be next, one of each run; first those of the runs that are behind."""
-        left = [(done, run[done]) for done, run in zip(self.done[kind], self.runs, strict=True) if done < len(run)]
-        return [microbatch for _, microbatch in sorted(left)]
+        runs = [(done, run) for done, run in zip(self.done[kind], self.runs, strict=True) if done < len(run)]
+        return [run[done] for done, run in sorted(runs, key=lambda one: one[0] / len(one[1]))]
 
     def begun(self, kind: Kind) -> int:
         """How many passes it has begun."""
@@ -138,7 +138,7 @@ class _Step:
         for kind in (Kind.BACKWARD, Kind.FORWARD):
             for microbatch in self._allowed(worker, kind):
                 if all(self._ends.get(need, now + 1) <= now for need in self._needs(kind, worker.stage, microbatch)):
-                    end = now + self._counts[worker.stage]
+                    end = now + self._counts[worker.stage] * (2 if kind == Kind.BACKWARD else 1)
                     self._ends[kind, worker.stage, microbatch] = end
                     worker.begin(kind, microbatch, end)
                     return

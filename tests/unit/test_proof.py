@@ -178,10 +178,23 @@ def test_what_is_wrong_is_said(first: str, second: str, said: str) -> None:
     found(two(first, second), said)
 
 
-def test_a_value_that_nobody_receives_is_found() -> None:
-    split = "r0> F0 B0 s0< r1> F1 B1 s1< U:1"
-    never = "F0 s0> F1 s1> r0< B0 B1 U:1"
-    found(two(never, split), "has to be received from worker 1")
+def alike(*workers: str) -> Schedule:
+    """One stage, four microbatches, workers that share them."""
+    lists = [written(1, 4, line).workers[0] for line in workers]
+    return Schedule("alike", 1, 4, tuple(lists))
+
+
+def test_replicas_make_the_same_updates() -> None:
+    prove(alike("F0 B0 F1 B1 + U:1", "F2 B2 F3 B3 + U:1"))
+    found(alike("F0 B0 + U:1 F1 I1", "F2 B2 + U:1 F3 B3 + U:2"), "deadlock.*worker 1, operation 6")
+    one, other = alike("F0 B0 + U:1 F1 I1 W1 + U:2", "F2 B2 + F3 B3 + U:1").workers
+    operations = [each._replace(version=1) if each.microbatch == 1 else each for each in one]
+    found(Schedule("alike", 1, 4, (tuple(operations), other)), "have not made the same updates")
+
+
+def test_replicas_reduce_what_is_new() -> None:
+    found(alike("F0 B0 F1 B1 + + U:1", "F2 B2 F3 B3 + + U:1"), "there is no gradient since the last one")
+    found(alike("F0 B0 + F1 B1 U:1", "F2 B2 + F3 B3 U:1"), "a reduce has to come before")
 
 
 def test_replicas_reduce_in_the_same_order_and_before_they_update() -> None:
