@@ -63,7 +63,8 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
     Args:
         stages: into how many parts the model is cut.
         microbatches: how many go through the pipeline.
-        replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
+        replicas: how many workers share the microbatches of a stage; of each stage, if they differ: then a worker takes
+            the microbatches as they come (``replicas.runs``), else in increasing order.
 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
@@ -86,7 +87,8 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
     Args:
         stages: into how many parts the model is cut.
         microbatches: how many go through the pipeline.
-        replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
+        replicas: how many workers share the microbatches of a stage; of each stage, if they differ: then a worker takes
+            the microbatches as they come (``replicas.runs``), else in increasing order.
 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.

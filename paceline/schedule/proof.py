@@ -21,9 +21,6 @@ from paceline.schedule.transfers import received, sent
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 
-_NOTHING = "there is nothing to send: it has to be computed before, sent once, and to another worker"
-
-
 @dataclass(frozen=True)
 class Peaks:
     """The most that each worker keeps at a time.
@@ -87,6 +84,7 @@ class _Rehearsed:
         self.most = [0] * len(schedule.workers)
         self._owner = _owners(schedule)
         self._live = [dict[tuple[int, int], Operation]() for _ in schedule.workers]
+        self._forwards: set[tuple[int, int]] = set()
         # Values are named by their stage, the stage next to it that needs them, and the microbatch.
         self._made = [set[tuple[int, int, int]]() for _ in schedule.workers]
         self._there = [set[tuple[int, int, int]]() for _ in schedule.workers]
@@ -137,10 +135,9 @@ class _Rehearsed:
             return
         key = (value.peer, value.stage, value.microbatch)
         maker = self._owner[value.peer, value.microbatch]
-        missing = (
-            f"worker {worker} has to compute it" if maker == worker else f"it has to be received from worker {maker}"
-        )
-        _need(key in self._there[worker], f"what it needs from stage {value.peer} is missing: {missing} before")
+        way = "computed by this worker" if maker == worker else f"received from worker {maker}"
+        missing = f"what it needs from stage {value.peer} is missing: it has to be {way} before"
+        _need(key in self._there[worker], missing)
         self._there[worker].remove(key)
 
     def _give(self, worker: int, operation: Operation) -> None:
@@ -153,6 +150,8 @@ class _Rehearsed:
     def _forward(self, worker: int, operation: Operation) -> bool:
         _, stage, microbatch, version, _ = operation
         made = self._updates[worker, stage]
+        _need((stage, microbatch) not in self._forwards, "this worker has done it already: do it once")
+        self._forwards.add((stage, microbatch))
         _need(0 <= version <= made, f"there is no version {version} of its weights yet, only 0 to {made}")
         self._take(worker, operation)
         self._live[worker][stage, microbatch] = operation
@@ -164,11 +163,8 @@ class _Rehearsed:
         """The microbatch and stage that an operation goes on with."""
         _, stage, microbatch, version, _ = operation
         before = self._live[worker].get((stage, microbatch))
-        _need(
-            before is not None and before.kind == by,
-            f"its {by.name.lower()} pass on this worker has to come before, once",
-        )
-        assert before is not None
+        if before is None or before.kind != by:
+            raise _WrongError(f"its {by.name.lower()} pass on this worker has to come before, once")
         _need(version == before.version, f"it names version {version}, its forward pass used {before.version}")
         return stage, microbatch
 
@@ -192,7 +188,8 @@ class _Rehearsed:
 
     def _send(self, worker: int, operation: Operation) -> bool:
         key = (operation.stage, operation.peer, operation.microbatch)
-        _need(key in self._made[worker], _NOTHING)
+        there = "there is nothing to send: it has to be computed before, sent once, and to another worker"
+        _need(key in self._made[worker], there)
         self._made[worker].remove(key)
         self._under_way[worker, self._owner[operation.peer, operation.microbatch]].append(key)
         return True
@@ -241,16 +238,14 @@ def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
     for worker, operations in enumerate(schedule.workers):
         for index, operation in enumerate(operations):
             kind, stage, microbatch, *_ = operation
-            where = f"schedule {schedule.name}: {place(worker, index, operation)}"
             numbers = range(-1, 0) if kind in (Kind.REDUCE, Kind.UPDATE) else range(schedule.microbatches)
             if stage not in range(schedule.stages) or microbatch not in numbers:
+                where = f"schedule {schedule.name}: {place(worker, index, operation)}"
                 size = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
                 raise InputError(f"{where}: there is no such stage or microbatch {microbatch} among {size}")
-            if kind != Kind.FORWARD:
-                continue
-            if (stage, microbatch) in owner:
+            if kind == Kind.FORWARD and owner.setdefault((stage, microbatch), worker) != worker:
+                where = f"schedule {schedule.name}: {place(worker, index, operation)}"
                 raise InputError(f"{where}: worker {owner[stage, microbatch]} does it already: do it once")
-            owner[stage, microbatch] = worker
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             if (stage, microbatch) not in owner:

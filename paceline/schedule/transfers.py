@@ -122,18 +122,14 @@ def connected(name: str, stages: int, microbatches: int, orders: Sequence[Order]
     return Schedule(name, stages, microbatches, tuple(workers))
 
 
-Transfers = dict[_Place, list[Operation]]
-
-
-def _transfers(stages: int, orders: Sequence[Order]) -> tuple[Transfers, Transfers]:
+def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Place, Order], dict[_Place, Order]]:
     """What is received before, and sent after, each operation."""
     needed = _needed(stages, orders)
-    receives: Transfers = {}
-    sends: Transfers = {}
+    receives: dict[_Place, Order] = {}
+    sends: dict[_Place, Order] = {}
     for worker, order in enumerate(orders):
-        first: dict[
-            int, int
-        ] = {}  # of each other worker: before which operation it has received all that was sent later
+        # Of each other worker: before which of its operations it receives what was sent after the one looked at.
+        first: dict[int, int] = {}
         for index in range(len(order) - 1, -1, -1):
             one = sent(order[index], stages)
             if one is None:

@@ -12,10 +12,10 @@ Only the gradient for the input (I) is waited for by another stage; that for the
     0  F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2
     1       F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 W1.2
 
-With P workers and equal times f of the three operations of all that a worker holds, the last worker of ZB-H1 can only
-begin after (P - 1) f, and idles no more than that: no schedule of one stage for each worker is shorter. In ZB-V it
-begins after (P - 1) f / 2, since a stage is half as large, and does not wait any more either from 2 P - 1 microbatches
-on. Both keep no more activations than 1F1B's first stage: min(V, P) microbatches of all that a worker holds.
+Let f be the time of each of the three operations for all layers of a worker. With one stage for each of P workers the
+last one cannot begin before (P - 1) f. In ZB-H1 it does not wait again, if V >= P, so with equal times no such schedule
+is shorter. In ZB-V stages are half as large and it begins after (P - 1) f / 2; if V >= 2 P - 1, it does not wait again.
+Both keep no more activations than the first stage of 1F1B: those of min(V, P) microbatches in all layers of a worker.
 """
 
 from __future__ import annotations

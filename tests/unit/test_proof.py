@@ -169,7 +169,7 @@ def test_a_schedule_that_a_person_wrote() -> None:
         ("F0 s0> F1 s1> r0< B0 r1< B1 U:1 U:2", SECOND, "there is no gradient since the last one"),
         ("F0 s0> F1 s1> r0< B0 r1< B1 +: U:1", SECOND, "no other worker holds this stage"),
         ("F0 s0> F1 s1> r0< B0 r1< B1 r2< U:1", SECOND, "no such stage or microbatch 2"),
-        ("F0 F0 s0> F1 s1> r0< B0 r1< B1 U:1", SECOND, "worker 0 does it already"),
+        ("F0 F0 s0> F1 s1> r0< B0 r1< B1 U:1", SECOND, "this worker has done it already"),
         ("F0 s0> r0< B0 U:1", SECOND, "no worker does the forward pass of stage 0 for microbatch 1"),
         ("r0> F0 s0> F1 s1> r0< B0 r1< B1 U:1", SECOND, "nothing is sent to this stage"),
     ],
