@@ -119,8 +119,8 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
     lengths = [len(one) for one in (times.forward, times.input, times.weight, times.reduce, times.update)]
     if {*lengths, len(times.transfer) + 1} != {schedule.stages}:
         raise ConfigError(
-            f"times of {lengths} stages and {len(times.transfer)} boundaries do not fit a schedule of {schedule.stages} "
-            f"stages: give one for each stage and for each of the {schedule.stages - 1} boundaries"
+            f"times of {lengths} stages and {len(times.transfer)} boundaries do not fit {schedule.stages} stages: give "
+            f"one for each stage and one for each of the {schedule.stages - 1} boundaries between them"
         )
     clock = _Clock(schedule, times)
     rehearse(schedule, clock.perform)

@@ -1,4 +1,13 @@
-"""Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): each worker holds several stages, P apart."""
+"""Interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473): each worker holds several stages.
+
+Two workers with two stages each, four microbatches; a backward pass is drawn as long as a forward pass::
+
+    0  F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1      B2.2      B2.3 B0.2 B0.3
+    1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
+
+The pipeline is filled after P - 1 small stages instead of P - 1 large ones: with v stages for each worker the workers
+are idle for 1 / v of the time of 1F1B, keep more activations, and send v times as much.
+"""
 
 from __future__ import annotations
 

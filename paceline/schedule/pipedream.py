@@ -1,4 +1,24 @@
-"""PipeDream (Harlap et al. 2018, arXiv 1806.03377) and PipeDream-2BW (Narayanan et al. 2021, arXiv 2006.09503)."""
+"""Pipelines that are never emptied: PipeDream and PipeDream-2BW.
+
+Harlap et al. 2018, arXiv 1806.03377, and Narayanan et al. 2021, arXiv 2006.09503. Microbatches stream through; a stage
+updates its weights while others are under way. So that the backward pass of a microbatch uses the weights of its
+forward pass, a stage keeps older versions of them (weight stashing)::
+
+    PipeDream, three stages; behind the colon the version, F3:1 uses the weights after the first update
+    0  F0 F1 F2 B0 U:1 F3:1 B1 U:2 F4:2 B2 U:3 F5:3 B3:1 ...
+    1  F0 F1 B0 U:1 F2:1 B1 U:2 F3:2 B2:1 U:3 F4:3 B3:2 ...
+    2  F0 B0 U:1 F1:1 B1:1 U:2 F2:2 B2:2 U:3 F3:3 B3:3 ...
+
+    with vertical sync: in all stages the version that stage 0 had when the microbatch entered
+    2  F0 B0 U:1 F1 B1 U:2 F2 B2 U:3 F3:1 B3:1 ...
+
+    2BW, an update after each three microbatches; those of group g use version g - 1
+    0  F0 F1 F2 B0 F3 B1 F4 B2 U:1 F5 B3 F6:1 B4 F7:1 B5 U:2 F8:1 ...
+    2  F0 B0 F1 B1 F2 B2 U:1 F3 B3 F4 B4 F5 B5 U:2 F6:1 B6:1 F7:1 B7:1 F8:1 ...
+
+Stage s of P keeps at most P - s versions in PipeDream, P with vertical sync, two in 2BW. Steps of the training ask for
+windows of the stream; draining it ends in a state without anything under way.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +27,7 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.replicas import counted
 from paceline.schedule.transfers import Order, at_least, with_transfers
 
 
@@ -19,8 +40,8 @@ class Stream:
         replicas: the number of workers of each stage; microbatch m goes to replica m mod replicas.
         every: backward passes of a stage from one update to the next.
         vertical_sync: all stages use the same version for a microbatch.
-        two_buffers: a microbatch uses the version before the newest one that could be there at all stages, so that a
-            stage never keeps more than two.
+        two_buffers: the microbatches of group g use version g - 1, the newest one that is sure to be there in all
+            stages; so a stage keeps two versions.
     """
 
     name: str
@@ -40,7 +61,11 @@ class Stream:
         return (sum(self.replicas[stage:]) - 1) // replicas * replicas
 
     def version(self, stage: int, microbatch: int) -> int:
-        """Which weights a stage uses for a microbatch."""
+        """Which weights a stage uses for a microbatch.
+
+        Later microbatches never use older ones: what is older than the version of a worker's next backward pass is not
+        needed any more.
+        """
         if self.two_buffers:
             return max(0, microbatch // self.every - 1)
         return max(0, microbatch - self.lag(0 if self.vertical_sync else stage)) // self.every
@@ -64,7 +89,7 @@ def pipedream_stream(
     Raises:
         ConfigError: no stages, replicas of another number of stages, or updates that replicas cannot share evenly.
     """
-    return _checked(Stream("pipedream", _counts(stages, replicas), every, vertical_sync=vertical_sync))
+    return _checked(Stream("pipedream", counted(stages, replicas), every, vertical_sync=vertical_sync))
 
 
 def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...] = 1) -> Stream:
@@ -78,7 +103,7 @@ def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...]
     Raises:
         ConfigError: as of ``pipedream_stream``, or groups smaller than the pipeline.
     """
-    stream = _checked(Stream("2bw", _counts(stages, replicas), every, two_buffers=True))
+    stream = _checked(Stream("2bw", counted(stages, replicas), every, two_buffers=True))
     if every < sum(stream.replicas):
         raise ConfigError(
             f"with two versions of the weights, {sum(stream.replicas)} workers need at least as many microbatches from "
@@ -87,22 +112,13 @@ def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...]
     return stream
 
 
-def _counts(stages: int, replicas: int | tuple[int, ...]) -> tuple[int, ...]:
-    at_least(1, stages=stages)
-    counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
-    if len(counts) != stages:
-        raise ConfigError(f"replicas {counts} are those of {len(counts)} stages, not of {stages}: name one for each")
-    return counts
-
-
 def _checked(stream: Stream) -> Stream:
     at_least(1, every=stream.every)
     for stage, count in enumerate(stream.replicas):
-        at_least(1, replicas=count)
         if stream.every % count:
             raise ConfigError(
-                f"the {count} replicas of stage {stage} cannot share the {stream.every} microbatches from one update to "
-                f"the next: set every to a multiple of {count}"
+                f"the {count} replicas of stage {stage} cannot share the {stream.every} microbatches from one update "
+                f"to the next evenly: set every to a multiple of {count}"
             )
     return stream
 

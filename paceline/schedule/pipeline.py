@@ -1,27 +1,27 @@
 """Synchronous pipelines of one stage for each worker: layer-wise, GPipe, 1F1B; and all schedules by name.
 
-Four stages, four microbatches, a backward pass as long as a forward pass::
+Four stages; a backward pass is drawn as long as a forward pass::
 
-    layer-wise   one microbatch at a time: the model is only spread over the memory of the workers
-                 0  F0                   B0 F1                   B1 ...
-                 1     F0             B0       F1             B1
-                 2        F0       B0             F1       B1
-                 3           F0 B0                   F1 B1
+    layer-wise    one microbatch at a time: the workers only share the memory
+    0  F0                   B0 F1                   B1
+    1     F0             B0       F1             B1
+    2        F0       B0             F1       B1
+    3           F0 B0                   F1 B1
 
-    GPipe        all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)
-                 0  F0 F1 F2 F3          B0 B1 B2 B3
-                 1     F0 F1 F2 F3    B0 B1 B2 B3
-                 2        F0 F1 F2 F3 B0 B1 B2 B3         <- drawn for the order only: stage 3 begins with B0
-                 3           F0 F1 F2 F3 B0 B1 B2 B3
+    GPipe         all forward passes, then all backward passes (Huang et al. 2019, arXiv 1811.06965)
+    0  F0 F1 F2 F3                   B0 B1 B2 B3
+    1     F0 F1 F2 F3             B0 B1 B2 B3
+    2        F0 F1 F2 F3       B0 B1 B2 B3
+    3           F0 F1 F2 F3 B0 B1 B2 B3
 
-    1F1B         a backward pass as soon as there is one (PipeDream-flush: Narayanan et al. 2021, arXiv 2006.09503)
-                 0  F0 F1 F2 F3          B0    B1    B2    B3
-                 1     F0 F1 F2       B0 F3 B1    B2    B3
-                 2        F0 F1    B0 F2 B1 F3 B2    B3
-                 3           F0 B0 F1 B1 F2 B2 F3 B3
+    1F1B          a backward pass as soon as there is one (PipeDream-Flush: Narayanan et al. 2021, arXiv 2006.09503)
+    0  F0 F1 F2 F3          B0    B1    B2    B3
+    1     F0 F1 F2       B0 F3 B1    B2    B3
+    2        F0 F1    B0 F2 B1 F3 B2    B3
+    3           F0 B0 F1 B1 F2 B2 F3 B3
 
-GPipe and 1F1B take the same time, (P - 1) / (V + P - 1) of it idle with P stages and V microbatches; stage s of GPipe
-keeps the activations of V microbatches, of 1F1B those of min(V, P - s).
+GPipe and 1F1B take the same time: with P stages and V microbatches (P - 1) / (V + P - 1) of it is idle. Stage s keeps
+the activations of V microbatches in GPipe and of min(V, P - s) in 1F1B.
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
-from paceline.errors import ConfigError
 from paceline.schedule.interleaved import interleaved
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import pipedream, two_buffered
-from paceline.schedule.replicas import counted, in_turns
+from paceline.schedule.replicas import backwards_first, counted, forwards_first
 from paceline.schedule.shares import even
 from paceline.schedule.transfers import Order, at_least, connected, side_by_side
 from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
@@ -64,14 +63,19 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
     Args:
         stages: into how many parts the model is cut.
         microbatches: how many go through the pipeline.
-        replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
+        replicas: how many workers share the microbatches of a stage; of each stage, if they differ: then a worker takes
+            the microbatches as they come (``replicas.runs``), else in increasing order.
 
     Raises:
-        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+        ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
     """
+    counts = counted(stages, replicas)
+    at_least(max(counts), microbatches=microbatches)
+    if len(set(counts)) > 1:
+        return connected("gpipe", stages, microbatches, forwards_first(counts, microbatches))
     orders = [
         _forwards_and_backwards(stage, share, len(share))
-        for stage, count in enumerate(counted(stages, microbatches, replicas))
+        for stage, count in enumerate(counts)
         for share in even(microbatches, count)
     ]
     return connected("gpipe", stages, microbatches, orders)
@@ -83,14 +87,16 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
     Args:
         stages: into how many parts the model is cut.
         microbatches: how many go through the pipeline.
-        replicas: how many workers share the microbatches of a stage; of each stage, if they differ.
+        replicas: how many workers share the microbatches of a stage; of each stage, if they differ: then a worker takes
+            the microbatches as they come (``replicas.runs``), else in increasing order.
 
     Raises:
-        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+        ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
     """
-    counts = counted(stages, microbatches, replicas)
+    counts = counted(stages, replicas)
+    at_least(max(counts), microbatches=microbatches)
     if len(set(counts)) > 1:
-        return connected("1f1b", stages, microbatches, in_turns(counts, microbatches))
+        return connected("1f1b", stages, microbatches, backwards_first(counts, microbatches))
     orders = [
         _forwards_and_backwards(stage, share, stages - 1 - stage)
         for stage, count in enumerate(counts)

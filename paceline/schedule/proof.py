@@ -1,4 +1,4 @@
-"""A proof that a schedule is right, whoever made it: nothing is used before it is made, nothing is missing or done twice.
+"""A proof that a schedule is right, whoever made it: nothing is used before it is made, missing, or done twice.
 
 ::
 
@@ -17,7 +17,6 @@ from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.rehearsal import Meetings, place, rehearse
 from paceline.schedule.transfers import received, sent
-
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
@@ -85,6 +84,7 @@ class _Rehearsed:
         self.most = [0] * len(schedule.workers)
         self._owner = _owners(schedule)
         self._live = [dict[tuple[int, int], Operation]() for _ in schedule.workers]
+        self._forwards: set[tuple[int, int]] = set()
         # Values are named by their stage, the stage next to it that needs them, and the microbatch.
         self._made = [set[tuple[int, int, int]]() for _ in schedule.workers]
         self._there = [set[tuple[int, int, int]]() for _ in schedule.workers]
@@ -121,10 +121,6 @@ class _Rehearsed:
         for worker, live in enumerate(self._live):
             for stage, microbatch in live:
                 self._left(f"worker {worker} never ends the backward pass of stage {stage} for microbatch {microbatch}")
-        for (sender, receiver), values in self._under_way.items():
-            for stage, peer, microbatch in values:
-                what = f"of stage {stage} to stage {peer} for microbatch {microbatch}"
-                self._left(f"worker {receiver} never receives what worker {sender} has sent: {what}")
         for (worker, stage), gradients in self._gradients.items():
             if gradients:
                 self._left(f"worker {worker} never updates stage {stage} with its last {gradients} gradients")
@@ -139,10 +135,9 @@ class _Rehearsed:
             return
         key = (value.peer, value.stage, value.microbatch)
         maker = self._owner[value.peer, value.microbatch]
-        missing = (
-            f"worker {worker} has to compute it" if maker == worker else f"it has to be received from worker {maker}"
-        )
-        _need(key in self._there[worker], f"what it needs from stage {value.peer} is missing: {missing} before")
+        way = "computed by this worker" if maker == worker else f"received from worker {maker}"
+        missing = f"what it needs from stage {value.peer} is missing: it has to be {way} before"
+        _need(key in self._there[worker], missing)
         self._there[worker].remove(key)
 
     def _give(self, worker: int, operation: Operation) -> None:
@@ -155,6 +150,8 @@ class _Rehearsed:
     def _forward(self, worker: int, operation: Operation) -> bool:
         _, stage, microbatch, version, _ = operation
         made = self._updates[worker, stage]
+        _need((stage, microbatch) not in self._forwards, "this worker has done it already: do it once")
+        self._forwards.add((stage, microbatch))
         _need(0 <= version <= made, f"there is no version {version} of its weights yet, only 0 to {made}")
         self._take(worker, operation)
         self._live[worker][stage, microbatch] = operation
@@ -166,11 +163,8 @@ class _Rehearsed:
         """The microbatch and stage that an operation goes on with."""
         _, stage, microbatch, version, _ = operation
         before = self._live[worker].get((stage, microbatch))
-        _need(
-            before is not None and before.kind == by,
-            f"its {by.name.lower()} pass on this worker has to come before, once",
-        )
-        assert before is not None
+        if before is None or before.kind != by:
+            raise _WrongError(f"its {by.name.lower()} pass on this worker has to come before, once")
         _need(version == before.version, f"it names version {version}, its forward pass used {before.version}")
         return stage, microbatch
 
@@ -194,7 +188,8 @@ class _Rehearsed:
 
     def _send(self, worker: int, operation: Operation) -> bool:
         key = (operation.stage, operation.peer, operation.microbatch)
-        _need(key in self._made[worker], "there is nothing to send: it has to be computed before, and sent once")
+        there = "there is nothing to send: it has to be computed before, sent once, and to another worker"
+        _need(key in self._made[worker], there)
         self._made[worker].remove(key)
         self._under_way[worker, self._owner[operation.peer, operation.microbatch]].append(key)
         return True
@@ -243,15 +238,14 @@ def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
     for worker, operations in enumerate(schedule.workers):
         for index, operation in enumerate(operations):
             kind, stage, microbatch, *_ = operation
-            where = f"schedule {schedule.name}: {place(worker, index, operation)}"
-            if not (0 <= stage < schedule.stages and -1 <= microbatch < schedule.microbatches):
-                last = f"stage {schedule.stages - 1} and microbatch {schedule.microbatches - 1}"
-                raise InputError(f"{where}: there is no such stage or microbatch, the last ones are {last}")
-            if kind != Kind.FORWARD:
-                continue
-            if (stage, microbatch) in owner:
+            numbers = range(-1, 0) if kind in (Kind.REDUCE, Kind.UPDATE) else range(schedule.microbatches)
+            if stage not in range(schedule.stages) or microbatch not in numbers:
+                where = f"schedule {schedule.name}: {place(worker, index, operation)}"
+                size = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
+                raise InputError(f"{where}: there is no such stage or microbatch {microbatch} among {size}")
+            if kind == Kind.FORWARD and owner.setdefault((stage, microbatch), worker) != worker:
+                where = f"schedule {schedule.name}: {place(worker, index, operation)}"
                 raise InputError(f"{where}: worker {owner[stage, microbatch]} does it already: do it once")
-            owner[stage, microbatch] = worker
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             if (stage, microbatch) not in owner:

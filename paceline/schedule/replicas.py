@@ -1,8 +1,16 @@
-"""1F1B with stages that are held by different numbers of workers (PipeDream, Harlap et al. 2018, section 3.1).
+"""Pipelines whose stages are held by different numbers of workers (PipeDream, Harlap et al. 2018, section 3.1).
 
-A slow stage gets more workers, each with a contiguous share of the microbatches. Nothing is repeated regularly then, so
-the order is found by going through the step: an operation of a stage with r workers takes r units, whoever is free does
-a backward pass if there is one, else a forward pass unless too many microbatches are under way.
+A slow stage gets more workers, each with a contiguous share of the microbatches. Stage 0, twice as slow as stage 1, on
+two workers; four microbatches::
+
+    0  F0--- F1---    B0---------       B1---------
+    1  F2--- F3---             B2---------       B3---------
+    2        F0 B0--- F2 B2--- F1 B1--- F3 B3---
+
+Stage 1 takes the microbatches as they come, here 0, 2, 1, 3: of each run of microbatches that has the same worker in
+every stage in order. (In increasing order all replicas but one would wait, and be useless.) The order is found by going
+through the step: a forward pass of a stage with r workers takes r units, a backward pass 2 r; who is free does the next
+pass that is ready, in 1F1B a backward pass if there is one.
 """
 
 from __future__ import annotations
@@ -16,85 +24,136 @@ from paceline.schedule.shares import even
 from paceline.schedule.transfers import Order, at_least
 
 
-def counted(stages: int, microbatches: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
+def counted(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
     """The number of workers of each stage.
 
     Raises:
-        ConfigError: no stages, fewer microbatches than replicas, or replicas of another number of stages.
+        ConfigError: no stages, no workers, or replicas of another number of stages.
     """
     at_least(1, stages=stages)
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != stages:
         raise ConfigError(f"replicas {counts} are those of {len(counts)} stages, not of {stages}: name one for each")
-    for count in counts:
-        at_least(1, replicas=count)
-    at_least(max(counts), microbatches=microbatches)
+    at_least(1, replicas=min(counts))
     return counts
 
 
-def in_flight(counts: Sequence[int], stage: int) -> int:
-    """So many microbatches keep all workers from this stage on busy: for each replica, those under way."""
-    return -(-sum(counts[stage:]) // counts[stage])
-
-
-@dataclass
-class _Worker:
-    """A worker of the step that is gone through.
-
-    Attributes:
-        stage: the one it holds.
-        share: its microbatches.
-        most: how many may be under way at a time.
-        free: when it has done what it does.
-        order: what it has done.
-    """
-
-    stage: int
-    share: range
-    most: int
-    free: int = 0
-    order: Order = field(default_factory=list)
-
-    def next(self, kind: Kind) -> int | None:
-        """The next microbatch of a kind, if one may come."""
-        forwards, backwards = (sum(one.kind == each for one in self.order) for each in (Kind.FORWARD, Kind.BACKWARD))
-        if kind == Kind.FORWARD:
-            may = forwards - backwards < self.most and forwards < len(self.share)
-            return self.share[forwards] if may else None
-        return self.share[backwards] if backwards < forwards else None
-
-
-def in_turns(counts: Sequence[int], microbatches: int) -> list[Order]:
-    """What each worker computes.
+def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
+    """The longest ranges of microbatches that have the same worker in every stage; each is computed in order.
 
     Args:
         counts: the number of workers of each stage.
         microbatches: how many go through the pipeline.
+
+    >>> runs((2, 3), 6)
+    (range(0, 2), range(2, 3), range(3, 4), range(4, 6))
     """
-    workers = [
-        _Worker(stage, share, in_flight(counts, stage))
-        for stage, count in enumerate(counts)
-        for share in even(microbatches, count)
-    ]
-    done: dict[tuple[Kind, int, int], int] = {}
-    now = 0
-    while len(done) < 2 * len(counts) * microbatches:
-        for worker in workers:
-            if worker.free <= now:
-                _go_on(worker, now, counts, done)
-        now = min(one for one in done.values() if one > now)
-    return [worker.order for worker in workers]
+    starts = sorted({share.start for each in counts for share in even(microbatches, each)})
+    return tuple(range(start, stop) for start, stop in zip(starts, [*starts[1:], microbatches], strict=True))
 
 
-def _go_on(worker: _Worker, now: int, counts: Sequence[int], done: dict[tuple[Kind, int, int], int]) -> None:
-    """Let a free worker begin what it can, a backward pass first."""
-    for kind, before in ((Kind.BACKWARD, worker.stage + 1), (Kind.FORWARD, worker.stage - 1)):
-        microbatch = worker.next(kind)
-        if microbatch is None:
-            continue
-        if 0 <= before < len(counts) and done.get((kind, before, microbatch), now + 1) > now:
-            continue
-        worker.free = now + counts[worker.stage]
-        worker.order.append(Operation(kind, worker.stage, microbatch))
-        done[kind, worker.stage, microbatch] = worker.free
-        return
+def forwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
+    """What each worker computes by GPipe: all its forward passes, then all its backward passes."""
+    return _Step(counts, microbatches, most=None).orders()
+
+
+def backwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
+    """What each worker computes by 1F1B, with as few microbatches under way as do not make the step longer.
+
+    A worker has at least as many under way as there are workers from its stage on for each of its replicas.
+    """
+    least = [-(-sum(counts[stage:]) // counts[stage]) for stage in range(len(counts))]
+    units = _Step(counts, microbatches, [microbatches] * len(counts)).units
+    steps = (_Step(counts, microbatches, [each + more for each in least]) for more in range(microbatches + 1))
+    return next(step.orders() for step in steps if step.units <= units)
+
+
+@dataclass
+class _Worker:
+    """A worker while the step is gone through.
+
+    Attributes:
+        stage: the one it holds.
+        runs: its share of the microbatches.
+        done: how many passes it has begun, of each kind and run.
+        free: when it has done what it does.
+        order: what it has begun.
+    """
+
+    stage: int
+    runs: tuple[range, ...]
+    done: dict[Kind, list[int]]
+    free: int = 0
+    order: Order = field(default_factory=list)
+
+    def next(self, kind: Kind) -> list[int]:
+        """The microbatches that may be next, one of each run; first those of the runs that are behind."""
+        runs = [(done, run) for done, run in zip(self.done[kind], self.runs, strict=True) if done < len(run)]
+        return [run[done] for done, run in sorted(runs, key=lambda one: one[0] / len(one[1]))]
+
+    def begun(self, kind: Kind) -> int:
+        """How many passes it has begun."""
+        return sum(self.done[kind])
+
+    def begin(self, kind: Kind, microbatch: int, end: int) -> None:
+        """Begin the next pass of a run."""
+        self.order.append(Operation(kind, self.stage, microbatch))
+        self.free = end
+        for place, run in enumerate(self.runs):
+            self.done[kind][place] += microbatch in run
+
+
+class _Step:
+    """A step, gone through in units.
+
+    Args:
+        counts: the number of workers of each stage.
+        microbatches: how many go through the pipeline.
+        most: how many may be under way in a worker of each stage; none: all, but no backward pass before them.
+    """
+
+    def __init__(self, counts: Sequence[int], microbatches: int, most: Sequence[int] | None) -> None:
+        self._counts, self._most = counts, most
+        self._ends: dict[tuple[Kind, int, int], int] = {}
+        self._workers = []
+        for stage, each in enumerate(counts):
+            for share in even(microbatches, each):
+                held = tuple(run for run in runs(counts, microbatches) if run.start in share)
+                done = {kind: [0] * len(held) for kind in (Kind.FORWARD, Kind.BACKWARD)}
+                self._workers.append(_Worker(stage, held, done))
+        now = 0
+        while len(self._ends) < 2 * len(counts) * microbatches:
+            for worker in self._workers:
+                if worker.free <= now:
+                    self._go_on(worker, now)
+            now = min(worker.free for worker in self._workers if worker.free > now)
+        self.units = max(self._ends.values())
+
+    def orders(self) -> list[Order]:
+        """What each worker has done."""
+        return [worker.order for worker in self._workers]
+
+    def _go_on(self, worker: _Worker, now: int) -> None:
+        """A free worker begins what is ready."""
+        for kind in (Kind.BACKWARD, Kind.FORWARD):
+            for microbatch in self._allowed(worker, kind):
+                if all(self._ends.get(need, now + 1) <= now for need in self._needs(kind, worker.stage, microbatch)):
+                    end = now + self._counts[worker.stage] * (2 if kind == Kind.BACKWARD else 1)
+                    self._ends[kind, worker.stage, microbatch] = end
+                    worker.begin(kind, microbatch, end)
+                    return
+
+    def _allowed(self, worker: _Worker, kind: Kind) -> list[int]:
+        under_way = worker.begun(Kind.FORWARD) - worker.begun(Kind.BACKWARD)
+        if self._most is None:
+            allowed = kind == Kind.FORWARD or not worker.next(Kind.FORWARD)
+        else:
+            allowed = kind == Kind.BACKWARD or under_way < self._most[worker.stage]
+        return worker.next(kind) if allowed else []
+
+    def _needs(self, kind: Kind, stage: int, microbatch: int) -> list[tuple[Kind, int, int]]:
+        """What must be done before."""
+        if kind == Kind.FORWARD:
+            return [(kind, stage - 1, microbatch)] if stage else []
+        later = [(kind, stage + 1, microbatch)] if stage < len(self._counts) - 1 else []
+        return [(Kind.FORWARD, stage, microbatch), *later]

@@ -94,7 +94,7 @@ class _Place(NamedTuple):
     """An operation in the orders."""
 
     worker: int
-    index: int
+    at: int
 
 
 def connected(name: str, stages: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
@@ -122,18 +122,14 @@ def connected(name: str, stages: int, microbatches: int, orders: Sequence[Order]
     return Schedule(name, stages, microbatches, tuple(workers))
 
 
-Transfers = dict[_Place, list[Operation]]
-
-
-def _transfers(stages: int, orders: Sequence[Order]) -> tuple[Transfers, Transfers]:
+def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Place, Order], dict[_Place, Order]]:
     """What is received before, and sent after, each operation."""
     needed = _needed(stages, orders)
-    receives: Transfers = {}
-    sends: Transfers = {}
+    receives: dict[_Place, Order] = {}
+    sends: dict[_Place, Order] = {}
     for worker, order in enumerate(orders):
-        first: dict[
-            int, int
-        ] = {}  # of each other worker: before which operation it has received all that was sent later
+        # Of each other worker: before which of its operations it receives what was sent after the one looked at.
+        first: dict[int, int] = {}
         for index in range(len(order) - 1, -1, -1):
             one = sent(order[index], stages)
             if one is None:
@@ -142,7 +138,7 @@ def _transfers(stages: int, orders: Sequence[Order]) -> tuple[Transfers, Transfe
             if place.worker == worker:
                 continue
             sends[_Place(worker, index)] = [one]
-            first[place.worker] = min(place.index, first.get(place.worker, place.index))
+            first[place.worker] = min(place.at, first.get(place.worker, place.at))
             before = receives.setdefault(_Place(place.worker, first[place.worker]), [])
             before.insert(0, Operation(Kind.RECEIVE, one.peer, one.microbatch, peer=one.stage))
     return receives, sends

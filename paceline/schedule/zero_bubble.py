@@ -1,4 +1,22 @@
-"""Zero bubble (Qi et al. 2024, arXiv 2401.10241): the gradients for the weights fill the gaps."""
+"""Zero bubble (Qi et al. 2024, arXiv 2401.10241): the gradients for the weights fill the gaps.
+
+Only the gradient for the input (I) is waited for by another stage; that for the weights (W) can come at any time::
+
+    ZB-H1    four stages, six microbatches, the memory of 1F1B
+    0  F0 F1 F2 F3          I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
+    1     F0 F1 F2       I0 F3 I1 W0 F4 I2 W1 F5 I3 W2 I4 W3 I5 W4 W5
+    2        F0 F1    I0 F2 I1 F3 I2 W0 F4 I3 W1 F5 I4 W2 I5 W3 W4 W5
+    3           F0 I0 F1 I1 F2 I2 F3 I3 W0 F4 I4 W1 F5 I5 W2 W3 W4 W5
+
+    ZB-V     two workers with two stages each, three microbatches; worker 0 has the first and the last stage
+    0  F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2
+    1       F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 W1.2
+
+Let f be the time of each of the three operations for all layers of a worker. With one stage for each of P workers the
+last one cannot begin before (P - 1) f. In ZB-H1 it does not wait again, if V >= P, so with equal times no such schedule
+is shorter. In ZB-V stages are half as large and it begins after (P - 1) f / 2; if V >= 2 P - 1, it does not wait again.
+Both keep no more activations than the first stage of 1F1B: those of min(V, P) microbatches in all layers of a worker.
+"""
 
 from __future__ import annotations
 
