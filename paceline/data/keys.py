@@ -12,6 +12,8 @@ import hashlib
 import random
 import struct
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,3 +63,18 @@ def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
     if "cuda" in left:
         same = same and torch.equal(left["cuda"], right["cuda"])
     return bool(same)
+
+
+@contextmanager
+def kept_states() -> Iterator[None]:
+    """Afterwards the global generators are as they were before."""
+    before = generator_states()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before["torch"])
+        random.setstate(before["python"])
+        if "numpy" in before:
+            sys.modules["numpy"].random.set_state(before["numpy"])
+        if "cuda" in before:
+            torch.cuda.set_rng_state(before["cuda"])

@@ -1,0 +1,258 @@
+"""Any model that can be traced: ``torch.export`` lists its operations, and a stage is a run of them.
+
+::
+
+    operations   embedding  arange  embedding  add | layer_norm  linear ...  add | linear
+    layers       embed      embed_place ---------- | blocks.0 ------------------ | head
+
+The operations keep their order, and each is the one that the model itself calls, with its own parameters and buffers,
+so every number is the same, drawn numbers included. An operation belongs to the module that called it; one of the
+model's own between two modules belongs to the one before. What crosses a boundary is every tensor that is made before
+it and used after it. A size (of the batch, say) is read from a tensor that crosses, or crosses as a tensor of no dims.
+
+Where a cut would part two values that share memory which is changed later, the layers around it are one layer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from paceline.errors import InputError
+from paceline.strategies.aliases import Aliases
+from paceline.strategies.modules import Run, runs_of
+from paceline.strategies.program import WAY_OUT, Program
+from paceline.strategies.stage import Layers, Stage
+
+
+class Traced(Layers):
+    """The layers of a model, found by a trace.
+
+    The trace holds for any number of samples, and for the mode (training or evaluation) that the model was in.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        self.program = Program(model, example)
+        self.aliases = Aliases(self.program.operations, self.program.root)
+        self._set(runs_of(self.program.operations, model))
+        self._set(self._joined(self._barred()))
+        self.inputs = _Inputs(model, self.program, example)
+        self.parameters = [name for name, _ in model.named_parameters()]
+        self.buffers = [name for name, _ in model.named_buffers()]
+
+    def stage(self, begin: int, end: int) -> Stage:
+        return _TracedStage(self, begin, end)
+
+    def operations(self, begin: int, end: int) -> list[fx.Node]:
+        """Those of the layers from ``begin`` to ``end - 1``."""
+        return [node for run in self._runs[begin:end] for node in run.operations]
+
+    def crossing(self, place: int) -> list[fx.Node]:
+        """The values that are made before a layer, and used in it or later."""
+        return [node for node, made in self._made.items() if made < place <= self._used[node]]
+
+    def made(self, node: fx.Node) -> int:
+        """The layer that makes a value; -1 for the input of the model."""
+        return self._made.get(node, -1)
+
+    def _set(self, runs: list[Run]) -> None:
+        self._runs = runs
+        self.names = [run.name for run in runs]
+        self._made = dict.fromkeys(self.program.inputs, -1)
+        for place, run in enumerate(runs):
+            self._made.update(dict.fromkeys(run.operations, place))
+        self._used = {node: max(self._users(node), default=-1) for node in self._made}
+        for leaf in self.program.output:
+            if leaf in self._made:
+                self._used[leaf] = len(runs) - 1
+
+    def _users(self, node: fx.Node) -> list[int]:
+        return [self._made[user] for user in node.users if user in self._made]
+
+    def _joined(self, barred: set[int]) -> list[Run]:
+        joined: list[Run] = []
+        for place, run in enumerate(self._runs):
+            if place in barred:
+                joined[-1].operations.extend(run.operations)
+            else:
+                joined.append(run)
+        return joined
+
+    def _barred(self) -> set[int]:
+        """The places where no cut may be: a change there or later would be seen on one side only."""
+        group = self.aliases.group
+        changed: dict[fx.Node, set[int]] = defaultdict(set)
+        for node, values in self.aliases.changes.items():
+            for value in values:
+                changed[group(value)].add(self._made[node])
+        for buffer, value in self.program.assigned:
+            changed[group(buffer)].add(max(0, self.made(value)))
+        barred = set()
+        for place in range(1, len(self._runs)):
+            crossing = [group(node) for node in self.crossing(place)]
+            if any(crossing.count(one) > 1 and max(changed.get(one, {-1})) >= place for one in crossing):
+                barred.add(place)
+        of_model = {group(node) for node in self.program.tensors}
+        for one in changed.keys() & of_model:
+            members = (node for node in [*self.program.tensors, *self._made] if group(node) is one)
+            layers = changed[one].union(*(self._users(node) for node in members))
+            barred |= set(range(min(layers) + 1, max(layers) + 1))
+        return barred
+
+
+class _TracedStage(Stage):
+    def __init__(self, layers: Traced, begin: int, end: int) -> None:
+        program = layers.program
+        built = _Graph(layers, begin, end)
+        self._run = fx.GraphModule(program.root, built.graph)
+        self._held = [program.tensors[node] for node in built.held]
+        self._assigned = [program.tensors[node] for node in built.assigned]
+        self._inputs = layers.inputs if begin == 0 else None
+        self._output_spec = program.output_spec if end == len(layers.names) else None
+        names = {program.names[node] for node in built.held if node in program.names}
+        self.parameters = [name for name in layers.parameters if name in names]
+        self.buffers = [name for name in layers.buffers if name in names]
+
+    def __call__(self, values: Any) -> Any:
+        given = values if self._inputs is None else self._inputs.leaves(values)
+        held = [value if isinstance(value, torch.Tensor) else getattr(*value) for value in self._held]
+        returned = self._run(*held, *given)
+        assigned = len(self._assigned)
+        for (module, key), value in zip(self._assigned, returned[:assigned], strict=True):
+            module._buffers[key] = value
+        rest = returned[assigned:]
+        return rest if self._output_spec is None else tree_unflatten(rest, self._output_spec)
+
+
+class _Graph:
+    """The operations of a stage as a graph of its own.
+
+    ``held``: the parameters, buffers and constants that it is called with, before the values that cross.
+    ``assigned``: the buffers whose new values it returns, before the others.
+    """
+
+    def __init__(self, layers: Traced, begin: int, end: int) -> None:
+        self.graph = fx.Graph()
+        self._layers = layers
+        self._begin = begin
+        self._mine: dict[fx.Node, fx.Node] = {}
+        program, operations = layers.program, layers.operations(begin, end)
+        pairs = [(buffer, value) for buffer, value in program.assigned if begin <= max(0, layers.made(value)) < end]
+        self.assigned = [buffer for buffer, _ in pairs]
+        last = end == len(layers.names)
+        returned = program.output if last else layers.crossing(end)
+        needed = {one for node in operations for one in node.all_input_nodes} | {value for _, value in pairs}
+        needed |= {leaf for leaf in returned if isinstance(leaf, fx.Node)}
+        self.held = [node for node in program.tensors if node in needed]
+        for node in self.held:
+            self._mine[node] = self.graph.placeholder(node.name)
+        self._enter(operations)
+        for node in operations:
+            self._mine[node] = self.graph.node_copy(node, self._value)
+        outputs = [self._value(value) for _, value in pairs]
+        outputs += [fx.map_arg(leaf, self._value) for leaf in returned] if last else self._sent(returned)
+        self.graph.output(tuple(outputs))
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node not in self._mine:
+            self._mine[node] = self.graph.node_copy(node)
+        return self._mine[node]
+
+    def _enter(self, operations: list[fx.Node]) -> None:
+        """Take what crosses; a tensor that is changed in place is a copy, as it may require a gradient."""
+        if self._begin == 0:
+            for node in self._layers.program.inputs:
+                self._mine[node] = self.graph.placeholder(node.name)
+            return
+        crossing = _Crossing(self._layers.crossing(self._begin))
+        for node in crossing.sent:
+            self._mine[node] = self.graph.placeholder(node.name)
+        aliases = self._layers.aliases
+        changed = {aliases.group(value) for node in operations for value in aliases.changes.get(node, ())}
+        for node in crossing.tensors:
+            if aliases.group(node) in changed:
+                self._mine[node] = self.graph.call_function(torch.clone, (self._mine[node],))
+        for node in crossing.sent[len(crossing.tensors) :]:
+            self._mine[node] = self.graph.call_method("item", (self._mine[node],))
+        for node, (tensor, dim) in crossing.read.items():
+            self._mine[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self._mine[tensor], dim))
+
+    def _sent(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        crossing = _Crossing(nodes)
+        device = crossing.tensors[0].meta["val"].device
+        numbers = crossing.sent[len(crossing.tensors) :]
+        return [self._mine[node] for node in crossing.tensors] + [
+            self.graph.call_function(torch.tensor, (self._mine[node],), {"device": device}) for node in numbers
+        ]
+
+
+class _Crossing:
+    """How values cross a boundary.
+
+    ``sent``: what is sent, the ``tensors`` before the numbers. ``read``: the numbers that are the size of a tensor.
+    """
+
+    def __init__(self, nodes: list[fx.Node]) -> None:
+        self.tensors = [node for node in nodes if isinstance(node.meta["val"], torch.Tensor)]
+        places = {
+            str(size): (node, dim)
+            for node in self.tensors
+            for dim, size in enumerate(node.meta["val"].shape)
+            if isinstance(size, torch.SymInt)
+        }
+        numbers = [node for node in nodes if node not in self.tensors]
+        self.read = {node: places[str(node.meta["val"])] for node in numbers if str(node.meta["val"]) in places}
+        self.sent = self.tensors + [node for node in numbers if node not in self.read]
+
+
+class _Inputs:
+    """The input of the model, which must be like the one that it was traced with."""
+
+    def __init__(self, model: nn.Module, program: Program, example: Any) -> None:
+        self._model = type(model).__name__
+        self._ranges = program.ranges
+        self._shapes = [
+            node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None for node in program.inputs
+        ]
+        self._example, self._spec = tree_flatten(((example,), {}))
+
+    def leaves(self, values: Any) -> list[Any]:
+        """Its leaves, one for each input of the trace."""
+        leaves, spec = tree_flatten(((values,), {}))
+        if spec != self._spec or not all(map(self._fits, leaves, self._shapes, self._example)):
+            example = tree_unflatten(self._example, self._spec)[0][0]
+            raise InputError(
+                f"{self._model} was traced with {_shown(example)}, and is given {_shown(values)}. A model that is cut "
+                f"by a trace takes inputs that differ in the number of samples only, and only if its forward does not "
+                f"depend on that. {WAY_OUT}"
+            )
+        return leaves
+
+    def _fits(self, leaf: Any, shape: torch.Size | None, example: Any) -> bool:
+        if shape is None:
+            return bool(leaf == example)
+        return (
+            isinstance(leaf, torch.Tensor)
+            and leaf.dtype == example.dtype
+            and leaf.ndim == len(shape)
+            and all(map(self._size_fits, leaf.shape, shape))
+        )
+
+    def _size_fits(self, size: int, traced: int | torch.SymInt) -> bool:
+        if not isinstance(traced, torch.SymInt):
+            return size == traced
+        found = self._ranges.get(str(traced))
+        return found is None or bool((found.lower <= 2 or size >= found.lower) and size <= found.upper)
+
+
+def _shown(values: Any) -> str:
+    def one(leaf: Any) -> str:
+        return (
+            f"a tensor of shape {list(leaf.shape)} and {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)
+        )
+
+    return ", ".join(map(one, tree_leaves(values)))
