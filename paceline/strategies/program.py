@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from paceline.data.keys import generator_states, kept_states, same_states
 from paceline.errors import InputError
@@ -58,6 +59,11 @@ class Program:
         kinds = [spec.kind for spec in exported.graph_signature.output_specs]
         assert set(kinds) <= {OutputKind.USER_OUTPUT}, kinds
         self.output: list[Any] = list(output.args[0])
+        if not any(isinstance(leaf, fx.Node) for leaf in self.output):
+            raise InputError(
+                f"{type(model).__name__} returns no tensor but "
+                f"{type(tree_unflatten(self.output, self.output_spec)).__name__}."
+            )
 
     def _place_inputs(self, exported: ExportedProgram, model: nn.Module) -> None:
         nodes = {node.name: node for node in exported.graph.nodes}
@@ -111,18 +117,15 @@ def _several_samples(example: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without the pages that a trace says besides its error."""
-    logger = logging.getLogger("torch")
-    was = logger.disabled
+    """Without the pages that a trace that fails prints and logs besides its error."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
             warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
             yield
     finally:
         logging.disable(level)
-        logger.disabled = was
 
 
 def _reason(error: Exception) -> str:

@@ -15,107 +15,107 @@ Where a cut would part two values that share memory which is changed later, the 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from paceline.data.keys import kept_states
 from paceline.errors import InputError
-from paceline.strategies.aliases import Aliases
-from paceline.strategies.modules import Run, runs_of
 from paceline.strategies.program import WAY_OUT, Program
 from paceline.strategies.stage import Layers, Stage
+from paceline.strategies.trace import Trace
+from paceline.strategies.untouched import untouched
 
 
 class Traced(Layers):
-    """The layers of a model, found by a trace.
-
-    The trace holds for any number of samples, and for the mode (training or evaluation) that the model was in.
-    """
+    """The layers of a model, found by a trace; another mode (training, evaluation) is traced when it is first met."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        self.program = Program(model, example)
-        self.aliases = Aliases(self.program.operations, self.program.root)
-        self._set(runs_of(self.program.operations, model))
-        self._set(self._joined(self._barred()))
-        self.inputs = _Inputs(model, self.program, example)
+        self._model = model
+        self._example = example
+        self._modules = list(model.modules())
+        self._traces: dict[tuple[bool, ...], Trace] = {}
+        self.names = self.trace().names
         self.parameters = [name for name, _ in model.named_parameters()]
         self.buffers = [name for name, _ in model.named_buffers()]
+        self._check_same()
 
     def stage(self, begin: int, end: int) -> Stage:
         return _TracedStage(self, begin, end)
 
-    def operations(self, begin: int, end: int) -> list[fx.Node]:
-        """Those of the layers from ``begin`` to ``end - 1``."""
-        return [node for run in self._runs[begin:end] for node in run.operations]
+    def mode(self) -> tuple[bool, ...]:
+        """Which modules train, and which do not."""
+        return tuple([module.training for module in self._modules])
 
-    def crossing(self, place: int) -> list[fx.Node]:
-        """The values that are made before a layer, and used in it or later."""
-        return [node for node, made in self._made.items() if made < place <= self._used[node]]
+    def trace(self) -> Trace:
+        """The trace of the model as it is."""
+        mode = self.mode()
+        if mode not in self._traces:
+            self._traces[mode] = trace = Trace(self._model, self._example)
+            if len(self._traces) > 1 and trace.names != self.names:
+                raise InputError(
+                    f"{type(self._model).__name__} has other layers now than when it was cut, as modules went from "
+                    f"training to evaluation or back. Then: {', '.join(self.names)}; now: {', '.join(trace.names)}."
+                )
+        return self._traces[mode]
 
-    def made(self, node: fx.Node) -> int:
-        """The layer that makes a value; -1 for the input of the model."""
-        return self._made.get(node, -1)
+    def _check_same(self) -> None:
+        """A module may do something else while it is traced; then it is not the model that would be trained."""
+        traced = self._outcome(self.stage(0, len(self.names)))
+        plain = self._outcome(self._model)
+        if not _same(traced, plain) and _same(plain, self._outcome(self._model)):
+            raise InputError(
+                f"{type(self._model).__name__} cannot be cut into stages: its operations, as torch.export lists them, "
+                f"give other numbers than the model itself. {WAY_OUT}"
+            )
 
-    def _set(self, runs: list[Run]) -> None:
-        self._runs = runs
-        self.names = [run.name for run in runs]
-        self._made = dict.fromkeys(self.program.inputs, -1)
-        for place, run in enumerate(runs):
-            self._made.update(dict.fromkeys(run.operations, place))
-        self._used = {node: max(self._users(node), default=-1) for node in self._made}
-        for leaf in self.program.output:
-            if leaf in self._made:
-                self._used[leaf] = len(runs) - 1
+    def _outcome(self, forward: Callable[[Any], Any]) -> list[torch.Tensor]:
+        """What a forward pass returns, and what it makes of the buffers."""
+        with untouched(self._model), kept_states(), torch.enable_grad():
+            leaves = tree_leaves(forward(self._example))
+            made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            return [tensor.detach().clone() for tensor in [*made, *self._model.buffers()]]
 
-    def _users(self, node: fx.Node) -> list[int]:
-        return [self._made[user] for user in node.users if user in self._made]
-
-    def _joined(self, barred: set[int]) -> list[Run]:
-        joined: list[Run] = []
-        for place, run in enumerate(self._runs):
-            if place in barred:
-                joined[-1].operations.extend(run.operations)
-            else:
-                joined.append(run)
-        return joined
-
-    def _barred(self) -> set[int]:
-        """The places where no cut may be: a change there or later would be seen on one side only."""
-        group = self.aliases.group
-        changed: dict[fx.Node, set[int]] = defaultdict(set)
-        for node, values in self.aliases.changes.items():
-            for value in values:
-                changed[group(value)].add(self._made[node])
-        for buffer, value in self.program.assigned:
-            changed[group(buffer)].add(max(0, self.made(value)))
-        barred = set()
-        for place in range(1, len(self._runs)):
-            crossing = [group(node) for node in self.crossing(place)]
-            if any(crossing.count(one) > 1 and max(changed.get(one, {-1})) >= place for one in crossing):
-                barred.add(place)
-        of_model = {group(node) for node in self.program.tensors}
-        for one in changed.keys() & of_model:
-            members = (node for node in [*self.program.tensors, *self._made] if group(node) is one)
-            layers = changed[one].union(*(self._users(node) for node in members))
-            barred |= set(range(min(layers) + 1, max(layers) + 1))
-        return barred
+    def inputs(self) -> _Inputs:
+        """What the model may be given."""
+        return _Inputs(self._model, self.trace().program, self._example)
 
 
 class _TracedStage(Stage):
     def __init__(self, layers: Traced, begin: int, end: int) -> None:
-        program = layers.program
-        built = _Graph(layers, begin, end)
+        self._layers = layers
+        self._bounds = begin, end
+        self._graphs: dict[tuple[bool, ...], _Runnable] = {}
+        graph = self._graph()
+        self.parameters = [name for name in layers.parameters if name in graph.names]
+        self.buffers = [name for name in layers.buffers if name in graph.names]
+
+    def _graph(self) -> _Runnable:
+        mode = self._layers.mode()
+        if mode not in self._graphs:
+            self._graphs[mode] = _Runnable(self._layers, *self._bounds)
+        return self._graphs[mode]
+
+    def __call__(self, values: Any) -> Any:
+        return self._graph()(values)
+
+
+class _Runnable:
+    """A stage in one mode. ``names``: of the parameters and buffers that it computes with."""
+
+    def __init__(self, layers: Traced, begin: int, end: int) -> None:
+        trace = layers.trace()
+        program = trace.program
+        built = _Graph(trace, begin, end)
         self._run = fx.GraphModule(program.root, built.graph)
         self._held = [program.tensors[node] for node in built.held]
         self._assigned = [program.tensors[node] for node in built.assigned]
-        self._inputs = layers.inputs if begin == 0 else None
-        self._output_spec = program.output_spec if end == len(layers.names) else None
-        names = {program.names[node] for node in built.held if node in program.names}
-        self.parameters = [name for name in layers.parameters if name in names]
-        self.buffers = [name for name in layers.buffers if name in names]
+        self._inputs = layers.inputs() if begin == 0 else None
+        self._output_spec = program.output_spec if end == len(trace.names) else None
+        self.names = {program.names[node] for node in built.held if node in program.names}
 
     def __call__(self, values: Any) -> Any:
         given = values if self._inputs is None else self._inputs.leaves(values)
@@ -135,16 +135,16 @@ class _Graph:
     ``assigned``: the buffers whose new values it returns, before the others.
     """
 
-    def __init__(self, layers: Traced, begin: int, end: int) -> None:
+    def __init__(self, trace: Trace, begin: int, end: int) -> None:
         self.graph = fx.Graph()
-        self._layers = layers
+        self._trace = trace
         self._begin = begin
         self._mine: dict[fx.Node, fx.Node] = {}
-        program, operations = layers.program, layers.operations(begin, end)
-        pairs = [(buffer, value) for buffer, value in program.assigned if begin <= max(0, layers.made(value)) < end]
+        program, operations = trace.program, trace.operations(begin, end)
+        pairs = [(buffer, value) for buffer, value in program.assigned if begin <= max(0, trace.made(value)) < end]
         self.assigned = [buffer for buffer, _ in pairs]
-        last = end == len(layers.names)
-        returned = program.output if last else layers.crossing(end)
+        last = end == len(trace.names)
+        returned = program.output if last else trace.crossing(end)
         needed = {one for node in operations for one in node.all_input_nodes} | {value for _, value in pairs}
         needed |= {leaf for leaf in returned if isinstance(leaf, fx.Node)}
         self.held = [node for node in program.tensors if node in needed]
@@ -165,13 +165,13 @@ class _Graph:
     def _enter(self, operations: list[fx.Node]) -> None:
         """Take what crosses; a tensor that is changed in place is a copy, as it may require a gradient."""
         if self._begin == 0:
-            for node in self._layers.program.inputs:
+            for node in self._trace.program.inputs:
                 self._mine[node] = self.graph.placeholder(node.name)
             return
-        crossing = _Crossing(self._layers.crossing(self._begin))
+        crossing = _Crossing(self._trace.crossing(self._begin))
         for node in crossing.sent:
             self._mine[node] = self.graph.placeholder(node.name)
-        aliases = self._layers.aliases
+        aliases = self._trace.aliases
         changed = {aliases.group(value) for node in operations for value in aliases.changes.get(node, ())}
         for node in crossing.tensors:
             if aliases.group(node) in changed:
@@ -243,10 +243,14 @@ class _Inputs:
         )
 
     def _size_fits(self, size: int, traced: int | torch.SymInt) -> bool:
-        if not isinstance(traced, torch.SymInt):
+        if str(traced).isdigit():
             return size == traced
         found = self._ranges.get(str(traced))
         return found is None or bool((found.lower <= 2 or size >= found.lower) and size <= found.upper)
+
+
+def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(left, right, strict=True))
 
 
 def _shown(values: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -160,6 +161,16 @@ class OfPair(nn.Module):
         return self.layer(given["values"]) + given["more"][0]
 
 
+class Twice(nn.Module):
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return values, values.view(-1)
+
+
+class ChangeFirst(nn.Module):
+    def forward(self, given: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return given[0].relu_() + given[1].sum()
+
+
 def mlp() -> nn.Module:
     layers = nn.Sequential(nn.Linear(12, 16), nn.Flatten(), nn.ReLU(inplace=True), Pair(), OfPair())
     return nn.Sequential(layers, nn.Dropout(0.2), nn.Linear(16, 4))
@@ -313,3 +324,214 @@ def test_stages_give_the_same_bits(name: str, autocast: bool) -> None:
             assert_same(dict(model.named_buffers()), dict(reference.named_buffers()))
             for one in (model, reference):
                 one.zero_grad()
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output = self.layer(values)
+        return output if values[0, 0] > 0 else output * 2
+
+
+class Drawn(Gated):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values) * random.random()
+
+
+class Pretends(Gated):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values) * (2 if torch.compiler.is_exporting() else 1)
+
+
+class Number(nn.Module):
+    def forward(self, values: torch.Tensor) -> int:
+        return 3
+
+
+class Counts(Gated):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output = self.layer(values)
+        for number in range(int(values.shape[0])):
+            output = output + number
+        return output
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            Gated,
+            r"Gated cannot be cut .*traced: 'return output if values\[0, 0\] > 0 else output \* 2' "
+            r"\(test_layers.py, line \d+\) depends on the values of tensors. Write the model as nn.Sequential",
+        ),
+        (Drawn, "draws from the random numbers of Python or NumPy"),
+        (Pretends, "give other numbers than the model itself"),
+        (Number, "Number returns no tensor but int"),
+        (lambda: nn.Sequential(nn.Linear(4, 4), Number()), r"Layer '1' \(Number\) returns no tensor but int"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), Twice(), ChangeFirst()),
+            "Layer '1' returns the same memory twice",
+        ),
+    ],
+)
+def test_what_cannot_be_cut(model: Callable[[], nn.Module], said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InputError, match=said) as raised:
+        layers_of(model(), torch.randn(4, 4))
+    assert "\n" not in str(raised.value)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_to_find_the_layers_changes_nothing(name: str) -> None:
+    model, data, _ = made(name)
+    reference = copy.deepcopy(model)
+    buffers = dict(model.named_buffers())
+    given = data(1)
+    torch.manual_seed(5)
+    state = torch.get_rng_state(), random.getstate()
+    layers_of(model, given)
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert random.getstate() == state[1]
+    assert_same(model.state_dict(), reference.state_dict())
+    assert all(buffers[name] is buffer for name, buffer in model.named_buffers())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model(given if name not in ("convnet", "residual") else data(2)) if name != "dictionary" else model(given)
+
+
+def test_a_stage_names_its_parameters_and_buffers() -> None:
+    model, data, names = made("transformer")
+    layers = layers_of(model, data(2))
+    first, last = layers.stage(0, 3), layers.stage(3, len(names))
+    assert first.parameters == ["embed.weight", "embed_place.weight"]
+    assert last.parameters == [name for name, _ in model.named_parameters() if name != "embed_place.weight"]
+    model, data, _ = made("convnet")
+    stage = layers_of(model, data(2)).stage(1, 3)
+    assert stage.parameters == ["1.weight", "1.bias"]
+    assert stage.buffers == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    model, data, _ = made("residual")
+    assert layers_of(model, data(2)).stage(1, 2).buffers == [
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
+
+
+def test_a_stage_sees_updates_of_the_model() -> None:
+    model, data, names = made("vgg")
+    stage = layers_of(model, data(2)).stage(0, len(names))
+    given = data(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.5)
+    torch.manual_seed(1)
+    expected = model(given)
+    torch.manual_seed(1)
+    assert torch.equal(stage(given), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_stage_follows_the_mode_of_the_model(name: str) -> None:
+    model, data, names = made(name)
+    layers = layers_of(model, data(4))
+    given = data(3)
+    model.eval()
+    values = given
+    for place in range(len(names)):
+        values = layers.stage(place, place + 1)(values)
+    expected = model(given)  # with gradients: without them nn.TransformerEncoder takes a kernel that no trace shows
+    assert_same(dict(enumerate(tree_leaves(values))), dict(enumerate(tree_leaves(expected))))
+
+
+class SharedNorm(nn.Module):
+    """Each of its norms changes the same statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second, self.head = (
+            nn.Linear(4, 4),
+            nn.BatchNorm1d(4),
+            nn.Linear(4, 4),
+            nn.Linear(4, 4),
+        )
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.second(self.norm(self.first(values)))))
+
+
+class Views(nn.Module):
+    """Two values that share memory cross every place before the second ReLU, which changes both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = self.first(values)
+        view = values.view(-1)
+        middle = self.middle(view[:4].clone())
+        values = self.relu(values)
+        return self.last(values + view.sum() + middle)
+
+
+@pytest.mark.parametrize(("model", "names"), [(SharedNorm, ["first", "norm", "head"]), (Views, ["first", "last"])])
+def test_layers_that_change_the_same_memory_are_one(model: Callable[[], nn.Module], names: list[str]) -> None:
+    cut, whole_one = model(), model()
+    whole_one.load_state_dict(cut.state_dict())
+    given = torch.randn(4, 4)
+    layers = layers_of(cut, given)
+    assert layers.names == names
+    in_stages(layers, [(n, n + 1) for n in range(len(names))], given, autocast=False)
+    whole(whole_one, given, autocast=False)
+    assert_same(gradients(cut), gradients(whole_one))
+    assert_same(dict(cut.named_buffers()), dict(whole_one.named_buffers()))
+
+
+def test_an_input_that_the_trace_does_not_cover() -> None:
+    model = Transformer()
+    stage = layers_of(model, tokens(4)).stage(0, 2)
+    with pytest.raises(InputError, match=r"traced with a tensor of shape \[4, 6\] .* given a tensor of shape \[4, 5\]"):
+        stage(tokens(4)[:, :5])
+    stage = layers_of(Counts(), torch.randn(4, 4)).stage(0, 1)
+    with pytest.raises(InputError, match="only if its forward does not depend on that"):
+        stage(torch.randn(3, 4))
+
+
+def test_a_block_that_returns_something_else_later() -> None:
+    class Sized(nn.Module):
+        def forward(self, values: torch.Tensor) -> dict[str, Any]:
+            return {"values": values, "samples": len(values)}
+
+    class Last(nn.Module):
+        def forward(self, given: dict[str, Any]) -> torch.Tensor:
+            return given["values"]
+
+    stage = layers_of(nn.Sequential(nn.Linear(4, 4), Sized(), Last()), torch.randn(4, 4)).stage(0, 2)
+    assert len(stage(torch.randn(4, 4))) == 1
+    with pytest.raises(InputError, match=r"Layer '1' returned \{'values': tensor, 'samples': 3\} for this microbatch"):
+        stage(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("stages", "cut", "said"),
+    [
+        (4, ["1", "2"], "4 stages need as many layers, but the model has 3: 0, 1, 2"),
+        (3, ["1"], "names 1 layers, but 3 stages need 2"),
+        (2, ["blocks.1"], "no layer 'blocks.1' to cut at; the nearest is '1'"),
+        (3, ["2", "1"], "Stage 2 must begin after stage 1, but layer '1' is not after '2'"),
+        (2, ["0"], "Stage 1 must begin after stage 0"),
+    ],
+)
+def test_cuts_that_are_none(stages: int, cut: list[str], said: str) -> None:
+    layers = layers_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4))
+    with pytest.raises(ConfigError, match=said):
+        bounds_of(layers, stages, cut)
+
+
+def test_bounds_of_a_cut() -> None:
+    layers = layers_of(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(2, 4))
+    assert bounds_of(layers, 2, ["2"]) == [(0, 2), (2, 3)]
+    assert bounds_of(layers, 1, []) == [(0, 3)]
