@@ -78,7 +78,7 @@ class Staged:
         cut = list(given or ())
         if given is None:
             cut = [layers.names[len(layers.names) * stage // stages] for stage in range(1, stages)]
-        told: list[Any] = job.world.gather(bounds_of(layers.names, stages, cut), "start")
+        told: list[Any] = job.world.gather(bounds_of(layers, stages, cut), "start")
         bounds: list[tuple[int, int]] = told[0]
         if job.world.rank == 0:
             parts = [[begin, end, layers.names[begin]] for begin, end in bounds]
