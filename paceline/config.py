@@ -118,6 +118,9 @@ class PipelineSettings(BaseModel):
     replicas: tuple[PositiveInt, ...] | None = Field(
         None, description="how many workers hold each stage; none: as many for each"
     )
+    memory_gigabytes: PositiveFloat | None = Field(
+        None, description="of each worker for its stages: weights, optimizer, activations; none: not checked"
+    )
     recompute: bool = Field(False, description="compute the activations of a stage again in its backward pass")
     update_every: PositiveInt | None = Field(
         None, description="pipedream, 2bw: microbatches of an update; none: those of a batch"

@@ -114,6 +114,22 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
     return Cut(tuple(layers[begin].name for begin, _ in bounds[1:]), bounds, replicas, times)
 
 
+def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]], cluster: Cluster) -> None:
+    """Refuse a cut of which a stage does not fit, one worker each.
+
+    Raises:
+        ConfigError: names the stage, and what it needs.
+    """
+    prices, limit = Prices(layers, cluster), cluster.memory_bytes
+    for place, (begin, end) in enumerate(bounds):
+        needs = prices.memory(begin, end, 1, len(bounds) - place - 1)
+        if limit is not None and needs > limit:
+            raise ConfigError(
+                f"Stage {place} (layers {layers[begin].name!r} to {layers[end - 1].name!r}) needs {needs:,.0f} bytes, "
+                f"and a worker has {limit:,.0f}. Cut elsewhere, or let the cut be found: leave out pipeline.cut."
+            )
+
+
 class Prices:
     """Time and memory of any stage."""
 

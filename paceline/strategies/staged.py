@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
+
+import torch
+from torch import nn
 
 from paceline.comm.team import Team
+from paceline.data.feed import Piece
 from paceline.data.keys import kept_states
-from paceline.errors import InputError
+from paceline.errors import ConfigError, InputError, PacelineError
+from paceline.schedule.balance import Cluster, LayerCost, balance, check_memory
 from paceline.schedule.operations import Schedule
 from paceline.strategies.base import Job
-from paceline.strategies.compute import pair_of
+from paceline.strategies.compute import pair_of, sum_and_count
 from paceline.strategies.executor import Executor, Held, Hooks
+from paceline.strategies.layer_times import measure
 from paceline.strategies.layers import bounds_of, layers_of
 from paceline.strategies.scattered import bring_together
 from paceline.strategies.stage import Layers
 from paceline.strategies.tied import Tied
+
+_REPEATS = 3
+"""How often each layer is measured for a cut that nobody gives."""
 
 
 class Staged:
@@ -40,7 +49,7 @@ class Staged:
         with kept_states():
             (piece,) = job.feed.load(0, [range(1)])
             layers = layers_of(model, pair_of(piece.data)[0])
-        self.bounds = self._bounds(layers)
+        self.bounds = self._bounds(layers, piece)
         stages = [layers.stage(begin, end) for begin, end in self.bounds]
         self._check_buffers([stage.buffers for stage in stages])
         users: dict[str, list[int]] = {}
@@ -72,18 +81,46 @@ class Staged:
             self._valid |= unused
         self._settled = False
 
-    def _bounds(self, layers: Layers) -> list[tuple[int, int]]:
-        job, stages = self._job, self.stages
-        given = job.settings.pipeline.cut
-        cut = list(given or ())
-        if given is None:
-            cut = [layers.names[len(layers.names) * stage // stages] for stage in range(1, stages)]
-        told: list[Any] = job.world.gather(bounds_of(layers, stages, cut), "start")
-        bounds: list[tuple[int, int]] = told[0]
+    def _bounds(self, layers: Layers, piece: Piece) -> list[tuple[int, int]]:
+        """The layers of each stage; the first worker decides, as no two measure the same."""
+        job = self._job
+        told: list[tuple[int, int]] | PacelineError | None = None
         if job.world.rank == 0:
-            parts = [[begin, end, layers.names[begin]] for begin, end in bounds]
-            job.events.mark("cut", stages=parts, layers=layers.names)
+            try:
+                told = self._decide(layers, piece)
+            except (ConfigError, InputError) as error:
+                told = error
+        told = job.world.gather(told, "start")[0]
+        if isinstance(told, PacelineError):
+            raise told
+        assert told is not None
+        if job.world.rank == 0:
+            job.events.mark("cut", stages=[layers.names[begin:end] for begin, end in told])
+        return told
+
+    def _decide(self, layers: Layers, piece: Piece) -> list[tuple[int, int]]:
+        settings = self._job.settings.pipeline
+        if settings.cut is not None and settings.memory_gigabytes is None:
+            return bounds_of(layers, self.stages, settings.cut)
+        bytes_each = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
+        cluster = Cluster(memory_bytes=bytes_each, microbatches=self._job.order.microbatches)
+        costs = self._costs(layers, piece)
+        if settings.cut is None:
+            return list(balance(costs, self.stages, cluster).bounds)
+        bounds = bounds_of(layers, self.stages, settings.cut)
+        check_memory(costs, bounds, cluster)
         return bounds
+
+    def _costs(self, layers: Layers, piece: Piece) -> list[LayerCost]:
+        compute = self._job.compute
+
+        def loss(output: Any) -> torch.Tensor:
+            def model(features: Any) -> Any:
+                return output
+
+            return sum_and_count(compute.forward(cast(nn.Module, model), piece.data), piece.samples)[0]
+
+        return measure(compute.model, layers, pair_of(piece.data)[0], loss, _REPEATS, compute.precision)
 
     def _check_buffers(self, buffers: Sequence[Sequence[str]]) -> None:
         """Refuse a cut between two uses of a buffer that changes: nobody would have all its changes."""
