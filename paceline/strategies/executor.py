@@ -264,6 +264,7 @@ class Executor:
         if operation.stage > 0:
             weights = self._weights(operation.stage)
             passed.halves = backward_of_input(passed.outputs, passed.gradients, passed.inputs, weights)
+            passed.outputs, passed.gradients = [], None
             self._leave(operation, passed)
 
     def _backward_weight(self, operation: Operation) -> None:
