@@ -20,7 +20,16 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
 from paceline.data.feed import Piece
-from paceline.data.keys import STEP, generator_states, go_on_from, packed_states, same_states, seed_all, seed_of
+from paceline.data.keys import (
+    STEP,
+    drawn_again,
+    generator_states,
+    go_on_from,
+    packed_states,
+    same_states,
+    seed_all,
+    seed_of,
+)
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
@@ -211,7 +220,7 @@ class Executor:
         passed = self._passed[place] = Passed([*values] if stage > 0 else [])
         call = partial(held.call, values)
         if self._job.settings.pipeline.recompute:
-            call = partial(checkpoint, held.call, values, use_reentrant=False)
+            call = partial(checkpoint, held.call, values, use_reentrant=False, context_fn=drawn_again)
         with self._hooks.weights(operation):
             if stage == self._last:
                 passed.outputs = [self._loss(microbatch, call)]
