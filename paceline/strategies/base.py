@@ -93,6 +93,11 @@ class Strategy(ABC):
         """Whether :meth:`pieces` can be asked for steps to come; it may become true after the first step."""
         return True
 
+    @property
+    def holds(self) -> frozenset[str] | None:
+        """The parameters and buffers whose newest values this worker has; none: all that its steps have made."""
+        return None
+
     @abstractmethod
     def pieces(self, step: int) -> list[range]:
         """The microbatches of a step that this worker computes, as the pieces it wants to get."""

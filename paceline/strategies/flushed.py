@@ -208,8 +208,8 @@ class Flushed(Hooks):
             sums.append(one.values())
         if not buffers.settled:
             told = self._job.world.gather(buffers.live, "step")
-            live = {name for rank in self.staged.team.ranks for name in told[rank]}
-            buffers.settle(live.intersection(names))
+            buffers.settle({name for live in told for name in live})
+            buffers.restrict(names)
         if not buffers.live:
             return []
         places = [names.index(name) for name in buffers.live]

@@ -69,6 +69,10 @@ class Pipeline(Strategy):
     def exact_with(cls, settings: Settings) -> bool:
         return settings.pipeline.schedule not in STREAMED
 
+    @property
+    def holds(self) -> frozenset[str] | None:
+        return self._at_work.staged.holds
+
     def pieces(self, step: int) -> list[range]:
         return self._at_work.pieces(step)
 
