@@ -75,6 +75,7 @@ if os.environ["RANK"] == "0":
     print(json.dumps(rates), flush=True)
 """
 
+
 def told(script: str, workers: int, **environment: str) -> list[dict[str, float]]:
     """What each worker measured, or rank 0 alone."""
     with tempfile.TemporaryDirectory() as folder:
