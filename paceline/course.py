@@ -241,7 +241,7 @@ class Course:
             self.standing.steps, self.standing.outcome = step + 1, outcome
             self.at("in the script")
             return outcome
-        known = self.standing.outcome or Outcome(math.nan, torch.tensor(math.nan), math.nan, applied=False)
+        known = self.standing.outcome or Outcome(math.nan, math.nan, math.nan, applied=False)
         return replace(known, notice=0)  # the workers have gathered since
 
     def evaluate(self, steps: int, forward: Callable[..., Any], data: Any) -> float:

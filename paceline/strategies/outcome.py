@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -60,7 +61,7 @@ def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
         loss = mean_loss(parts, job.settings.exact)
-        return Outcome(loss, torch.tensor(float("nan")), job.update.learning_rate, applied=False, notice=notice)
+        return Outcome(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
         job.compute.buffers.reset()
