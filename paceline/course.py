@@ -246,7 +246,7 @@ class Course:
             self._reached = step + 1
             self.at("in the script")
             return outcome
-        known = self.standing.outcome or Outcome(math.nan, torch.tensor(math.nan), math.nan, applied=False)
+        known = self.standing.outcome or Outcome(math.nan, math.nan, math.nan, applied=False)
         return replace(known, notice=0)  # the workers have gathered since
 
     def _catch_up(self, step: int) -> None:

@@ -303,7 +303,7 @@ class Session:
             samples=self._job.order.samples_before(batch.step + 1),
             seconds=seconds,
             samples_per_second=batch.samples / seconds,
-            gradient_norm=outcome.norm.item(),
+            gradient_norm=float(outcome.norm),
             learning_rate=outcome.learning_rate,
             applied=outcome.applied,
             notes=(*self._notes, *self._course.strategy.remarks),

@@ -47,7 +47,7 @@ class Outcome:
     """
 
     loss: float
-    norm: torch.Tensor
+    norm: torch.Tensor | float
     learning_rate: float
     applied: bool = True
     notice: int = 0
