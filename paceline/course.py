@@ -39,6 +39,22 @@ _OWN_MACHINE = 1000
 """Workers of the machine that holds the roster have smaller numbers."""
 
 
+def record_step(job: Job, step: int, outcome: Outcome, seconds: float, waited: float) -> None:
+    """Record a step that this worker did; ``waited``: seconds of it for the data."""
+    samples = job.order.samples_of(step)
+    job.events.mark(
+        "step",
+        step=step,
+        seconds=seconds,
+        waited=waited,
+        loss=outcome.loss,
+        samples=samples,
+        samples_per_second=samples / seconds,
+        gradient_norm=float(outcome.norm),
+        learning_rate=outcome.learning_rate,
+    )
+
+
 class Course:
     """Takes the steps and evaluations that the script asks for.
 
@@ -255,9 +271,10 @@ class Course:
         while (again := standing.steps) < min(step, standing.again):
             if again not in standing.left_out:
                 self.at("taking steps again")
+                begin = time.perf_counter()
                 pieces = self._job.feed.load(again, self.strategy.pieces(again))
                 standing.outcome = self.strategy.step(again, pieces)
-                self._job.events.mark("again", step=again)
+                record_step(self._job, again, standing.outcome, time.perf_counter() - begin, 0.0)
             standing.steps = again + 1
             if self._keeper.due(standing.steps):
                 self.strategy.settle(standing.steps)
