@@ -152,7 +152,21 @@ def start(
     _count = place
     if line is not None:
         atexit.register(line.finish)
+    profile_to = env.profile_report()
+    if profile_to is not None:
+        _report_profile(job, loss, profile_to)
+        raise SystemExit(0)
     return session
+
+
+def _report_profile(job: Job, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
+    """Write what the model costs, for ``paceline profile``."""
+    from paceline.plan import costs
+    from paceline.plan.profile import profile  # what traces models takes seconds to import
+
+    found = profile(job, loss)
+    if job.world.rank == 0:
+        costs.write(found, path)
 
 
 def _close(log: EventLog) -> None:

@@ -36,6 +36,7 @@ OPTIONS = {
     },
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
+    "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
     "demo": {"--workers", "-n"},
 }
 
