@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 
 def backward_of_input(
@@ -32,6 +31,8 @@ def backward_of_input(
     Returns:
         what :func:`backward_of_weights` needs.
     """
+    from torch.distributed.pipelining._backward import stage_backward_input  # a second that others need not wait
+
     wanted = [value.requires_grad for value in outputs]
     kept = [value for value, wants in zip(outputs, wanted, strict=True) if wants]
     given: list[torch.Tensor] | None = None
@@ -47,4 +48,6 @@ def backward_of_input(
 
 def backward_of_weights(parameters: Sequence[nn.Parameter], halves: Any) -> None:
     """Put the gradients for the weights into their ``.grad``."""
+    from torch.distributed.pipelining._backward import stage_backward_weight
+
     stage_backward_weight(iter(parameters), halves)
