@@ -1,10 +1,8 @@
-"""How fast weights and gradients go to and from parameter servers, and what a second process gains in hogwild.
+"""How fast weights and gradients go to and from parameter servers.
 
-Servers: four workers, 10 MB of parameters, hardly any computation. Each step pushes the gradients and pulls the
+Four workers, 10 MB of parameters, hardly any computation. Each step pushes the gradients and pulls the
 weights: 20 MB. Beside it, in the same processes, plain gloo: each worker sends 10 MB and receives 10 MB, between rank 0
 and the others as with one server, and between pairs; the faster of the two counts.
-
-Hogwild: a sparse model, a bag of embeddings from a million rows and a linear layer, with one thread for each process.
 
     python bench/servers.py [rounds]
 """
@@ -77,45 +75,11 @@ if os.environ["RANK"] == "0":
     print(json.dumps(rates), flush=True)
 """
 
-HOGWILD = """
-import json, os, time
-from functools import partial
-import torch
-from torch import nn
-import paceline
 
-ROWS, WIDTH, WORDS, BATCH, STEPS = 1_000_000, 16, 32, 128, 2000
-
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.EmbeddingBag(ROWS, WIDTH, sparse=True)
-        self.output = nn.Linear(WIDTH, 2)
-
-    def forward(self, words):
-        return self.output(self.rows(words))
-
-torch.manual_seed(0)
-words = torch.randint(ROWS, (1 << 16, WORDS))
-session = paceline.start(
-    model=Bag(), optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.functional.cross_entropy,
-    data=torch.utils.data.TensorDataset(words, words[:, 0] % 2), batch=BATCH, threads=1, strategy="hogwild",
-    timeout_seconds=60,
-)
-for batch in session.batches(steps=20):
-    session.step(batch)
-begin, used = time.perf_counter(), time.process_time()
-for batch in session.batches(steps=STEPS):
-    session.step(batch)
-spent = {"rate": STEPS / (time.perf_counter() - begin), "processor": (time.process_time() - used) / STEPS}
-print(json.dumps(spent), flush=True)
-"""
-
-
-def told(script: str, workers: int) -> list[dict[str, float]]:
+def told(script: str, workers: int, **environment: str) -> list[dict[str, float]]:
     """What each worker measured, or rank 0 alone."""
     with tempfile.TemporaryDirectory() as folder:
-        everyone = run(script, workers, Path(folder))
+        everyone = run(script, workers, Path(folder), environment=environment)
     if any(one.code for one in everyone):
         raise SystemExit("\n".join(one.err for one in everyone))
     return [json.loads(one.out.splitlines()[-1]) for one in everyone if one.out]
@@ -125,12 +89,6 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
     return {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
 
 
-def hogwild(workers: int) -> dict[str, float]:
-    """Steps per second, and the seconds of processor time for one step, of all workers."""
-    everyone = told(HOGWILD, workers)
-    return {"rate": everyone[0]["rate"], "processor": sum(one["processor"] for one in everyone)}
-
-
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     rates = medians([told(SERVERS, 4)[0] for _ in range(rounds)])
@@ -138,14 +96,6 @@ def main() -> None:
     print(f"4 workers, 10 MB of parameters, bytes pushed and pulled; median of {rounds}")
     for name, rate in rates.items():
         print(f"  {name:28} {rate / 1e6:8.0f} MB/s   {rate / gloo:6.2f} x gloo")
-    pairs = [(hogwild(1), hogwild(2)) for _ in range(rounds)]
-    one, two = medians([first for first, _ in pairs]), medians([second for _, second in pairs])
-    print(f"hogwild, a bag of embeddings; median of {rounds}")
-    for words, spent in (("1 process", one), ("2 processes", two)):
-        print(
-            f"  {words:12} {spent['rate']:7.0f} steps/s   {spent['processor'] * 1e3:6.2f} ms of processor time a step"
-        )
-    print(f"  {two['rate'] / one['rate']:.2f} times as many steps per second")
 
 
 if __name__ == "__main__":

@@ -39,6 +39,22 @@ _OWN_MACHINE = 1000
 """Workers of the machine that holds the roster have smaller numbers."""
 
 
+def record_step(job: Job, step: int, outcome: Outcome, seconds: float, waited: float) -> None:
+    """Record a step that this worker did; ``waited``: seconds of it for the data."""
+    samples = job.order.samples_of(step)
+    job.events.mark(
+        "step",
+        step=step,
+        seconds=seconds,
+        waited=waited,
+        loss=outcome.loss,
+        samples=samples,
+        samples_per_second=samples / seconds,
+        gradient_norm=float(outcome.norm),
+        learning_rate=outcome.learning_rate,
+    )
+
+
 class Course:
     """Takes the steps and evaluations that the script asks for.
 
@@ -63,6 +79,7 @@ class Course:
         self._state = state
         self._resume = resume
         self._asked = 0, 0
+        self._reached = 0
         self._doing = "starting", time.monotonic(), False
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._closed = False
@@ -105,7 +122,7 @@ class Course:
 
     def _settle_in(self) -> None:
         self.strategy = strategy_for(self._job.settings.strategy, self._job.world.size)(self._job)
-        if not self.strategy.replicated and self._job.world.line is not None:
+        if not self.strategy.replicated and not self.strategy.cuts and self._job.world.line is not None:
             self.standing.apart = self._job.world.line.number + 1
         self.views += 1
 
@@ -164,6 +181,7 @@ class Course:
     def _stop(self) -> None:
         self.at("gathering anew")
         if self.views:
+            self.standing.holds = self.strategy.holds
             points.reach("during recovery", self.standing.steps)
             self.strategy.close()
             self._job.compute.buffers.reset()
@@ -228,6 +246,8 @@ class Course:
         begin = time.perf_counter()
         while step >= self.taken:
             try:
+                self._catch_up(step)
+                self.standing.left_out.update(range(self.standing.steps, step))
                 if fed != self.views:
                     pieces, fed = self._job.feed.load(step, self.strategy.pieces(step)), self.views
                 self.at("computing")
@@ -239,10 +259,28 @@ class Course:
                 continue
             self._step_seconds.append(time.perf_counter() - begin)
             self.standing.steps, self.standing.outcome = step + 1, outcome
+            self._reached = step + 1
             self.at("in the script")
             return outcome
-        known = self.standing.outcome or Outcome(math.nan, torch.tensor(math.nan), math.nan, applied=False)
+        known = self.standing.outcome or Outcome(math.nan, math.nan, math.nan, applied=False)
         return replace(known, notice=0)  # the workers have gathered since
+
+    def _catch_up(self, step: int) -> None:
+        """After going back to a checkpoint: take the steps up to this one again, which the script has seen."""
+        standing = self.standing
+        while (again := standing.steps) < min(step, standing.again):
+            if again not in standing.left_out:
+                self.at("taking steps again")
+                begin = time.perf_counter()
+                pieces = self._job.feed.load(again, self.strategy.pieces(again))
+                standing.outcome = self.strategy.step(again, pieces)
+                record_step(self._job, again, standing.outcome, time.perf_counter() - begin, 0.0)
+            standing.steps = again + 1
+            if self._keeper.due(standing.steps):
+                self.strategy.settle(standing.steps)
+                self._keeper.begin_save(self._state, standing.steps)
+            self.heed(standing.outcome.notice if standing.outcome else 0)
+            standing = self.standing
 
     def evaluate(self, steps: int, forward: Callable[..., Any], data: Any) -> float:
         """The mean of a metric; a worker that joined later gets the results that there were before.
@@ -260,6 +298,7 @@ class Course:
         while place >= len(self.standing.evaluations.get(steps, ())):
             self.at("evaluating")
             try:
+                self._catch_up(self._reached)
                 self.strategy.settle(self.standing.steps)
                 value, notice = evaluation.evaluate(self._job, forward, data)
             except WorkerLost as lost:
@@ -282,6 +321,7 @@ class Course:
         while True:
             self.at("settling")
             try:
+                self._catch_up(self._reached)
                 self.strategy.settle(self.standing.steps)
             except WorkerLost as lost:
                 if self._recovery is None:

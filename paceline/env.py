@@ -19,11 +19,13 @@ PLAN = "PACELINE_PLAN"
 TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
 SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
+PROFILE = "PACELINE_PROFILE"
 ROSTER = "PACELINE_ROSTER"
 WORKER = "PACELINE_WORKER"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, FAULTS, ROSTER, WORKER, LARGEST}
+_ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, ROSTER, WORKER, LARGEST, *_ASKED}
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,11 @@ def trace() -> Trace | None:
 def config_report() -> Path | None:
     """The file in which ``paceline config`` wants the settings, instead of a training run."""
     return Path(os.environ[SHOW_CONFIG]) if SHOW_CONFIG in os.environ else None
+
+
+def profile_report() -> Path | None:
+    """The file in which ``paceline profile`` wants what the model costs, instead of a training run."""
+    return Path(os.environ[PROFILE]) if PROFILE in os.environ else None
 
 
 def faults() -> str | None:

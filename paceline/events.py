@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _FLUSH_SECONDS = 0.2
+_ENCODE = json.JSONEncoder(default=str).encode
 
 
 class EventLog:
@@ -74,7 +75,7 @@ class EventLog:
         lines: dict[object, list[str]] = {}
         while self._records:
             record = self._records.popleft()
-            lines.setdefault(record["rank"], []).append(json.dumps(record, default=str) + "\n")
+            lines.setdefault(record["rank"], []).append(_ENCODE(record) + "\n")
         for rank, written in lines.items():
             name = f"rank-{rank}" if isinstance(rank, int) else rank
             try:

@@ -26,7 +26,7 @@ from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
 from paceline.comm.line import Line
 from paceline.config import CheckpointSettings
-from paceline.course import Course
+from paceline.course import Course, record_step
 from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.elastic.preemption import catch_notices
@@ -152,7 +152,21 @@ def start(
     _count = place
     if line is not None:
         atexit.register(line.finish)
+    profile_to = env.profile_report()
+    if profile_to is not None:
+        _report_profile(job, loss, profile_to)
+        raise SystemExit(0)
     return session
+
+
+def _report_profile(job: Job, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
+    """Write what the model costs, for ``paceline profile``."""
+    from paceline.plan import costs
+    from paceline.plan.profile import profile  # what traces models takes seconds to import
+
+    found = profile(job, loss)
+    if job.world.rank == 0:
+        costs.write(found, path)
 
 
 def _close(log: EventLog) -> None:
@@ -303,33 +317,19 @@ class Session:
             samples=self._job.order.samples_before(batch.step + 1),
             seconds=seconds,
             samples_per_second=batch.samples / seconds,
-            gradient_norm=outcome.norm.item(),
+            gradient_norm=float(outcome.norm),
             learning_rate=outcome.learning_rate,
             applied=outcome.applied,
             notes=(*self._notes, *self._course.strategy.remarks),
         )
-        if batch.step >= self._course.taken:
-            self._record(report, batch)
+        if batch.step >= self._course.taken:  # else it stands in the records of those that took it
+            record_step(self._job, batch.step, outcome, seconds, batch.waited)
+            if self._trace is not None:
+                self._trace.step(report.step, report.loss, report.samples, report.learning_rate)
         if self.position == self._course.standing.steps and self._keeper.due(self.position):
             self._course.save(self._keeper.begin_save)
         self._course.heed(outcome.notice)
         return report
-
-    def _record(self, report: Report, batch: Batch) -> None:
-        """A step that this worker did; one that it only got the state of stands in the records of others."""
-        self._job.events.mark(
-            "step",
-            step=report.step,
-            seconds=report.seconds,
-            waited=batch.waited,
-            loss=report.loss,
-            samples=batch.samples,
-            samples_per_second=report.samples_per_second,
-            gradient_norm=report.gradient_norm,
-            learning_rate=report.learning_rate,
-        )
-        if self._trace is not None:
-            self._trace.step(report.step, report.loss, report.samples, report.learning_rate)
 
     def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:
         """The mean of a metric over a data set; every worker must call it, and all get the same value.

@@ -26,6 +26,9 @@ SETTINGS = {
     *("checkpoint.background", "checkpoint.mtbf_hours", "resume", "nonfinite", "missing_gradient"),
     *("threads", "timeout_seconds", "hang_seconds"),
     *("shares", "backup.workers", "backup.late", "local.every", "local.after"),
+    *("pipeline.schedule", "pipeline.stages", "pipeline.chunks", "pipeline.cut", "pipeline.replicas"),
+    *("pipeline.memory_gigabytes", "pipeline.recompute", "pipeline.update_every", "pipeline.vertical_sync"),
+    "pipeline.flush_every",
     *("server.mode", "server.count", "server.dedicated", "server.staleness", "server.scale_lr", "server.drop_after"),
 }
 OPTIONS = {
@@ -36,6 +39,7 @@ OPTIONS = {
     },
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
+    "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
     "demo": {"--workers", "-n"},
 }
 

@@ -14,6 +14,7 @@ COMMANDS = {
     "run": "Train with a script on many workers.",
     "config": "Show each setting of a script and where it came from.",
     "verify": "Check that a script trains the same on any number of workers.",
+    "profile": "Measure the layers of a script's model, and where to cut it into stages.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 

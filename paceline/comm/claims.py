@@ -38,7 +38,7 @@ class Table:
     """What all workers know of each other.
 
     Attributes:
-        top: the first step that nobody has offered yet.
+        top: the first step that nobody has offered yet; no worker's loop is beyond it.
         open: the steps offered and not done: the rank that computes each, or ``FREE``.
         version: updates made so far.
         stop: the step at whose end all workers act on a notice; -1 if there is none.
@@ -46,10 +46,8 @@ class Table:
         newest: the step of the newest outcome; -1 if there is none.
         loss, norm, rate: the newest outcome.
         applied: whether it was applied.
-        places: the step that each worker's loop has come to.
     """
 
-    places: list[int]
     top: int = 0
     open: dict[int, int] = field(default_factory=dict)
     version: int = 0
@@ -77,6 +75,11 @@ class Table:
             self.top = step + 1
             self.open[step] = FREE
 
+    @property
+    def has_free(self) -> bool:
+        """Whether a step is to be had."""
+        return FREE in self.open.values()
+
     def take(self, rank: int) -> int | None:
         """The lowest free step, for a worker that will compute it now; none if no step is free."""
         free = min((step for step, owner in self.open.items() if owner == FREE), default=None)
@@ -103,7 +106,7 @@ class Claims:
     def __init__(self, world: World, memory: Memory) -> None:
         self._world = world
         self._memory = memory
-        self._room = _HEAD.size + 8 * world.size + 8 + _PAIR.size * 4 * world.size
+        self._room = _HEAD.size + _PAIR.size * 4 * world.size
         self._block = memory.share(8 * _WORDS + 2 * self._room)[0]
         self._words = memoryview(self._block).cast("q")
         self._hasty = False
@@ -163,13 +166,11 @@ class Claims:
         return 8 * _WORDS + changes % 2 * self._room
 
     def _read(self, changes: int) -> Table:
-        place, size = self._place(changes), self._world.size
+        place = self._place(changes)
         top, version, stop, notice, newest, applied, loss, norm, rate, count = _HEAD.unpack_from(self._block, place)
         place += _HEAD.size
-        places = list(struct.unpack_from(f"<{size}q", self._block, place))
-        end = place + 8 * size + _PAIR.size * count
-        pairs = dict(_PAIR.iter_unpack(self._block[place + 8 * size : end]))
-        return Table(places, top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied))
+        pairs = dict(_PAIR.iter_unpack(self._block[place : place + _PAIR.size * count]))
+        return Table(top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied))
 
     def _write(self, table: Table) -> None:
         changes = self._words[_CHANGES] + 1
@@ -178,7 +179,7 @@ class Claims:
         head = table.top, table.version, table.stop, table.notice, table.newest, int(table.applied)
         _HEAD.pack_into(self._block, place, *head, table.loss, table.norm, table.rate, count)
         place += _HEAD.size
-        rest = [*table.places, *(number for pair in table.open.items() for number in pair)]
+        rest = [number for pair in table.open.items() for number in pair]
         struct.pack_into(f"<{len(rest)}q", self._block, place, *rest)
         self._words[_CHANGES] = changes
 

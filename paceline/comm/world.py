@@ -60,7 +60,7 @@ class World:
         self.line = line
         self.leaving = False
         self.exchanging = "", 0
-        self._comparing = False
+        self._comparing = self.transferring = False
         self._arena: Arena | None = None
         self.waiting: tuple[tuple[int, ...], float] = ((), 0.0)
         self._who = who
@@ -167,7 +167,7 @@ class World:
 
     def _interrupt(self) -> None:
         """Somebody was lost: end what blocks on the network. In shared memory each wait looks for itself."""
-        if self.memory is None or self._comparing:
+        if self.memory is None or self._comparing or self.transferring:
             self._group.interrupt()
 
     @property
@@ -331,10 +331,14 @@ class Transfer:
         """
         world = self._world
         world.waits_for(self._peers)
+        world.transferring = True
         try:
+            world.check()  # before the alarm could interrupt this
             self._work.wait()
         except RuntimeError as error:
             raise world._lost(self._peers, self._where, error) from error
+        finally:
+            world.transferring = False
         world.waits_for(())
 
 

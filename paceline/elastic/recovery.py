@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from paceline import env
 from paceline.checkpoint import files
@@ -23,6 +23,7 @@ from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
 from paceline.comm.line import Line, Parting, View
 from paceline.elastic.handover import Load, hand_over
+from paceline.elastic.parts import Part, go_back, put_together
 from paceline.errors import WorkerLost
 from paceline.strategies.base import Job, Outcome
 
@@ -37,12 +38,18 @@ class Standing:
         outcome: what the last step gave.
         apart: different for each worker where states differ though the workers are equally far: then all but one take
             the state of that one.
+        holds: where each worker has a part of the state, the parameters and buffers whose newest values are this one's.
+        again: so many steps had been done when the workers last went back to a checkpoint.
+        left_out: steps that the script did not take.
     """
 
     steps: int = 0
     evaluations: dict[int, list[float]] = field(default_factory=dict)
     outcome: Outcome | None = None
     apart: int = 0
+    holds: frozenset[str] | None = None
+    again: int = 0
+    left_out: set[int] = field(default_factory=set)
 
     @property
     def progress(self) -> tuple[int, int, int]:
@@ -131,6 +138,8 @@ class Recovery:
             steps = self._begin()
             self.standing = Standing(steps)
             return
+        if not self._put_together():
+            return
         donor = next(rank for rank, seat in enumerate(view.seats) if seat.progress == most)
         behind = [rank for rank, seat in enumerate(view.seats) if seat.progress != most]
         if behind:
@@ -139,19 +148,41 @@ class Recovery:
                 self._take(taken)
         self._share_what_was_learned()
 
+    def _put_together(self) -> bool:
+        """Where each worker has a part of the state, give all the whole; if that cannot be, go back to a checkpoint.
+
+        Returns:
+            whether those that are behind still have to take the state of the most advanced worker.
+        """
+        own, world = self.standing, self._job.world
+        told = world.gather(None if own is None else (Part(own.steps, own.holds), own), "gathering anew")
+        parts = [None if one is None else one[0] for one in told]
+        if put_together(self._job, parts):
+            if own is not None:
+                own.holds = None
+            return True
+        furthest = max((one[1] for one in told if one is not None), key=lambda standing: standing.progress)
+        steps = go_back(self._job, self._keeper, self._state, parts)
+        if own is None:
+            self.taken = steps
+        self.standing = replace(furthest, steps=steps, again=max(furthest.again, furthest.steps), holds=None)
+        self._job.events.mark("went back", step=steps, steps=furthest.steps - steps)
+        self._share_what_was_learned()
+        return False
+
     def _share_what_was_learned(self) -> None:
         """What the first step finds out decides who sends what: after a loss in it all must know it, or none."""
         compute = self._job.compute
         told = self._job.world.gather((compute.joins, self._changing_buffers()), "gathering anew")
         compute.joins = next((joins for joins, _ in told if joins is not None), None)
         live = next((live for _, live in told if live is not None), None)
-        if live is not None and not compute.buffers.settled:
+        if live is not None:
             compute.buffers.settle(live)
 
     def _changing_buffers(self) -> list[str] | None:
         """The buffers that the forward pass changes; none if the workers have not agreed on them yet."""
         buffers = self._job.compute.buffers
-        return list(buffers.live) if buffers.settled else None
+        return list(buffers.agreed) if buffers.settled else None
 
     def _load(self) -> Load:
         assert self.standing is not None

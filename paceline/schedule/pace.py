@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from heapq import heapify, heapreplace
 from statistics import median
 
 from paceline.schedule.shares import even
@@ -72,9 +73,12 @@ def fitted(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
     (4, 4, 2, 2)
     """
     counts = [0] * len(seconds)
+    ends = [(each, worker) for worker, each in enumerate(seconds)]  # of each worker, with one more than it has
+    heapify(ends)
     for _ in range(total):
-        worker = min(range(len(seconds)), key=lambda one: ((counts[one] + 1) * seconds[one], one))
+        worker = ends[0][1]
         counts[worker] += 1
+        heapreplace(ends, ((counts[worker] + 1) * seconds[worker], worker))
     return tuple(counts)
 
 

@@ -44,7 +44,7 @@ class Alone(Single):
         book = self._job.books.get(BOOK, {})
         outcome = self._catch_up(book)
         if step < book.get("top", 0):  # done before, or just now
-            return outcome or Outcome(math.nan, torch.tensor(math.nan), self._job.update.learning_rate)
+            return outcome or Outcome(math.nan, math.nan, self._job.update.learning_rate)
         return self._note(step, super().step(step, pieces))
 
     def settle(self, steps: int) -> None:
@@ -97,11 +97,12 @@ class Asynchronous(Strategy):
         self._newest = None
         stops = self._arrive(step)
         self._work(step)
-        table = self._claims.look()
-        notice = max(notice, table.notice if stops else 0)
-        outcome = self._newest or outcome_of(table, self._job)
-        if notice:
-            self.settle(step + 1)
+        outcome = self._newest or outcome_of(self._claims.look(), self._job)
+        if stops:
+            notice = max(notice, self._claims.look().notice)
+        if not notice:
+            return outcome
+        self.settle(step + 1)
         return replace(outcome, notice=notice)
 
     def settle(self, steps: int) -> None:
@@ -162,8 +163,8 @@ class Asynchronous(Strategy):
         self._times += 1
         if self._job.world.rank == 0:
             self._publish(version)
-            places, top = [step] * self._job.world.size, max(step, int(book.get("top", 0)))
-            self._claims.begin(Table(places, top, dict.fromkeys(book.get("open", []), FREE), version))
+            top = max(step, int(book.get("top", 0)))
+            self._claims.begin(Table(top, dict.fromkeys(book.get("open", []), FREE), version))
             self._memory.announce(self._flag, self._times)
         else:
             self._memory.wait(self._flag, self._times, ranks=(0,))
@@ -219,15 +220,15 @@ class Asynchronous(Strategy):
 
     def _arrive(self, step: int) -> bool:
         """This worker's loop has come to a step; whether all stop at its end, to act on a notice."""
-        world = self._job.world
-        notice = world.notice()
-        with self._claims.change() as table:
-            table.places[world.rank] = step
-            if notice:
-                if table.stop < 0:
-                    table.stop = max(table.places) + 1
-                table.notice = max(table.notice, notice)
-            self._offer(table, step)
+        notice = self._job.world.notice()
+        table = self._claims.look()
+        if notice or step >= table.top or table.has_free:
+            with self._claims.change() as table:
+                if notice:
+                    if table.stop < 0:
+                        table.stop = table.top + 1
+                    table.notice = max(table.notice, notice)
+                self._offer(table, step)
         return 0 <= table.stop <= step
 
     def _offer(self, table: Table, step: int) -> None:
@@ -257,8 +258,8 @@ class Asynchronous(Strategy):
             self._work(steps)
 
     def _is_free_or_done(self) -> bool:
-        open_ = self._claims.look().open
-        return not open_ or FREE in open_.values()
+        table = self._claims.look()
+        return not table.open or table.has_free
 
     def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:
         return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
@@ -296,8 +297,8 @@ class Asynchronous(Strategy):
 def outcome_of(table: Table, job: Job) -> Outcome:
     """The newest outcome that all know, for a worker that did not compute the step."""
     if table.newest < 0:
-        return Outcome(math.nan, torch.tensor(math.nan), job.update.learning_rate)
-    return Outcome(table.loss, torch.tensor(table.norm), table.rate, applied=table.applied)
+        return Outcome(math.nan, math.nan, job.update.learning_rate)
+    return Outcome(table.loss, table.norm, table.rate, applied=table.applied)
 
 
 def shared_memory_of(job: Job) -> Memory:

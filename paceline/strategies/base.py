@@ -47,7 +47,7 @@ class Outcome:
     """
 
     loss: float
-    norm: torch.Tensor
+    norm: torch.Tensor | float
     learning_rate: float
     applied: bool = True
     notice: int = 0
@@ -92,6 +92,11 @@ class Strategy(ABC):
     def decided(self) -> bool:
         """Whether :meth:`pieces` can be asked for steps to come; it may become true after the first step."""
         return True
+
+    @property
+    def holds(self) -> frozenset[str] | None:
+        """The parameters and buffers whose newest values this worker has; none: all that its steps have made."""
+        return None
 
     @abstractmethod
     def pieces(self, step: int) -> list[range]:

@@ -38,6 +38,8 @@ class _Buffer:
 class Buffers:
     """The buffers that the forward pass changes, kept apart for each microbatch.
 
+    ``live`` are those that change on this worker, ``agreed`` those of all workers.
+
     Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
     samples of what the microbatches made of it (rounded, for a counter): so it does not depend on who computed what.
     Statistics of batch-norm layers are known to change; other buffers are watched during the first step.
@@ -46,6 +48,7 @@ class Buffers:
     def __init__(self, model: nn.Module) -> None:
         self._all = _found(model)
         self.live = _statistics(model)
+        self.agreed = self.live
         self.settled = False
         self._dirty = False
 
@@ -55,9 +58,13 @@ class Buffers:
         Until then :meth:`collect` returns all buffers; the places of the changing ones among them are returned.
         """
         known = set(live)
-        self.live = [name for name in self._all if name in known]
+        self.live = self.agreed = [name for name in self._all if name in known]
         self.settled = True
         return [place for place, name in enumerate(self._all) if name in known]
+
+    def restrict(self, part: Container[str]) -> None:
+        """This worker computes with a part of the model only: of the buffers agreed on, those of the part change."""
+        self.live = [name for name in self.agreed if name in part]
 
     def examples(self) -> list[torch.Tensor]:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""

@@ -39,8 +39,8 @@ from paceline.strategies.halves import backward_of_input, backward_of_weights
 Crossing: TypeAlias = "list[torch.Tensor | None]"
 """What goes over a border.
 
-Upwards: the states of the generators, or nothing for each of them, and the values. Downwards: the loss and its count,
-or nothing, and the gradients for the values.
+First what the strategy tells the next stage (:meth:`Hooks.tell`), or nothing; upwards then the states of the
+generators, or nothing for each of them, and the values; downwards the gradients for the values.
 """
 
 _TAGS = 1 << 24
@@ -64,13 +64,14 @@ class Held:
 
 
 class Hooks:
-    """What a strategy does with the operations; this one updates nothing.
+    """What a strategy does with the operations; this one updates nothing."""
 
-    Attributes:
-        tells: whether all stages get to know the losses.
-    """
+    def tell(self, microbatch: int, upwards: bool) -> torch.Tensor | None:
+        """What goes along with the values of a microbatch to the next stage, always of the same shape; or nothing."""
+        return None
 
-    tells = False
+    def hear(self, microbatch: int, upwards: bool, told: torch.Tensor) -> None:
+        """What came along with the values of a microbatch."""
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         """The rank that computes a stage for a microbatch."""
@@ -113,8 +114,8 @@ class Executor:
         hooks: what the strategy does with operations.
 
     Attributes:
-        pairs: for each microbatch whose last stage this worker computed, or whose gradient came with it, a float64
-            tensor of shape [2]: the sum of the losses and what it is to be divided by.
+        pairs: for each microbatch whose last stage this worker computed a float64 tensor of shape [2]: the sum of the
+            losses and what it is to be divided by.
         statistics: for each stage and microbatch what the forward pass made of the stage's buffers, times the samples.
         samples: of each microbatch.
     """
@@ -229,14 +230,16 @@ class Executor:
                     passed.outputs = list(call())
                 drew = states is not None or not same_states(before, generator_states())
                 packed: Crossing = [*packed_states()] if drew else [None] * self._states
-                self._upwards[place] = [*packed, *passed.outputs]
+                self._upwards[place] = [self._hooks.tell(microbatch, True), *packed, *passed.outputs]
         self.statistics[stage][microbatch] = compute.buffers.collect(self.samples[microbatch], held.buffers)
 
     def _entering(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
         """The generators' states, if anything was drawn before, and the values that a forward pass starts from."""
         if stage == 0:
             return None, pair_of(self._data[microbatch])[0]
-        crossing = self._upwards.pop((stage - 1, microbatch))
+        told, *crossing = self._upwards.pop((stage - 1, microbatch))
+        if told is not None:
+            self._hooks.hear(microbatch, True, told)
         states = [state for state in crossing[: self._states] if state is not None]
         values = tuple(
             value.detach().requires_grad_(value.requires_grad)
@@ -294,7 +297,7 @@ class Executor:
         if stage < self._last:
             told, *passed.gradients = self._downwards.pop((stage + 1, microbatch))
             if told is not None:
-                self.pairs[microbatch] = told
+                self._hooks.hear(microbatch, False, told)
         return passed
 
     def _whole_backward(self, passed: Passed) -> None:
@@ -312,7 +315,7 @@ class Executor:
     def _leave(self, operation: Operation, passed: Passed) -> None:
         """The gradients for the inputs, for the stage before."""
         if operation.stage > 0:
-            told = self.pairs[operation.microbatch] if self._hooks.tells else None
+            told = self._hooks.tell(operation.microbatch, False)
             self._downwards[operation.stage, operation.microbatch] = [told, *(value.grad for value in passed.inputs)]
 
     def _send(self, operation: Operation) -> int:

@@ -10,6 +10,9 @@ The weights of all workers are the same memory. Each computes its step with the 
 optimizer change them in place, without a lock: an element that two workers change at once may lose one of the changes.
 That is rare where gradients are sparse (``nn.Embedding(sparse=True)``): they touch the rows of their samples alone.
 
+A worker computes its first step with the weights that all set out with, in its own memory: there they stay still while
+it finds out whether it may compute microbatches in one pass (``strategies.joining``).
+
 The optimizer's state is each worker's own; when they settle, all take that of rank 0. Buffers are each worker's own
 while it computes; the last update's win.
 """
@@ -46,17 +49,22 @@ class HogWild(Asynchronous):
         self._shard.write(0)
 
     def _take_up(self, version: int) -> None:
+        self._scheduled = self._pulled = version
+
+    def _pull(self, step: int) -> None:
+        if self._private:
+            self._pulled = self._claims.look().version
+        self._shard.read_buffers(0)
+
+    def _share(self) -> None:
         """From now on the model's parameters lie in shared memory; they stay the same objects."""
         self._private = [parameter.data for parameter in self._shard.parameters]
         for parameter, shared in zip(self._shard.parameters, self._shard.views(0), strict=True):
             parameter.data = shared
-        self._scheduled = version
-
-    def _pull(self, step: int) -> None:
-        self._pulled = self._claims.look().version
-        self._shard.read_buffers(0)
 
     def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
+        if not self._private:
+            self._share()
         outcome = self._judge(step, pieces, parts)
         if outcome is None:
             table = self._claims.look()
@@ -95,9 +103,6 @@ class HogWild(Asynchronous):
         """The parameters go back into this worker's own memory: others may write into the shared one."""
         self._schedule_to(table.version)
         for parameter, private in zip(self._shard.parameters, self._private, strict=False):
-            private.copy_(parameter.data)
             parameter.data = private
         self._private = []
-        self._shard.read_buffers(0)
-        if settled:
-            self._shard.read_states(0)
+        self._shard.read(0, states=settled)

@@ -18,7 +18,7 @@ from paceline.schedule.balance import LayerCost
 from paceline.strategies.stage import Crossing, Layers, Stage
 from paceline.strategies.untouched import untouched
 
-REPEATS = 5
+REPEATS = 9
 
 
 def measure(

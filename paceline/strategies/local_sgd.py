@@ -112,14 +112,14 @@ class LocalSgd(Strategy):
         """
         job, book = self._job, self._job.books.get(_BOOK, {})
         if step < book.get("steps", 0):
-            return Outcome(book["loss"], torch.tensor(book["norm"]), book["learning_rate"])
+            return Outcome(book["loss"], book["norm"], book["learning_rate"])
         self._pair = 0.0, 0.0
         outcome = self._update(step, pieces) if pieces else self._without_share(book)
         self._since += 1
         job.books[_BOOK] = {
             "steps": step + 1,
             "loss": outcome.loss,
-            "norm": outcome.norm.item(),
+            "norm": float(outcome.norm),
             "learning_rate": outcome.learning_rate,
         }
         return outcome
@@ -142,7 +142,7 @@ class LocalSgd(Strategy):
         """A short batch may have fewer microbatches than there are workers; the loss is the last one that is known."""
         self._job.update.advance()
         rate = self._job.update.learning_rate
-        return Outcome(book.get("loss", math.nan), torch.tensor(0.0), rate)
+        return Outcome(book.get("loss", math.nan), 0.0, rate)
 
     def _average(self, step: int, outcome: Outcome | None) -> Outcome:
         """Average the models; of a step's outcome the loss is then that of the whole batch."""
@@ -156,7 +156,7 @@ class LocalSgd(Strategy):
         self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
         count = math.fsum(pair[1] for _, pair, *_ in told)
         if outcome is None or count == 0:
-            outcome = outcome or Outcome(math.nan, torch.tensor(math.nan), self._job.update.learning_rate)
+            outcome = outcome or Outcome(math.nan, math.nan, self._job.update.learning_rate)
             loss = outcome.loss
         else:
             loss = math.fsum(pair[0] for _, pair, *_ in told) / count

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from operator import getitem
 
 from torch import fx, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 
 @dataclass
@@ -73,8 +74,10 @@ def _is_container(module: nn.Module) -> bool:
 
 def _has_blocks(module: nn.Module) -> bool:
     """Whether it holds a list of modules that consist of modules, as a transformer holds its blocks."""
-    return any(
-        any(block is not None and block._modules for block in child._modules.values())
-        for child in module._modules.values()
-        if child is not None and _is_container(child)
-    )
+    if is_parametrized(module):  # its weights are made by modules, in a list of their own
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    blocks = [
+        block for child in children if _is_container(child) for block in child._modules.values() if block is not None
+    ]
+    return any(block._modules for block in blocks) or any(map(_has_blocks, children))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -60,7 +61,13 @@ def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
         loss = mean_loss(parts, job.settings.exact)
-        return Outcome(loss, torch.tensor(float("nan")), job.update.learning_rate, applied=False, notice=notice)
+        return Outcome(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
+    if any(part.missing for part in parts):
+        _leave_out_unused(job, parts)
+    return None
+
+
+def _leave_out_unused(job: Job, parts: list[Part]) -> None:
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
         job.compute.buffers.reset()
@@ -69,7 +76,6 @@ def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range
     for place, parameter in enumerate(parameters.values()):
         if place in without:
             parameter.grad = None
-    return None
 
 
 def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:

@@ -50,11 +50,6 @@ class Pipeline(Strategy):
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
         if workers > 1:
             shape_of(settings.pipeline, workers)
-        if settings.pipeline.schedule in STREAMED and settings.clip_norm is not None:
-            raise ConfigError(
-                f"clip_norm = {settings.clip_norm:g} needs the gradients of all stages at once, which schedule "
-                f"{settings.pipeline.schedule!r} never has: leave it out, or use a synchronous one such as '1f1b'."
-            )
         if settings.compile:
             raise ConfigError(
                 "compile=True cannot be used with strategy 'pipeline', which cuts the model: leave it out."
@@ -68,6 +63,10 @@ class Pipeline(Strategy):
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:
         return settings.pipeline.schedule not in STREAMED
+
+    @property
+    def holds(self) -> frozenset[str] | None:
+        return self._at_work.staged.holds
 
     def pieces(self, step: int) -> list[range]:
         return self._at_work.pieces(step)

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TypeAlias
+
 import torch
 
 from paceline.checkpoint.state import put_optimizer_state, tensors_of
 from paceline.comm.world import Message
 from paceline.strategies.base import Job
 
+Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
 _TAG = (1 << 26) - 1
 
 
-def bring_together(job: Job, own: set[str]) -> None:
+def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     """Give all workers the whole state; all call this together.
 
     Args:
         job: what is trained.
-        own: the parameters and buffers of which this worker has the only valid copy, or the first of several; for each
-            name that is so on one worker.
+        holds: of each worker the parameters and buffers whose newest values it has; none: all of them. Together they
+            have all; what several have is taken from the first.
 
     Raises:
         WorkerLost: a worker was lost meanwhile; nothing has been changed.
     """
     world = job.world
     state = tensors_of(job.compute.model, job.update.optimizer)
+    everything = frozenset(map(_bare, state))
+    own = holds[world.rank] or everything
+    own -= {name for held in holds[: world.rank] for name in (everything if held is None else held)}
     mine = {name: value for name, value in state.items() if _bare(name) in own}
     kinds = {name: (value.dtype, value.shape) for name, value in mine.items()}
-    parts: list[dict[str, tuple[torch.dtype, torch.Size]]] = world.gather(kinds, "settling")
+    parts: list[Kinds] = world.gather(kinds, "settling")
+    world.await_group()
     flats = [torch.empty(_size(part), dtype=torch.uint8, device=world.device) for part in parts]
     for name, view in _views(flats[world.rank], parts[world.rank]).items():
         view.copy_(mine[name])
@@ -52,11 +60,11 @@ def _bare(name: str) -> str:
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
 
 
-def _size(part: dict[str, tuple[torch.dtype, torch.Size]]) -> int:
+def _size(part: Kinds) -> int:
     return sum(_aligned(shape.numel() * dtype.itemsize) for dtype, shape in part.values())
 
 
-def _views(flat: torch.Tensor, part: dict[str, tuple[torch.dtype, torch.Size]]) -> dict[str, torch.Tensor]:
+def _views(flat: torch.Tensor, part: Kinds) -> dict[str, torch.Tensor]:
     views, start = {}, 0
     for name, (dtype, shape) in part.items():
         size = shape.numel() * dtype.itemsize

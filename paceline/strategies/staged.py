@@ -72,14 +72,14 @@ class Staged:
             for number, held in self.held.items()
         }
         self.team = Team(world, self.workers_of[own[0]])
-        first = {number for number in own if self.workers_of[number][0] == world.rank}
-        self._valid = {name for name, used in users.items() if used[0] in first}
-        self._valid |= {name for number in first for name in stages[number].buffers}
-        unused = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-        unused -= users.keys() | {name for stage in stages for name in stage.buffers}
-        if world.rank == 0:
-            self._valid |= unused
-        self._settled = False
+        self._all = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        elsewhere = users.keys() | {name for stage in stages for name in stage.buffers}
+        mine = {name for name, used in users.items() if used[0] in own}
+        mine |= {name for number in own for name in stages[number].buffers}
+        self._holds = frozenset(mine | (self._all - elsewhere))
+        self._whole = True
+        if job.compute.buffers.settled:
+            job.compute.buffers.restrict({name for held in self.held.values() for name in held.buffers})
 
     def _bounds(self, layers: Layers, piece: Piece) -> list[tuple[int, int]]:
         """The layers of each stage; the first worker decides, as no two measure the same."""
@@ -146,10 +146,15 @@ class Staged:
 
     def moved(self) -> None:
         """An update was made: the workers' states differ from now on."""
-        self._settled = False
+        self._whole = False
+
+    @property
+    def holds(self) -> frozenset[str] | None:
+        """The parameters and buffers of which this worker has the newest values; none: it has all."""
+        return None if self._whole else self._holds
 
     def settle(self) -> None:
         """Bring all workers to the same state; all call this together."""
-        if not self._settled:
-            bring_together(self._job, self._valid)
-            self._settled = True
+        if not self._whole:
+            bring_together(self._job, self._job.world.gather(self._holds, "settling"))
+            self._whole = True

@@ -4,7 +4,8 @@ Microbatches stream through from step to step without a pause; each stage update
 way (:mod:`paceline.schedule.pipedream`). A backward pass uses the version of the weights of its forward pass. So the
 result is not that of one process: the gradient of a stage is older the farther the stage is from the end.
 
-A stage knows the loss of a microbatch when its gradient comes back. Before an evaluation or a checkpoint, at the end,
+A stage knows the loss of a microbatch when its gradient comes back. The global norm of the gradients is that of its own
+update and of those of the other stages that it has heard of last. Before an evaluation or a checkpoint, at the end,
 and where ``pipeline.flush_every`` says so, the pipeline runs empty.
 """
 
@@ -38,8 +39,6 @@ _TAGS = 1 << 12
 class Streamed(Hooks):
     """A pipeline that runs empty only when it must."""
 
-    tells = True
-
     def __init__(self, job: Job) -> None:
         self._job = job
         self._stream = stream_for(job.settings.pipeline, job.world.size, job.order.microbatches)
@@ -64,6 +63,19 @@ class Streamed(Hooks):
         self._returned: list[tuple[float, float]] = []
         self._outcome = Outcome(math.nan, torch.tensor(math.nan), job.update.learning_rate)
         self._begin_group()
+        self._squares = 0.0
+        self._heard = {True: 0.0, False: 0.0}
+        """The sum of the squares of the gradients, of the stages before (what comes upwards) and after this one."""
+
+    def tell(self, microbatch: int, upwards: bool) -> torch.Tensor:
+        squares = torch.tensor([self._squares + self._heard[upwards]], dtype=torch.float64)
+        told = squares if upwards else torch.cat((self._executor.pairs[microbatch].cpu(), squares))
+        return told.to(self._job.world.device)
+
+    def hear(self, microbatch: int, upwards: bool, told: torch.Tensor) -> None:
+        self._heard[upwards] = float(told[-1])
+        if not upwards:
+            self._executor.pairs[microbatch] = told[:2]
 
     def _begin_group(self) -> None:
         """Count from here to the next update."""
@@ -169,7 +181,9 @@ class Streamed(Hooks):
             (made,) = self._statistics.values()
             buffers.accept([value.div_(self._samples) for place in places if (value := made[place]) is not None])
         seed_torch(seed_of(UPDATE, job.settings.seed, self._updates))
-        norm, rate = job.update.apply(self._updates)
+        self._squares = float(job.update.norm()) ** 2
+        norm = torch.tensor(math.sqrt(self._squares + sum(self._heard.values())), device=job.world.device)
+        _, rate = job.update.apply(self._updates, norm=norm)
         self._outcome = replace(self._outcome, norm=norm, learning_rate=rate)
         for parameter in self._parameters:
             parameter.grad = None

@@ -122,6 +122,41 @@ def test_each_row_is_updated_as_often_as_its_sample_is_used(told: Told, tmp_path
     assert len({one["rank"] for one in updates}) > 1
 
 
+UPDATED_MEANWHILE = (
+    SUBJECT
+    + """
+import time
+from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.joining import Joining
+rank = int(os.environ["RANK"])
+arrive, obstacle = Asynchronous._arrive, Joining._obstacle
+def arrive_late(strategy, step):  # so that rank 1 takes step 1
+    while step == 1 - rank and strategy._claims.look().top <= step:
+        time.sleep(0.001)
+    return arrive(strategy, step)
+def find_out_late(joining, pieces, pairs):  # when the other worker has changed the weights
+    strategy = session._course.strategy
+    while rank and strategy._claims.look().version <= 1:
+        time.sleep(0.001)
+    return obstacle(joining, pieces, pairs)
+Asynchronous._arrive, Joining._obstacle = arrive_late, find_out_late
+session = paceline.start(
+    model=model(), optimizer=optimizer, loss=functional.cross_entropy, data=data, batch=32, strategy="hogwild",
+    timeout_seconds=30,
+)
+for batch in session.batches(epochs=3):
+    session.step(batch)
+tell(parts=session._job.order.microbatches, joins=session._job.compute.joins, fingerprint=session.fingerprint())
+"""
+)
+
+
+def test_updates_of_others_do_not_keep_microbatches_apart(told: Told, tmp_path: Path) -> None:
+    everyone = told(UPDATED_MEANWHILE, 2, tmp_path, environment={"OPTIMIZER": "SGD"})
+    assert everyone[0] == everyone[1]
+    assert everyone[0]["parts"] > 1 and everyone[0]["joins"] is True
+
+
 SCHEDULED = """
 import counted
 from subjects import tell

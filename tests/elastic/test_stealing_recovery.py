@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 from launchers import Run
+from test_recovery import OVER_THE_NETWORK
 
 from paceline.testing import faults
 

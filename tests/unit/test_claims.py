@@ -61,7 +61,7 @@ def claims_of(name: str, rank: int = 0, size: int = 4) -> Claims:
 
 
 def test_steps_are_taken_from_the_lowest_free_one() -> None:
-    table = Table([0, 0])
+    table = Table()
     for step in range(3):
         table.offer(step)
     assert [table.take(1), table.take(0), table.take(1), table.take(0)] == [0, 1, 2, None]
@@ -74,7 +74,7 @@ def test_steps_are_taken_from_the_lowest_free_one() -> None:
 
 
 def test_a_step_that_was_offered_is_not_offered_again() -> None:
-    table = Table([0])
+    table = Table()
     table.offer(5)
     table.take(0)
     del table.open[5]
@@ -85,7 +85,7 @@ def test_a_step_that_was_offered_is_not_offered_again() -> None:
 
 def test_the_table_comes_back_as_it_was(name: str) -> None:
     claims = claims_of(name)
-    table = Table([3, 4, 5, 6], 9, {7: 2, 8: FREE}, 6, 11, 2, 5, 0.1, 0.7, 1e-3, False)
+    table = Table(9, {7: 2, 8: FREE}, 6, 11, 2, 5, 0.1, 0.7, 1e-3, False)
     claims.begin(table)
     assert claims_of(name).look() == table
     with claims.change() as changed:
@@ -95,7 +95,7 @@ def test_the_table_comes_back_as_it_was(name: str) -> None:
 
 def test_a_change_that_fails_is_no_change(name: str) -> None:
     claims = claims_of(name)
-    claims.begin(Table([0] * 4))
+    claims.begin(Table())
     with pytest.raises(ZeroDivisionError), claims.change() as table:
         table.version = 1 // 0
     assert claims.look().version == 0
@@ -106,7 +106,7 @@ def test_a_change_that_fails_is_no_change(name: str) -> None:
 
 def test_nothing_changes_after_the_end(name: str) -> None:
     claims, late = claims_of(name), claims_of(name, 1)
-    claims.begin(Table([0] * 4))
+    claims.begin(Table())
     with pytest.raises(WorkerLost, match="parted"), late.change() as table:
         table.version = 1
         claims._words[0] = 1  # as close() does when it cannot get the lock
@@ -121,7 +121,7 @@ def _stop_in_a_change(name: str) -> None:
 
 def test_a_process_that_is_stopped_in_a_change_holds_nobody_up_for_long(name: str) -> None:
     claims = claims_of(name)
-    claims.begin(Table([0] * 4))
+    claims.begin(Table())
     child = forked(lambda: _stop_in_a_change(name))
     os.waitpid(child, os.WUNTRACED)
     assert claims.close().version == 0
@@ -135,13 +135,13 @@ def _count_without_end(name: str) -> None:
     while True:
         with claims.change() as table:
             table.version += 1
-            table.top = table.version
-            table.places = [table.version] * 4
+            table.top = table.stop = table.version
+            table.open = dict.fromkeys(range(table.version, table.version + 4), table.version)
 
 
 def test_a_process_that_is_killed_in_a_change_leaves_a_whole_table(name: str) -> None:
     claims = claims_of(name)
-    claims.begin(Table([0] * 4))
+    claims.begin(Table())
     seen = 0
     for attempt in range(12):
         child = forked(lambda: _count_without_end(name))
@@ -150,7 +150,8 @@ def test_a_process_that_is_killed_in_a_change_leaves_a_whole_table(name: str) ->
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         with claims.change() as table:
-            assert table.top == table.version and table.places == [table.version] * 4
+            open_ = dict.fromkeys(range(table.version, table.version + 4), table.version)
+            assert table == Table(table.version, open_, table.version, table.version)
             assert table.version > seen
             seen = table.version
 
@@ -160,12 +161,12 @@ def _count(name: str, rank: int) -> None:
     for _ in range(300):
         with claims.change() as table:
             table.version += 1
-            table.places[rank] += 1
+            table.open[rank] = table.open.get(rank, 0) + 1
 
 
 def test_no_change_of_several_processes_is_lost(name: str) -> None:
-    claims_of(name).begin(Table([0] * 4))
+    claims_of(name).begin(Table())
     children = [forked(partial(_count, name, rank)) for rank in range(3)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     table = claims_of(name).look()
-    assert (table.version, table.places) == (900, [300, 300, 300, 0])
+    assert (table.version, table.open) == (900, dict.fromkeys(range(3), 300))

@@ -1,0 +1,127 @@
+"""``paceline profile``: what each layer of a model costs, and where to cut it into stages."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from paceline.cli.options import Arguments, Plan, Script, Set
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from paceline.launch.base import Request
+    from paceline.plan.costs import Profile
+    from paceline.schedule.balance import Cut
+
+CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
+MORE_HELP = """ The script runs up to paceline.start and no further.
+
+Options may also stand after the script; what follows -- is the script's own.
+"""
+_TRIED = (2, 3, 4)
+_WHOLE = {"strategy": "allreduce", "compile": "false"}  # what is measured is the model itself, in one piece
+
+
+def command(  # noqa: PLR0913 - each is an option
+    script: Script,
+    arguments: Arguments = None,
+    workers: Annotated[
+        int, typer.Option("--workers", "-n", help="Workers to start: from 2 on, the link between them is measured.")
+    ] = 1,
+    stages: Annotated[int | None, typer.Option(help="Into how many stages to cut; 2, 3 and 4 if none.")] = None,
+    memory: Annotated[
+        float | None, typer.Option(help="What a worker may hold, in GB; any amount if none.", metavar="GB")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Write the cut into a plan file; with --stages.", metavar="FILE")
+    ] = None,
+    set_: Set = None,
+    plan: Plan = None,
+) -> None:
+    """Measure the layers of a script's model, and where to cut it into stages."""
+    from paceline import config
+    from paceline.errors import ConfigError
+    from paceline.launch.base import Request
+    from paceline.plan.costs import plan_text
+
+    if output is not None and stages is None:
+        raise ConfigError("--output writes one cut: say into how many stages with --stages.")
+    settings = {**config.parse_command_line(set_ or []), **_WHOLE}
+    found = _measure(Request(script, tuple(arguments or ()), workers, settings, plan))
+    print("\n".join(_layer_lines(found)))
+    print()
+    tried = [stages] if stages is not None else [count for count in _TRIED if count <= len(found.layers)]
+    cuts = [_cut(found, count, workers, memory) for count in tried]
+    print("\n".join(_cut_lines(cuts)))
+    if found.link_bytes_per_second is None:
+        print("Transfers count as free: the link is measured with -n 2 or more.")
+    if output is not None:
+        output.write_text(plan_text(found, cuts[0]))
+        print(f"Written to {output}: paceline run -n {sum(cuts[0].replicas)} --plan {output} {script}")
+
+
+def _measure(base: Request) -> Profile:
+    from dataclasses import replace
+
+    from paceline import env
+    from paceline.cli.report import report
+    from paceline.launch.local import Workers
+    from paceline.launch.prepare import prepare
+    from paceline.plan.costs import read
+
+    with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
+        answer = Path(directory) / "profile.json"
+        request = replace(base, runs=Path(directory), name="run", environment={env.PROFILE: str(answer)})
+        launch = prepare(request)
+        with Workers(launch, lambda name, line: None) as running:
+            outcome = running.wait()
+        code = report(launch, outcome, None, seen=None)
+        if code != 0:
+            raise typer.Exit(code)
+        if not answer.exists():
+            print(f"paceline: {base.script} ended without calling paceline.start.", file=sys.stderr)
+            raise typer.Exit(1)
+        return read(answer)
+
+
+def _cut(found: Profile, stages: int, workers: int, memory: float | None) -> Cut:
+    from paceline.schedule.balance import balance
+
+    return balance(found.layers, stages, found.cluster(max(workers, stages), memory and memory * 1e9))
+
+
+def _layer_lines(found: Profile) -> list[str]:
+    from paceline.cli import table
+
+    rows: list[tuple[str, ...]] = [("layer", "forward ms", "backward ms", "parameters", "kept", "to the next")]
+    for layer in found.layers:
+        times = (f"{1000 * layer.forward:.3f}", f"{1000 * layer.backward:.3f}")
+        sizes = (layer.parameter_bytes, layer.kept_bytes, layer.output_bytes)
+        rows.append((layer.name, *times, *map(_size, sizes)))
+    link = found.link_bytes_per_second
+    told = f"; link {8e-6 * link:,.0f} Mbit/s" if link is not None else ""
+    return [f"{found.model}, microbatches of {found.samples} samples{told}", "", *table.lines(rows)]
+
+
+def _cut_lines(cuts: Sequence[Cut]) -> list[str]:
+    from paceline.cli import table
+
+    rows = [("stages", "slowest ms", "each ms", "workers", "cut")]
+    for cut in cuts:
+        each = " ".join(f"{1000 * seconds:.3f}" for seconds in cut.seconds)
+        replicas = " ".join(map(str, cut.replicas))
+        rows.append((str(len(cut.bounds)), f"{1000 * cut.slowest:.3f}", each, replicas, ", ".join(cut.names)))
+    return table.lines(rows)
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} GB"

@@ -1,0 +1,78 @@
+"""Measures a model on its first microbatch, and the link between workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.comm.world import Message, World
+from paceline.errors import ConfigError
+from paceline.plan.costs import Profile
+from paceline.schedule.balance import LayerCost
+from paceline.strategies.base import Job
+from paceline.strategies.compute import sum_and_count
+from paceline.strategies.layer_times import measure
+from paceline.strategies.layers import layers_of
+
+_LINK_BYTES = 8 << 20
+_LINK_REPEATS = 5
+
+
+def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
+    """What the model of a job costs, measured by rank 0, and its link; all workers call this together.
+
+    Raises:
+        ConfigError: the loss is not ``loss(output, target)``, so the model cannot be cut.
+        InputError: the model cannot be cut.
+    """
+    if loss is None:
+        raise ConfigError(
+            "The layers of a model are measured with loss(output, target), but the script gives forward(model, "
+            "microbatch): a model that is cut has its output on another worker than its input."
+        )
+    costs = _layer_costs(job, loss) if job.world.rank == 0 else []
+    job.world.gather(None, "profile")  # nobody disturbs the one that measures
+    link = _link(job.world)
+    order, model = job.order, type(job.compute.model).__name__
+    return Profile(model, tuple(costs), len(order.parts_of(0)[0]), order.microbatches, link)
+
+
+def _layer_costs(job: Job, loss: Callable[[Any, Any], Any]) -> list[LayerCost]:
+    piece = job.feed.load(0, [range(1)])[0]
+    features, target = piece.data
+    model = job.compute.model
+
+    def total(output: Any) -> torch.Tensor:
+        return sum_and_count(loss(output, target), piece.samples)[0]
+
+    return measure(model, layers_of(model, features), features, total, precision=job.compute.precision)
+
+
+def _link(world: World) -> float | None:
+    """Bytes per second between neighbours, in each direction; of the slowest link."""
+    found = []
+    world.await_group()
+    for first in range(world.size - 1):
+        if world.rank in (first, first + 1):
+            found.append(_speed(world, 2 * first + 1 - world.rank))
+        world.gather(None, "profile")
+    speeds = [speed for told in world.gather(found, "profile") for speed in told]
+    return min(speeds, default=None)
+
+
+def _speed(world: World, peer: int) -> float:
+    """Both send at the same time, as neighbours in a pipeline do."""
+    own, others = (torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2))
+    seconds = []
+    for tag in range(_LINK_REPEATS + 1):
+        begin = time.perf_counter()
+        for transfer in world.post([Message(own, peer, tag)], [Message(others, peer, tag)]):
+            transfer.wait()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return _LINK_BYTES / median(seconds[1:])

@@ -1,0 +1,190 @@
+"""Layers are measured as they are, and the cut that follows is as good as any."""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.compiler_bisector  # sets a variable of the environment, which a trace would do else
+from torch import nn
+from torch.nn import functional
+
+from paceline.cli.main import main
+from paceline.schedule.balance import Cluster, LayerCost, Prices, balance
+from paceline.strategies.layer_times import measure
+from paceline.strategies.layers import layers_of
+
+
+class _Nap(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
+        context.seconds = seconds
+        time.sleep(seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        time.sleep(2 * context.seconds)
+        return gradient, None
+
+
+class Nap(nn.Module):
+    """A layer that takes so many seconds forward, and twice as many backward."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = _Nap.apply(self.layer(values), self.seconds)
+        return output
+
+
+def measured(model: nn.Module, given: Any, target: Any, repeats: int = 3) -> list[LayerCost]:
+    return measure(
+        model, layers_of(model, given), given, lambda output: functional.cross_entropy(output, target), repeats
+    )
+
+
+def test_unequal_layers_are_balanced_as_well_as_can_be() -> None:
+    seconds = [0.050, 0.010, 0.005, 0.045, 0.005, 0.020, 0.050, 0.005]
+    model = nn.Sequential(*(Nap(value) for value in seconds))
+    costs = measured(model, torch.randn(3, 4), torch.zeros(3, dtype=torch.long))
+    for cost, value in zip(costs, seconds, strict=True):
+        assert value <= cost.forward < value + 0.03
+        assert 2 * value <= cost.backward < 2 * value + 0.03
+    prices = Prices(costs, Cluster())
+    for stages in (2, 3, 4):
+        best = min(
+            max(prices.seconds(*bound) for bound in pairwise([0, *places, len(costs)]))
+            for places in combinations(range(1, len(costs)), stages - 1)
+        )
+        assert balance(costs, stages, Cluster()).slowest <= 1.05 * best
+
+
+def test_the_bytes_of_each_layer() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4, bias=False))
+    costs = measured(model, torch.randn(5, 8), torch.zeros(5, dtype=torch.long), repeats=1)
+    assert [cost.name for cost in costs] == ["0", "1", "2"]
+    assert [cost.parameter_bytes for cost in costs] == [4 * (8 * 16 + 16), 0, 4 * 16 * 4]
+    assert [cost.output_bytes for cost in costs] == [4 * 5 * 16, 4 * 5 * 16, 0]
+    assert costs[0].kept_bytes == 4 * 5 * 8
+    assert costs[1].kept_bytes == 2 * 4 * 5 * 16  # its input, and its output for the gradient
+
+
+class Skip(nn.Module):
+    """What the first layer gives crosses both boundaries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        first = self.first(values)
+        return self.last(self.dropout(self.norm(first))) + first
+
+
+def test_a_traced_model_is_measured_and_stays_as_it_was() -> None:
+    model = Skip()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.get_rng_state()
+    costs = measured(model, torch.randn(5, 4, generator=torch.Generator().manual_seed(1)), torch.zeros(5).long())
+    assert [cost.name for cost in costs] == ["first", "norm", "dropout", "last"]
+    one = 4 * 5 * 8
+    assert [cost.output_bytes for cost in costs] == [one, 2 * one, 2 * one, 0]
+    assert all(cost.forward > 0 and cost.backward > 0 for cost in costs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+@dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Result]
+
+SCRIPT = """
+from functools import partial
+import torch
+from torch import nn
+import paceline
+from subjects import Transformer, classes, convnet, images, mlp, per_token, Sentences
+
+optimizer = partial(torch.optim.SGD, lr=0.1)
+paceline.start({arguments}, optimizer=optimizer, batch=32)
+print("trained")
+"""
+CASES = {
+    "list": "model=convnet(), data=images(64), loss=nn.functional.cross_entropy",
+    "traced": "model=Transformer(), data=Sentences(64), collate=lambda rows: (torch.stack(rows), torch.stack(rows)), "
+    "loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())",
+    "no loss": "model=Transformer(), data=Sentences(64), forward=per_token",
+}
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """``paceline profile`` with a script of one of the cases."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parent}:{Path(__file__).parents[2]}")
+
+    def run(case: str, *arguments: object) -> Result:
+        path = tmp_path / "train.py"
+        path.write_text(SCRIPT.format(arguments=CASES[case]))
+        with pytest.raises(SystemExit) as ended:
+            main(["profile", str(path), *map(str, arguments)])
+        code = ended.value.code
+        assert code is None or isinstance(code, int)
+        return Result(code or 0, *capsys.readouterr())
+
+    return run
+
+
+def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
+    shown = command("list", "-n", 2, "--stages", 2, "--output", "plan.toml")
+    assert shown.code == 0, shown.err
+    first = shown.out.splitlines()[0]
+    assert first.startswith("Sequential, microbatches of 4 samples; link ")
+    assert first.endswith(" Mbit/s")
+    assert "trained" not in shown.out
+    plan = tomllib.loads((tmp_path / "plan.toml").read_text())
+    assert plan["strategy"] == "pipeline"
+    assert plan["pipeline"]["stages"] == 2
+    assert plan["pipeline"]["replicas"] == [1, 1]
+    [name] = plan["pipeline"]["cut"]
+    assert name in [str(place) for place in range(1, 10)]
+    assert "paceline run -n 2 --plan plan.toml" in shown.out
+
+
+def test_the_best_cuts_of_a_traced_model(command: Command) -> None:
+    shown = command("traced")
+    assert shown.code == 0, shown.err
+    lines = shown.out.splitlines()
+    assert lines[0] == "Transformer, microbatches of 4 samples"
+    assert [line.split()[0] for line in lines[3:7]] == ["embedding", "blocks.0", "blocks.1", "output"]
+    assert [line.split()[0] for line in lines[9:12]] == ["2", "3", "4"]
+    assert lines[11].endswith("1 1 1 1  blocks.0, blocks.1, output")
+    assert "the link is measured with -n 2 or more" in lines[-1]
+
+
+def test_what_cannot_be_profiled(command: Command) -> None:
+    shown = command("no loss")
+    assert shown.code == 2
+    assert "the script gives forward(model, microbatch)" in shown.err
+    shown = command("list", "--output", "plan.toml")
+    assert shown.code == 2
+    assert "say into how many stages with --stages" in shown.err
