@@ -149,7 +149,7 @@ class Executor:
         self._downwards: dict[tuple[int, int], Crossing] = {}
         self.samples: dict[int, int] = {}
         self.pairs: dict[int, torch.Tensor] = {}
-        self.statistics: dict[int, dict[int, list[torch.Tensor]]] = {stage: {} for stage in self._held}
+        self.statistics: dict[int, dict[int, dict[str, torch.Tensor]]] = {stage: {} for stage in self._held}
 
     def enter(self, step: int, pieces: Sequence[Piece], first: int = 0) -> None:
         """Let the microbatches of a step in.
@@ -231,7 +231,8 @@ class Executor:
                 drew = states is not None or not same_states(before, generator_states())
                 packed: Crossing = [*packed_states()] if drew else [None] * self._states
                 self._upwards[place] = [self._hooks.tell(microbatch, True), *packed, *passed.outputs]
-        self.statistics[stage][microbatch] = compute.buffers.collect(self.samples[microbatch], held.buffers)
+        made = compute.buffers.collect(self.samples[microbatch], held.buffers)
+        self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(held.buffers), made, strict=True))
 
     def _entering(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
         """The generators' states, if anything was drawn before, and the values that a forward pass starts from."""

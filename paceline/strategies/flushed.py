@@ -204,7 +204,7 @@ class Flushed(Hooks):
             names += buffers.names_in(held.buffers)
             one = ScatteredSums(exact)
             for microbatch, values in self._executor.statistics[stage].items():
-                one.push(microbatch, [*values])
+                one.push(microbatch, [*values.values()])
             sums.append(one.values())
         if not buffers.settled:
             told = self._job.world.gather(buffers.live, "step")

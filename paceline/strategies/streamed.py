@@ -141,7 +141,11 @@ class Streamed(Hooks):
             parameter.grad = None
         pair = self._executor.pairs[microbatch]
         self._sums.push(microbatch, values)
-        self._statistics.push(microbatch, [*self._executor.statistics[stage][microbatch]])
+        made, names = (
+            self._executor.statistics[stage][microbatch],
+            self._job.compute.buffers.names_in(self._held.buffers),
+        )
+        self._statistics.push(microbatch, [made[name] for name in names])  # maybe more than are known to change by now
         self._totals += pair.cpu()
         self._returned.append((float(pair[0]), float(pair[1])))
         self._used.append(self._stream.version(stage, microbatch))

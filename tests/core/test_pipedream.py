@@ -1,0 +1,304 @@
+"""Each microbatch goes back through the weights that it came through, and the weights are as old as the paper says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+Told = Callable[..., list[dict[str, Any]]]
+
+
+class Case(NamedTuple):
+    """An asynchronous pipeline of a model of ``by_hand``.
+
+    ``lags``, ``every``: of the stages, by hand. ``version``: the weights of a stage for a microbatch m, in Python.
+    ``runs``: the steps between two moments when the pipeline runs empty; ``batch``: samples, microbatches, of which
+    there are 60 samples in all. ``late``: updates after which tied weights come back.
+    """
+
+    workers: int
+    settings: dict[str, Any]
+    cut: list[int]
+    lags: list[int]
+    every: int
+    runs: list[list[int]]
+    version: str = "max(0, m - lags[stage]) // every"
+    model: str = "layers"
+    batch: tuple[int, int] = (20, 5)
+    late: int = 0
+
+
+CASES = {
+    "an update after each microbatch": Case(
+        3, {"schedule": "pipedream", "update_every": 1}, [2, 5], [2, 1, 0], 1, [[0, 1, 2, 3]]
+    ),
+    "an update for each batch": Case(3, {"schedule": "pipedream"}, [2, 5], [2, 1, 0], 5, [[0, 1, 2, 3]]),
+    "updates that do not meet the batches": Case(
+        2, {"schedule": "pipedream", "update_every": 2}, [4], [1, 0], 2, [[0, 1, 2]]
+    ),
+    "a divisor of the batch": Case(
+        2, {"schedule": "pipedream", "update_every": 3}, [3], [1, 0], 3, [[0, 1, 2, 3]], batch=(24, 6)
+    ),
+    "vertical sync": Case(
+        3,
+        {"schedule": "pipedream", "update_every": 1, "vertical_sync": True},
+        [2, 5],
+        [2, 1, 0],
+        1,
+        [[0, 1, 2, 3]],
+        version="max(0, m - 2)",
+    ),
+    "2bw": Case(
+        3, {"schedule": "2bw", "update_every": 3}, [2, 5], [2, 1, 0], 3, [[0, 1, 2, 3]], version="max(0, m // 3 - 1)"
+    ),
+    "run empty every two steps": Case(
+        2, {"schedule": "pipedream", "update_every": 1, "flush_every": 2}, [5], [1, 0], 1, [[0, 1], [2, 3], [4]]
+    ),
+    # Of 60 samples in batches of 32 the second one has 28: 7 microbatches after 8.
+    "short batches": Case(
+        2, {"schedule": "pipedream", "update_every": 4}, [5], [1, 0], 4, [[0, 1, 2, 3]], batch=(32, 8)
+    ),
+    "two workers for the first stage": Case(
+        3,
+        {"schedule": "pipedream", "update_every": 2, "replicas": [2, 1]},
+        [5],
+        [2, 0],
+        2,
+        [[0, 1, 2, 3]],
+        batch=(24, 4),
+        model="without_buffers",
+    ),
+    "two workers for each stage": Case(
+        4,
+        {"schedule": "pipedream", "update_every": 4, "replicas": [2, 2]},
+        [5],
+        [2, 0],
+        4,
+        [[0, 1, 2]],
+        batch=(24, 4),
+        model="without_buffers",
+    ),
+    # 12 of 60 samples are left, 3 microbatches of 8: then it would be the other worker's turn, so it runs empty.
+    "two workers, and an odd number of microbatches": Case(
+        3,
+        {"schedule": "pipedream", "update_every": 2, "replicas": [2, 1]},
+        [5],
+        [2, 0],
+        2,
+        [[0, 1], [2, 3]],
+        batch=(32, 8),
+        model="without_buffers",
+    ),
+    "tied weights": Case(
+        3,
+        {"schedule": "pipedream", "update_every": 1},
+        [2, 4],
+        [2, 1, 0],
+        1,
+        [[0, 1, 2, 3]],
+        model="tied",
+        late=1,
+    ),
+    "tied weights, far away": Case(
+        3, {"schedule": "pipedream", "update_every": 1}, [2, 3], [2, 1, 0], 1, [[0, 1, 2, 3]], model="tied", late=2
+    ),
+    "tied weights, two microbatches an update, run empty": Case(
+        2,
+        {"schedule": "pipedream", "update_every": 2, "flush_every": 2},
+        [3],
+        [1, 0],
+        2,
+        [[0, 1], [2, 3]],
+        model="tied",
+        late=1,
+    ),
+    "tied weights, 2bw": Case(
+        3,
+        {"schedule": "2bw", "update_every": 3},
+        [2, 3],
+        [2, 1, 0],
+        3,
+        [[0, 1, 2, 3]],
+        version="max(0, m // 3 - 1)",
+        model="tied",
+        late=1,
+    ),
+}
+SCRIPT = """
+import json, os
+import by_hand
+from paceline.strategies.versions import Versions
+from subjects import tell
+
+most, next_version = [0], Versions.next
+def watched(self, oldest):
+    most[0] = max(most[0], self.kept)
+    return next_version(self, oldest)
+Versions.next = watched
+
+for name, case in json.loads(os.environ["CASES"]).items():
+    workers, settings, cut, lags, every, runs, formula, model, (batch, count), late = case
+    given = 60, batch, count
+    cuts = [str(place) for place in cut]
+    made = getattr(by_hand, model)()
+    by_hands = [
+        by_hand.ByHand(
+            made, cut, lags, every, eval("lambda stage, m: " + formula, {"lags": lags, "every": every}), newest, late
+        )
+        for newest in (False, True)
+    ]
+    most[0] = 0
+    session = by_hand.trained(made, *given, sum(map(len, runs)), cut=cuts, **settings)
+    for one in by_hands:
+        for run in runs:
+            one.until_empty(by_hand.microbatches(*given, run))
+    tell(**{name: {
+        "stashed": by_hands[0].farthest_from(made),
+        "newest": by_hands[1].farthest_from(made),
+        "fingerprint": session.fingerprint(),
+        "versions": most[0],
+    }})
+"""
+
+
+@pytest.fixture(scope="module")
+def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[list[dict[str, Any]], Path]]:
+    known: dict[int, tuple[list[dict[str, Any]], Path]] = {}
+    failed: set[int] = set()
+
+    def of(workers: int) -> tuple[list[dict[str, Any]], Path]:
+        assert workers not in failed, f"see the first test with {workers} workers"
+        if workers not in known:
+            failed.add(workers)
+            cases = {name: case for name, case in CASES.items() if case.workers == workers}
+            folder = tmp_path_factory.mktemp("pipedream")
+            environment = {"CASES": json.dumps(cases), "PACELINE_RUN": str(folder)}
+            known[workers] = told(SCRIPT, workers, folder, environment=environment), folder
+            failed.remove(workers)
+        return known[workers]
+
+    return of
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_each_stage_uses_the_weights_of_the_forward_pass(results: Any, name: str) -> None:
+    """With the newest weights in the backward pass the result would be another one."""
+    everyone, _ = results(CASES[name].workers)
+    assert len({one[name]["fingerprint"] for one in everyone}) == 1
+    for one in everyone:
+        assert one[name]["stashed"] < 1e-10
+        assert one[name]["newest"] > 1e-6
+
+
+def stage_of(case: Case, rank: int) -> int:
+    replicas = case.settings.get("replicas", [1] * case.workers)
+    return next(stage for stage in range(len(replicas)) if rank < sum(replicas[: stage + 1]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_more_versions_are_kept_than_the_paper_says(results: Any, name: str) -> None:
+    """As many as there are stages from this one on; with vertical sync as many as stages; with 2BW two."""
+    case = CASES[name]
+    everyone, _ = results(case.workers)
+    for rank, one in enumerate(everyone):
+        lag = case.lags[0 if case.settings.get("vertical_sync") else stage_of(case, rank)]
+        most = 2 if case.settings["schedule"] == "2bw" else -(-lag // case.every) + 1
+        assert one[name]["versions"] == most or (rank and one[name]["versions"] < most)
+
+
+def test_the_staleness_is_told(results: Any) -> None:
+    """In the long run each stage uses weights that are as many updates old as it is ahead."""
+    results(3)
+    _, folder = results(3)
+    told = [
+        json.loads(line) for path in sorted(folder.glob("events/*.jsonl")) for line in path.read_text().splitlines()
+    ]
+    found: dict[int, list[list[int]]] = {}
+    for event in told:
+        if event["event"] == "staleness":
+            found.setdefault(event["stage"], []).append(event["staleness"])
+    # the first case, an update after each of 20 microbatches: those that entered before the first update are younger
+    for stage, lag in enumerate((2, 1, 0)):
+        assert found[stage][:20] == [[min(number, lag)] for number in range(20)]
+
+
+EMPTIED = """
+import math, os
+import by_hand
+import paceline
+from paceline.data.order import Order
+from subjects import tell
+
+every, settings = by_hand.data(40), {"schedule": "pipedream", "update_every": 2, "cut": ["4"]}
+
+def arguments(model):
+    return by_hand.arguments(model, 60, 20, 5, **settings) | {
+        "checkpoint": {"directory": os.environ["SAVED"], "every": 3, "background": False}
+    }
+
+def expected(*runs):
+    one = by_hand.ByHand(by_hand.layers(), [4], [1, 0], 2, lambda stage, m: max(0, m - 1 + stage) // 2)
+    for run in runs:
+        one.until_empty(by_hand.microbatches(60, 20, 5, run))
+    return one
+
+model = by_hand.layers()
+session = paceline.start(**arguments(model))
+evaluated = []
+for batch in session.batches(steps=5):
+    session.step(batch)
+    if batch.step == 1:
+        evaluated.append(session.evaluate(every))
+middle = expected([0, 1])
+whole = [value for stage in middle.stages for value in stage]
+for part in whole:
+    part.eval()
+values, targets = every.tensors
+for part in whole:
+    values = part(values)
+tell(
+    evaluated=evaluated,
+    expected=by_hand.functional.cross_entropy(values, targets).item(),
+    distance=expected([0, 1], [2], [3, 4]).farthest_from(model),
+)
+
+model = by_hand.layers()
+session = paceline.start(**arguments(model), resume="auto")
+start = session.position
+for batch in session.batches(steps=5):
+    session.step(batch)
+tell(start=start, resumed=expected([0, 1], [2], [3, 4]).farthest_from(model))
+
+def spoiled(made, **more):
+    data = by_hand.data(60)
+    data.tensors[0][Order(60, 20, 5, 0).microbatches_of(1)[2][0]] = math.nan
+    given = arguments(made) | {"data": data, "nonfinite": "skip", "checkpoint": {}, "pipeline": settings | more}
+    session = paceline.start(**given)
+    reports = [session.step(batch) for batch in session.batches(steps=3)]
+    return session, all(value.isfinite().all().item() for value in made.state_dict().values())
+
+session, finite = spoiled(by_hand.layers())
+tell(skipped=[finite, session.fingerprint()])
+session, finite = spoiled(by_hand.tied(), cut=["3"], update_every=1)
+tell(tied=[finite, session.fingerprint()])
+"""
+
+
+def test_the_pipeline_runs_empty_when_it_is_looked_at(told: Told, tmp_path: Path) -> None:
+    """Before an evaluation and a checkpoint; a run that goes on from the checkpoint is the same as that not stopped."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    first, second = told(EMPTIED, 2, tmp_path, environment={"SAVED": str(saved), "PACELINE_RUN": str(tmp_path)})
+    for one in (first, second):
+        assert one["evaluated"] == pytest.approx([one["expected"]], rel=1e-12)
+        assert one["distance"] < 1e-10
+        assert (one["start"], one["resumed"] < 1e-10) == (3, True)
+        for name in ("skipped", "tied"):
+            assert one[name] == [True, first[name][1]]
+    events = [json.loads(line) for path in tmp_path.glob("events/*.jsonl") for line in path.read_text().splitlines()]
+    skipped = [event for event in events if event["event"] == "skipped"]
+    assert len(skipped) == 4 and all("nan" in event["reason"] for event in skipped)
