@@ -1,0 +1,255 @@
+"""A model that cannot be cut as asked is refused by all workers; what goes wrong on the way ends them all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from test_bad_input import Bad, check, message
+
+from paceline.testing.ranks import Ended
+
+Run = Callable[..., list[Ended]]
+
+HEAD = """
+import os, sys, time, signal
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+import paceline
+from subjects import classes
+from cuts import CUT, Skips
+
+RANK = int(os.environ["RANK"])
+given = CUT["batch norm"]() | {"strategy": "pipeline", "timeout_seconds": 20}
+
+def go(steps=4, **changes):
+    session = paceline.start(**(given | changes))
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+    print("done", flush=True)
+
+def layers(*middle):
+    return nn.Sequential(nn.Linear(12, 12), *middle, nn.Linear(12, 4))
+
+def small(model, **changes):
+    go(**({"model": model, "data": classes(96)} | changes))
+"""
+TEN = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
+REFUSED = {
+    "more stages than layers": Bad("small(layers())", "ConfigError", 2, ["3 stages", "2 layers"], workers=3),
+    "more stages than layers, cut": Bad(
+        "small(layers(), pipeline={'cut': ['1', '2']})", "ConfigError", 2, ["3 stages", "has 2: 0, 1"], workers=3
+    ),
+    "a layer that returns no tensor": Bad(
+        "class Length(nn.Module):\n    def forward(self, values): return len(values)\n"
+        "class Back(nn.Module):\n    def forward(self, values): return torch.ones(values, 12)\n"
+        "small(layers(Length(), Back()))",
+        "InputError",
+        2,
+        ["'1' (Length)", "no tensor but int"],
+    ),
+    "a branch that depends on the data": Bad(
+        "class Branch(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.one, self.two = nn.Linear(12, 12), nn.Linear(12, 4)\n"
+        "    def forward(self, values):\n"
+        "        return self.two(self.one(values) if values.sum() > 0 else values)\n"
+        "small(Branch())",
+        "InputError",
+        2,
+        ["script.py"],
+    ),
+    "an unknown layer": Bad("go(pipeline={'cut': ['5b']})", "ConfigError", 2, ["'5b'", "nearest is '5'", TEN]),
+    "layers in the wrong order": Bad(
+        "go(pipeline={'cut': ['5', '2']})", "ConfigError", 2, ["Stage 2", "'2' is not after '5'"], workers=3
+    ),
+    "a cut at the first layer": Bad(
+        "go(pipeline={'cut': ['0']})", "ConfigError", 2, ["Stage 1", "'0' is not after '0'"]
+    ),
+    "another number in the cut": Bad(
+        "go(pipeline={'cut': ['2', '5'], 'stages': 2})",
+        "ConfigError",
+        2,
+        ["pipeline.stages (2)", "pipeline.cut", "(3)"],
+    ),
+    "stages that the workers cannot hold": Bad(
+        "go(pipeline={'stages': 2, 'schedule': 'zb-h1'})",
+        "ConfigError",
+        2,
+        ["3 workers", "2 stages", "multiple of 2"],
+        workers=3,
+    ),
+    "more stages than workers": Bad("go(pipeline={'stages': 3})", "ConfigError", 2, ["2 workers", "3 stages"]),
+    "replicas of other workers": Bad(
+        "go(pipeline={'replicas': [1, 2]})", "ConfigError", 2, ["[1, 2]", "3 workers", "there are 2"]
+    ),
+    "no replica of a stage": Bad("go(pipeline={'replicas': [0, 2]})", "ConfigError", 2, ["pipeline.replicas", "0"]),
+    "uneven replicas of a zero bubble": Bad(
+        "go(pipeline={'replicas': [1, 2], 'schedule': 'zb-h1'})", "ConfigError", 2, ["[1, 2]", "'zb-h1'"], workers=3
+    ),
+    "fewer microbatches than replicas": Bad(
+        "go(pipeline={'stages': 1}, microbatches=2)", "ConfigError", 2, ["2 microbatches", "3 "], workers=3
+    ),
+    "an unknown schedule": Bad(
+        "go(pipeline={'schedule': 'zb'})", "ConfigError", 2, ["pipeline.schedule = 'zb'", "zb-h1"]
+    ),
+    "a whole forward pass": Bad(
+        "del given['loss']\ngo(forward=lambda model, data: functional.cross_entropy(model(data[0]), data[1]))",
+        "ConfigError",
+        2,
+        ["'pipeline' cuts the model", "loss(output, target)"],
+    ),
+    "compiling": Bad("go(compile=True)", "ConfigError", 2, ["compile=True", "'pipeline'"]),
+    "classes to recompute": Bad(
+        "go(recompute=['Conv2d'])", "ConfigError", 2, ["recompute = ['Conv2d']", "pipeline.recompute = true"]
+    ),
+    "exact bits with PipeDream": Bad(
+        "go(pipeline={'schedule': 'pipedream'}, exact=True)", "ConfigError", 2, ["'pipeline'", "exact=True"]
+    ),
+    "too few microbatches between updates": Bad(
+        "go(pipeline={'schedule': '2bw', 'update_every': 2})", "ConfigError", 2, ["3 workers", "not 2"], workers=3
+    ),
+    "too little memory": Bad(
+        "go(pipeline={'memory_gigabytes': 1e-6})", "ConfigError", 2, ["does not fit into 2 stages", "stage", "1,000"]
+    ),
+    "too little memory for a cut": Bad(
+        "go(pipeline={'memory_gigabytes': 2e-6, 'cut': ['9']})", "ConfigError", 2, ["Stage 0", "'0' to '8'", "2,000"]
+    ),
+    "tied weights in a stage of two workers": Bad(
+        "go(**CUT['tied weights'](), pipeline={'schedule': 'pipedream', 'replicas': [2, 1]})",
+        "ConfigError",
+        2,
+        ["'embedding.weight'", "stages 0, 1", "2 workers", "'1f1b'"],
+        workers=3,
+    ),
+    "a buffer that two stages change": Bad(
+        "norm = nn.BatchNorm1d(12)\nsmall(layers(norm, nn.Tanh(), norm), pipeline={'cut': ['2']})",
+        "InputError",
+        2,
+        ["Stages 0 and 1", "both change the buffer '1.", "pipeline.cut"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
+    check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
+
+
+def test_one_worker_alone_cuts_nothing(ranks: Run, tmp_path: Path) -> None:
+    (alone,) = ranks(HEAD + "go(pipeline={'stages': 4, 'cut': ['nowhere']})", 1, tmp_path)
+    assert (alone.code, alone.out) == (0, "done\n"), alone.err
+
+
+def check_ended(ended: list[Ended], error: str, words: list[str]) -> None:
+    """Nobody comes to the end; those that failed by themselves say why, the others who is gone."""
+    said = [one.err for one in ended if f": {error}: " in one.err]
+    assert said and all(word in text for text in said for word in words), [one.err for one in ended]
+    for one in ended:
+        assert one.code != 0 and "done" not in one.out
+        if f": {error}: " not in one.err:
+            assert re.search("rank", message(one, "WorkerLost"))
+
+
+def test_samples_of_other_lengths(ranks: Run, tmp_path: Path) -> None:
+    """As many samples in each microbatch, but the second batch has longer ones."""
+    body = """
+class Lengths(torch.utils.data.Dataset):
+    def __len__(self): return 64
+    def __getitem__(self, place): return place
+
+def collate(places):
+    length = 3 if len(seen) < 8 else 5
+    seen.append(places)
+    return torch.ones(len(places), length, 12), torch.zeros(len(places), dtype=torch.long)
+
+class Mean(nn.Module):
+    def forward(self, values): return values.mean(1)
+
+seen = []
+small(layers(nn.Tanh(), Mean()), data=Lengths(), collate=collate, pipeline={"cut": ["1"]}, timeout_seconds=10)
+"""
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
+    check_ended(ended, "InputError", ["output of stage 0", "4 samples", "[4, 3, 12]", "[4, 5, 12]", "pad"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
+def test_a_loss_that_is_not_a_number(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    body = f"""
+calls = []
+def loss(output, target):
+    calls.append(1)
+    return functional.cross_entropy(output, target) * (float("nan") if len(calls) == 12 else 1)
+go(loss=loss, pipeline={{"schedule": {schedule!r}, "cut": ["2", "6"]}}, steps=8)
+"""
+    # with PipeDream the batch of an update is that of a step
+    ended = ranks(HEAD + body, 3, tmp_path, deadline=60)
+    check_ended(ended, "NonFiniteLoss", ["nan", "step 1", "nonfinite='skip'"])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    body = f"""
+class Sometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(12, 12), 0
+    def forward(self, values):
+        self.calls += 1
+        return self.layer(values) if self.calls < 9 else values
+small(layers(Sometimes(), nn.Tanh()), pipeline={{"schedule": {schedule!r}, "cut": CUT_AT}}, data=classes(64))
+"""
+    at = "['1', '2', '3']" if schedule == "zb-v" else "['1']"
+    ended = ranks(HEAD + body.replace("CUT_AT", at), 2, tmp_path, deadline=60)
+    check_ended(ended, "InputError", ["'1.layer.weight'", "microbatch", "missing_gradient='zero'"])
+
+
+ACCIDENT = """
+class Fatal(nn.Module):
+    calls = 0
+    def forward(self, values):
+        Fatal.calls += 1
+        if RANK == 1 and Fatal.calls == 21:
+            ACCIDENT
+        return values
+model = layers(nn.Tanh(), Fatal(), nn.Linear(12, 12), nn.Tanh())
+small(model, steps=9, pipeline={"schedule": "SCHEDULE", "cut": ["1", "4"]}, timeout_seconds=SECONDS)
+"""
+
+
+def script_of(accident: str, schedule: str, seconds: int) -> str:
+    return HEAD + ACCIDENT.replace("ACCIDENT", accident).replace("SCHEDULE", schedule).replace("SECONDS", str(seconds))
+
+
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("accident", ["os.kill(os.getpid(), 9)", "raise OSError('boom')"], ids=["killed", "raises"])
+def test_a_worker_is_lost_in_the_middle_of_a_step(
+    ranks: Run, tmp_path: Path, accident: str, schedule: str, one_machine: bool
+) -> None:
+    script = script_of(accident, schedule, 20)
+    ended = ranks(script, 3, tmp_path, deadline=60, one_machine=one_machine)
+    if "kill" in accident:
+        assert ended[1].signal == "SIGKILL"
+    else:
+        assert ended[1].code == 1 and "OSError: boom" in ended[1].err
+    for one in (ended[0], ended[2]):
+        assert one.code == 5
+        assert re.search(r"output of ranks? ([02], )?1\b", message(one, "WorkerLost"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_worker_stays_silent_in_the_middle_of_a_step(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    ended = ranks(script_of("time.sleep(8)", schedule, 2), 3, tmp_path, deadline=60)
+    assert all(one.code in (5, 124) for one in ended) and 124 in [one.code for one in ended]
+    for one in ended:
+        if one.code == 124:
+            said = message(one, "WorkerSilent")
+            assert one.rank != 1 and "rank 1 sent nothing for 2 s" in said and "stage" in said
+        else:
+            assert "rank" in message(one, "WorkerLost")

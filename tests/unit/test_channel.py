@@ -1,0 +1,139 @@
+"""What goes through a channel arrives as it was, and what does not fit is refused before it is sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from typing import Any, cast
+
+import pytest
+import torch
+
+from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.world import Message, World
+from paceline.errors import InputError
+
+CPU = torch.device("cpu")
+
+
+class Arrival:
+    """A transfer that is done when it is waited for; what is sent must be there by then."""
+
+    def __init__(self, wire: Wire, message: Message, sends: bool) -> None:
+        self.wire, self.message, self.sends, self.done = wire, message, sends, False
+        if sends:
+            wire.mail[message.tag].append(message.tensor.clone())
+
+    def wait(self) -> None:
+        if not self.sends and not self.done:
+            sent = self.wire.mail[self.message.tag].popleft()
+            assert (sent.shape, sent.dtype) == (self.message.tensor.shape, self.message.tensor.dtype)
+            self.message.tensor.data.copy_(sent)
+        self.done = True
+
+
+class Wire:
+    """Both workers of a channel, in one process: what is sent under a tag is received under it, in order."""
+
+    device = CPU
+
+    def __init__(self) -> None:
+        self.mail: dict[int, deque[torch.Tensor]] = defaultdict(deque)
+        self.posted: list[Arrival] = []
+
+    def post(self, sends: list[Message], receives: list[Message], where: str) -> list[Arrival]:
+        assert where.startswith("while it sent ")
+        new = [Arrival(self, one, True) for one in sends] + [Arrival(self, one, False) for one in receives]
+        self.posted += new
+        return new
+
+
+@pytest.fixture
+def wire() -> Wire:
+    return Wire()
+
+
+@pytest.fixture
+def outlet(wire: Wire) -> Outlet:
+    return Outlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
+
+
+@pytest.fixture
+def inlet(wire: Wire) -> Inlet:
+    return Inlet(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
+
+
+def letters(samples: int) -> list[torch.Tensor | None]:
+    return [torch.randn(samples, 3, requires_grad=True), None, torch.arange(samples), torch.zeros(()).bool()]
+
+
+def same(found: list[Any], sent: list[Any]) -> bool:
+    return all(
+        (one is None and other is None)
+        or (one.dtype == other.dtype and torch.equal(one, other) and one.requires_grad == other.requires_grad)
+        for one, other in zip(found, sent, strict=True)
+    )
+
+
+def test_tensors_of_all_kinds_arrive(outlet: Outlet, inlet: Inlet) -> None:
+    for _ in range(3):
+        sent = letters(4)
+        size = outlet.send(4, sent)
+        assert size == 4 * 3 * 4 + 4 * 8 + 1
+        inlet.expect(4)
+        assert same(inlet.take(), sent)
+
+
+def test_what_is_expected_early_arrives_in_order(outlet: Outlet, inlet: Inlet) -> None:
+    """Also where the first of another number of samples comes in between."""
+    for samples in (4, 4, 2, 4, 2):
+        inlet.expect(samples)
+    everything = [letters(samples) for samples in (4, 4, 2, 4, 2)]
+    for sent in everything:
+        outlet.send(cast(torch.Tensor, sent[2]).numel(), sent)
+    for sent in everything:
+        assert same(inlet.take(), sent)
+
+
+def test_the_shapes_are_told_once_for_each_number_of_samples(wire: Wire, outlet: Outlet) -> None:
+    counts = []
+    for samples in (4, 4, 4, 2, 2):
+        before = len(wire.posted)
+        outlet.send(samples, letters(samples))
+        counts.append(len(wire.posted) - before)
+    assert counts == [5, 3, 3, 5, 3]
+
+
+def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Outlet, inlet: Inlet) -> None:
+    outlet.send(4, letters(4))
+    inlet.expect(4)
+    inlet.take()
+    before = len(wire.posted)
+    inlet.expect(4)
+    assert len(wire.posted) == before + 3
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ([torch.zeros(4, 5)], ["float32 [4, 3]", "float32 [4, 5]"]),
+        ([torch.zeros(4, 3).double()], ["float32 [4, 3]", "float64 [4, 3]"]),
+        ([torch.zeros(4, 3), None], ["to torch.float32 [4, 3], nothing."]),
+    ],
+)
+def test_another_shape_for_as_many_samples_is_refused(outlet: Outlet, wire: Wire, changed: Any, words: Any) -> None:
+    outlet.send(4, [torch.zeros(4, 3)])
+    before = len(wire.posted)
+    with pytest.raises(InputError, match="output of stage 0 changed") as error:
+        outlet.send(4, changed)
+    for word in ("4 samples", "pad", *words):
+        assert word in str(error.value)
+    assert len(wire.posted) == before
+
+
+def test_the_oldest_are_waited_for_when_many_are_under_way(wire: Wire, outlet: Outlet) -> None:
+    for number in range(12):
+        outlet.send(4, [torch.full((4,), float(number))])
+    waited = [one.done for one in wire.posted if one.sends]
+    assert waited == [True] * (len(waited) - 8) + [False] * 8
+    outlet.finish()
+    assert all(one.done for one in wire.posted)
