@@ -14,7 +14,7 @@ import random
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,6 +66,28 @@ def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return bool(same)
 
 
+class _AsOf:
+    """Inside, the global generators go on from these states; afterwards they are as before. To be used again."""
+
+    def __init__(self, states: dict[str, Any]) -> None:
+        self._states = states
+
+    def __enter__(self) -> None:
+        self._before = generator_states()
+        _set(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        _set(self._before)
+
+
+def drawn_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The ``context_fn`` of a checkpoint: what is computed again draws the same numbers.
+
+    torch itself takes care of its own generators only.
+    """
+    return nullcontext(), _AsOf(generator_states())
+
+
 @contextmanager
 def kept_states() -> Iterator[None]:
     """Afterwards the global generators are as they were before."""
@@ -73,12 +95,16 @@ def kept_states() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.default_generator.set_state(before["torch"])
-        random.setstate(before["python"])
-        if "numpy" in before:
-            sys.modules["numpy"].random.set_state(before["numpy"])
-        if "cuda" in before:
-            torch.cuda.set_rng_state(before["cuda"])
+        _set(before)
+
+
+def _set(states: dict[str, Any]) -> None:
+    torch.default_generator.set_state(states["torch"])
+    random.setstate(states["python"])
+    if "numpy" in states:
+        sys.modules["numpy"].random.set_state(states["numpy"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])
 
 
 def packed_states() -> list[torch.Tensor]:

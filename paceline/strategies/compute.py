@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
-from paceline.data.keys import STEP, generator_states, same_states, seed_all, seed_of
+from paceline.data.keys import STEP, drawn_again, generator_states, same_states, seed_all, seed_of
 from paceline.errors import InputError
 from paceline.strategies.buffers import Buffers
 
@@ -147,7 +147,7 @@ def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:
     for module in model.modules():
         if type(module).__name__ in classes:
             found.add(type(module).__name__)
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=drawn_again)
     missing = [name for name in classes if name not in found]
     if missing:
         present = sorted({type(module).__name__ for module in model.modules()})

@@ -20,12 +20,20 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
 from paceline.data.feed import Piece
-from paceline.data.keys import STEP, generator_states, go_on_from, packed_states, same_states, seed_all, seed_of
+from paceline.data.keys import (
+    STEP,
+    drawn_again,
+    generator_states,
+    go_on_from,
+    packed_states,
+    same_states,
+    seed_all,
+    seed_of,
+)
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
 from paceline.strategies.compute import pair_of, sum_and_count
-from paceline.strategies.halves import backward_of_input, backward_of_weights
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
 """What goes over a border.
@@ -212,7 +220,7 @@ class Executor:
         passed = self._passed[place] = Passed([*values] if stage > 0 else [])
         call = partial(held.call, values)
         if self._job.settings.pipeline.recompute:
-            call = partial(checkpoint, held.call, values, use_reentrant=False)
+            call = partial(checkpoint, held.call, values, use_reentrant=False, context_fn=drawn_again)
         with self._hooks.weights(operation):
             if stage == self._last:
                 passed.outputs = [self._loss(microbatch, call)]
@@ -265,8 +273,11 @@ class Executor:
         passed = self._ready(operation)
         self._passed[operation.stage, operation.microbatch] = passed
         if operation.stage > 0:
+            from paceline.strategies.halves import backward_of_input  # takes a second, which others need not wait
+
             weights = self._weights(operation.stage)
             passed.halves = backward_of_input(passed.outputs, passed.gradients, passed.inputs, weights)
+            passed.outputs, passed.gradients = [], None
             self._leave(operation, passed)
 
     def _backward_weight(self, operation: Operation) -> None:
@@ -274,6 +285,8 @@ class Executor:
         if operation.stage == 0:
             self._whole_backward(passed)
         else:
+            from paceline.strategies.halves import backward_of_weights
+
             backward_of_weights(self._weights(operation.stage), passed.halves)
         self._hooks.gave(operation.stage, operation.microbatch)
 

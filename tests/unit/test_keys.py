@@ -5,8 +5,10 @@ import random
 
 import numpy
 import torch
+import torch._inductor.compiler_bisector  # sets a variable of the environment, which a checkpoint would do else
+from torch.utils.checkpoint import checkpoint
 
-from paceline.data.keys import ORDER, STEP, generator_states, same_states, seed_all, seed_of
+from paceline.data.keys import ORDER, STEP, drawn_again, generator_states, same_states, seed_all, seed_of
 
 
 def draws() -> list[float]:
@@ -42,3 +44,23 @@ def test_a_draw_is_noticed_whoever_draws() -> None:
         before = generator_states()
         draw()
         assert not same_states(before, generator_states())
+
+
+def test_what_is_computed_again_draws_the_same_numbers() -> None:
+    """Also the second time, as where a backward pass is done in two halves."""
+    drawn = []
+
+    def noisy(values: torch.Tensor) -> torch.Tensor:
+        drawn.append(draws())
+        return values.sin() * sum(drawn[-1])
+
+    values = torch.ones((), requires_grad=True)
+    made = checkpoint(noisy, values, use_reentrant=False, context_fn=drawn_again)
+    after = generator_states()
+    for _ in range(2):
+        seed_all(len(drawn))
+        now = generator_states()
+        made.backward(retain_graph=True)
+        assert same_states(now, generator_states())
+    assert drawn == [drawn[0]] * 3
+    assert not same_states(after, generator_states())

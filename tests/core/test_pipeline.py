@@ -1,0 +1,137 @@
+"""A model that is cut trains like one that is not: the same bits if they are asked for, else up to rounding."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+Told = Callable[..., list[dict[str, Any]]]
+
+
+class Way(NamedTuple):
+    """How a model is cut: its name in ``cuts.CUT``, on how many workers, and the settings of the pipeline."""
+
+    case: str
+    workers: int
+    settings: dict[str, Any]
+
+    def __str__(self) -> str:
+        told = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        return f"{self.case} on {self.workers} with {told}"
+
+
+def way(case: str, workers: int, schedule: str, **settings: Any) -> Way:
+    return Way(case, workers, {"schedule": schedule, **settings})
+
+
+# A transformer is traced, which takes its time, so it goes where tied weights, dropout and clipping meet the cut.
+EXACT = [
+    way("tied weights", 2, "layerwise"),
+    way("tied weights", 2, "interleaved"),
+    way("tied weights", 2, "zb-v", cut=["blocks.0", "blocks.1", "output"]),
+    way("tied weights", 2, "gpipe", recompute=True),
+    way("batch norm", 2, "1f1b", cut=["8"]),
+    way("batch norm", 2, "zb-h1", recompute=True),
+    way("batch norm", 2, "interleaved", chunks=3),
+    way("skips", 2, "zb-v"),
+    way("skips", 2, "1f1b", cut=["head"]),
+    way("nested values, random numbers", 2, "zb-h1"),
+    way("nested values, random numbers", 2, "gpipe", recompute=True),
+    way("bfloat16", 2, "1f1b"),
+    way("tied weights", 3, "zb-h1", cut=["blocks.1", "output"]),
+    way("tied weights", 3, "1f1b", replicas=[1, 2]),
+    way("batch norm", 3, "gpipe", replicas=[2, 1]),
+    way("batch norm", 3, "layerwise", cut=["1", "3"]),
+    way("skips", 3, "gpipe"),
+    way("nested values, random numbers", 3, "1f1b"),
+    way("tied weights", 4, "1f1b", stages=2),
+    way("tied weights", 4, "zb-v", stages=4, cut=["blocks.0", "blocks.1", "norm"]),
+    way("tied weights", 4, "zb-h1", stages=2),
+    way("batch norm", 4, "1f1b", stages=4, cut=["1", "2", "4"]),
+    way("batch norm", 4, "1f1b", replicas=[1, 2, 1]),
+    way("batch norm", 4, "gpipe", stages=2, cut=["6"]),
+    way("batch norm", 4, "zb-h1"),
+    way("batch norm", 4, "zb-h1", stages=2),
+    way("batch norm", 4, "zb-v", stages=4),
+    way("nested values, random numbers", 4, "interleaved", stages=4, cut=["1", "2", "5"]),
+]
+ROUNDED = [
+    way("tied weights", 2, "zb-v"),
+    way("batch norm", 2, "1f1b"),
+    way("skips", 2, "zb-h1"),
+    way("tied weights", 3, "1f1b", replicas=[2, 1]),
+    way("tied weights", 4, "zb-h1", stages=2),
+    way("batch norm", 4, "zb-v", stages=4),
+]
+STEPS = 4
+SCRIPT = """
+import json, os
+from cuts import CUT, in_double, train
+from subjects import tell
+for place, (case, settings, exact) in json.loads(os.environ["WAYS"]):
+    given = CUT[case]() if exact else in_double(CUT[case]())
+    tell(**{place: train(given | {"exact": exact, "strategy": "STRATEGY", "pipeline": settings}, 4)})
+"""
+
+
+@pytest.fixture(scope="module")
+def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Way, bool, int], list[dict[str, Any]]]:
+    """What all workers found in some way; all ways with as many workers are tried at once."""
+    known: dict[int, list[dict[str, Any]]] = {}
+    failed: set[int] = set()
+
+    def of(one: Way, exact: bool, workers: int) -> list[dict[str, Any]]:
+        every = [(one, True) for one in EXACT] + [(one, False) for one in ROUNDED]
+        wanted = {
+            _key(one, exact, workers): (one.case, one.settings if workers > 1 else {}, exact)
+            for one, exact in every
+            if workers in (1, one.workers)
+        }
+        assert workers not in failed, f"see the first test with {workers} workers"
+        if workers not in known:
+            failed.add(workers)
+            known[workers] = told(
+                SCRIPT.replace("STRATEGY", "pipeline" if workers > 1 else "single"),
+                workers,
+                tmp_path_factory.mktemp("pipeline"),
+                environment={"WAYS": json.dumps([*wanted.items()])},
+                deadline=200,
+            )
+            failed.remove(workers)
+        return [found[_key(one, exact, workers)] for found in known[workers]]
+
+    return of
+
+
+def _key(one: Way, exact: bool, workers: int) -> str:
+    return f"{one.case if workers == 1 else one}, {exact}"
+
+
+@pytest.mark.parametrize("one", EXACT, ids=str)
+def test_the_bits_are_those_of_one_process(results: Any, one: Way) -> None:
+    (alone,) = results(one, True, 1)
+    assert len(set(alone["losses"])) == STEPS
+    everyone = results(one, True, one.workers)
+    assert len(everyone) == one.workers
+    for found in everyone:
+        for what in ("losses", "norms", "fingerprint", "evaluation"):
+            assert found[what] == alone[what], what
+
+
+@pytest.mark.parametrize("one", ROUNDED, ids=str)
+def test_else_the_result_differs_by_rounding_only(results: Any, one: Way) -> None:
+    (alone,) = results(one, False, 1)
+    for found in results(one, False, one.workers):
+        for what in ("losses", "norms"):
+            values, expected = ([float.fromhex(value) for value in many[what]] for many in (found, alone))
+            assert values == pytest.approx(expected, rel=1e-9, abs=0)
+        assert float.fromhex(found["evaluation"]) == pytest.approx(float.fromhex(alone["evaluation"]), rel=1e-9)
+        assert found["state"] == pytest.approx(alone["state"], rel=1e-9, abs=1e-12)
+
+
+def test_all_workers_have_the_same_state_at_the_end(results: Any) -> None:
+    for one in ROUNDED:
+        assert len({found["fingerprint"] for found in results(one, False, one.workers)}) == 1, one

@@ -1,0 +1,104 @@
+"""The settings of a pipeline make a schedule that fits the workers, or are refused with the numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from paceline.config import PipelineSettings
+from paceline.errors import ConfigError
+from paceline.schedule.choice import Shape, flushed_schedule, shape_of, short_schedule, stream_for
+from paceline.schedule.operations import Kind
+
+
+def settings(schedule: str = "1f1b", **given: Any) -> PipelineSettings:
+    return PipelineSettings(schedule=schedule, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "shape"),
+    [
+        ({}, 3, Shape(3, 1, (1, 1, 1))),
+        ({"stages": 2}, 6, Shape(2, 1, (3, 3))),
+        ({"cut": ["b"]}, 2, Shape(2, 1, (1, 1))),
+        ({"cut": []}, 2, Shape(1, 1, (2,))),
+        ({"replicas": [1, 3]}, 4, Shape(2, 1, (1, 3))),
+        ({"schedule": "interleaved"}, 2, Shape(4, 2, (1, 1, 1, 1))),
+        ({"schedule": "interleaved", "chunks": 3, "stages": 6}, 4, Shape(6, 3, (2,) * 6)),
+        ({"schedule": "zb-v", "stages": 4}, 4, Shape(4, 2, (2,) * 4)),
+        ({"schedule": "zb-v", "replicas": [2, 2]}, 2, Shape(2, 2, (2, 2))),
+    ],
+)
+def test_the_shape(given: dict[str, Any], workers: int, shape: Shape) -> None:
+    assert shape_of(settings(**given), workers) == shape
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "words"),
+    [
+        ({"stages": 2}, 3, ["3 workers", "2 stages", "multiple of 2", "pipeline.replicas"]),
+        ({"stages": 3, "cut": ["b"]}, 2, ["pipeline.stages (3)", "pipeline.cut", "(2)"]),
+        ({"stages": 3, "replicas": [1, 1]}, 2, ["pipeline.stages (3)", "pipeline.replicas", "(2)"]),
+        ({"replicas": [1, 2]}, 4, ["[1, 2]", "3 workers", "there are 4"]),
+        ({"replicas": [1, 2], "schedule": "zb-h1"}, 3, ["[1, 2]", "'zb-h1'", "'1f1b'"]),
+        ({"schedule": "interleaved", "chunks": 1}, 2, ["pipeline.chunks = 1", "'1f1b'"]),
+        ({"schedule": "interleaved", "stages": 3}, 2, ["2 workers", "3 stages", "2 on each"]),
+        ({"schedule": "zb-v", "stages": 3}, 3, ["3 workers", "3 stages", "2 on each"]),
+    ],
+)
+def test_what_does_not_fit_is_refused(given: dict[str, Any], workers: int, words: list[str]) -> None:
+    with pytest.raises(ConfigError) as error:
+        shape_of(settings(**given), workers)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_asynchronous_updates_need_whole_turns() -> None:
+    assert stream_for(settings("pipedream"), 3, 8).every == 8
+    assert stream_for(settings("pipedream", update_every=1), 3, 8).every == 1
+    with pytest.raises(ConfigError, match=r"\[1, 3\].* 8 microbatches .*multiple of 3"):
+        stream_for(settings("pipedream", replicas=[1, 3]), 4, 8)
+    with pytest.raises(ConfigError, match="2 replicas of stage 0 cannot share the 3 microbatches"):
+        stream_for(settings("pipedream", replicas=[2, 1], update_every=3), 3, 8)
+    with pytest.raises(ConfigError, match=r"3 workers need at least as many .*, not 2"):
+        stream_for(settings("2bw", update_every=2), 3, 8)
+
+
+SHORT = [
+    ("1f1b", {"stages": 2}, 6),
+    ("gpipe", {"replicas": [1, 3]}, 4),
+    ("1f1b", {"replicas": [2, 1, 3]}, 6),
+    ("zb-h1", {"stages": 2}, 8),
+    ("zb-v", {"stages": 4}, 6),
+    ("interleaved", {"stages": 4}, 6),
+    ("layerwise", {"stages": 1}, 3),
+]
+
+
+@pytest.mark.parametrize("microbatches", [1, 2, 3, 5])
+@pytest.mark.parametrize(("name", "given", "workers"), SHORT, ids=lambda value: str(value))
+def test_a_short_batch_keeps_every_worker_at_its_stages(
+    name: str, given: dict[str, Any], workers: int, microbatches: int
+) -> None:
+    """Those without a microbatch take part in the sums and in the update, and each microbatch is done once."""
+    whole = flushed_schedule(settings(name, **given), workers, 8)
+    short = short_schedule(settings(name, **given), workers, microbatches)
+    assert [short.stages_of(worker) for worker in range(workers)] == [
+        whole.stages_of(worker) for worker in range(workers)
+    ]
+    for worker in range(workers):
+        ends = [
+            [one for one in schedule.workers[worker] if one.kind in (Kind.REDUCE, Kind.UPDATE)]
+            for schedule in (whole, short)
+        ]
+        assert ends[0] == ends[1]
+    done = [(one.stage, one.microbatch) for order in short.workers for one in order if one.kind is Kind.FORWARD]
+    assert sorted(done) == [(stage, one) for stage in range(short.stages) for one in range(microbatches)]
+    for stage, microbatch in done:
+        assert short.worker_of(stage, microbatch) in whole.workers_of(stage)
+
+
+def test_a_batch_is_never_planned_with_idle_workers() -> None:
+    with pytest.raises(ConfigError, match="microbatches of at least 3, not 2"):
+        flushed_schedule(settings(stages=2), 6, 2)

@@ -1,0 +1,129 @@
+"""The two halves of a backward pass give the gradients of a whole one, to the bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.strategies.halves import backward_of_input, backward_of_weights
+
+
+class Stage(nn.Module):
+    """Computes something with two linear layers, of which the second one's weights are those of the first."""
+
+    def __init__(self, compute: Callable[..., Any]) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.randn(4))
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.compute = compute
+
+    def forward(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        made = self.compute(self, *values)
+        return made if isinstance(made, tuple) else (made,)
+
+
+class BiasesFirst(nn.Module):
+    """One weight in two places, each with a bias; the biases come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
+        self.weight = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, values: torch.Tensor) -> tuple[torch.Tensor]:
+        middle = nn.functional.linear(values, self.weight, self.low).tanh()
+        return (nn.functional.linear(middle, self.weight, self.high),)
+
+
+STAGES: dict[str, Callable[..., Any]] = {
+    "two layers": lambda self, x: self.second(self.first(x).tanh()),
+    "a loss": lambda self, x: self.second(self.first(x)).square().mean(),
+    "a view": lambda self, x: self.first(x).transpose(0, 1),
+    "nothing to train": lambda self, x: x.sin(),
+    "nothing to train, a view": lambda self, x: x.flatten(),
+    "the weights at the end of all": lambda self, x: x + self.own,
+    "a value without an input": lambda self, x: (self.first(x), self.own.exp()),
+    "a weight used three times": lambda self, x: self.first(self.first(self.first(x).tanh()).tanh()),
+    "weights that meet before the input": lambda self, x: self.second(x * (self.own @ self.first.weight)),
+    "an input used twice": lambda self, x: self.first(x) + x.sin() * self.second(x),
+    "a value used twice": lambda self, x: (lambda y: (y, self.second(y), y * self.own))(self.first(x)),
+    "a change in place": lambda self, x: self.second(self.first(x).relu_()),
+    "two inputs": lambda self, x, y: self.first(x) * self.second(y),
+    "an input without a gradient": lambda self, x, n: self.first(x) * n,
+    "two inputs, one not used": lambda self, x, y: self.first(x),
+    "parts of a layer": lambda self, x: self.first(x).chunk(2, dim=1),
+}
+
+
+def inputs_of(name: str) -> list[torch.Tensor]:
+    values = [torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad="without" not in name)]
+    return values[: 2 if "two inputs" in name or "without a gradient" in name else 1]
+
+
+def check(stage: nn.Module, inputs: list[torch.Tensor], leave_out: int | None = None) -> None:
+    parameters = list(stage.parameters())
+
+    def run() -> tuple[list[torch.Tensor], list[torch.Tensor | None] | None]:
+        outputs = [*stage(*inputs)]
+        if outputs[0].ndim == 0:
+            return outputs, None
+        given: list[torch.Tensor | None] = [torch.ones_like(value).cumsum(0) for value in outputs]
+        if leave_out is not None:
+            given[leave_out] = None
+        return outputs, given
+
+    def taken() -> list[torch.Tensor | None]:
+        values = [one.grad for one in (*inputs, *parameters)]
+        for one in (*inputs, *parameters):
+            one.grad = None
+        return values
+
+    outputs, given = run()
+    pairs = [(value, given[place] if given else None) for place, value in enumerate(outputs)]
+    pairs = [pair for place, pair in enumerate(pairs) if place != leave_out and pair[0].requires_grad]
+    torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+    whole = taken()
+    halves = backward_of_input(*run(), inputs, parameters)
+    early = [value.grad for value in inputs]
+    assert all(parameter.grad is None for parameter in parameters)
+    backward_of_weights(parameters, halves)
+    for place, (found, expected) in enumerate(zip(taken(), whole, strict=True)):
+        assert (found is None) == (expected is None), place
+        if found is not None and expected is not None:
+            assert torch.equal(found, expected), place
+    assert [value is None for value in early] == [value is None for value in whole[: len(inputs)]]
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_both_halves_are_the_whole(name: str) -> None:
+    check(Stage(STAGES[name]), inputs_of(name))
+
+
+def test_nothing_before_the_stage_is_trained() -> None:
+    check(Stage(STAGES["two layers"]), [torch.randn(3, 4)])
+
+
+def test_a_weight_that_meets_other_weights_in_two_places_counts_once() -> None:
+    check(BiasesFirst(), inputs_of(""))
+
+
+def test_a_value_that_nobody_uses() -> None:
+    check(Stage(STAGES["a value without an input"]), inputs_of(""), leave_out=1)
+    check(Stage(STAGES["a value used twice"]), inputs_of(""), leave_out=1)
+
+
+def test_frozen_weights() -> None:
+    stage = Stage(STAGES["two layers"])
+    stage.first.requires_grad_(requires_grad=False)
+    parameters = [one for one in stage.parameters() if one.requires_grad]
+    values = inputs_of("")[0]
+    stage(values)[0].sum().backward()
+    expected, second = values.grad, stage.second.weight.grad
+    values.grad = stage.second.weight.grad = stage.second.bias.grad = None
+    outputs = [*stage(values)]
+    backward_of_weights(parameters, backward_of_input(outputs, [torch.ones(3, 4)], [values], parameters))
+    assert expected is not None and values.grad is not None and torch.equal(values.grad, expected)
+    assert second is not None and stage.second.weight.grad is not None
+    assert torch.equal(stage.second.weight.grad, second) and stage.first.weight.grad is None
