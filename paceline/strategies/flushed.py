@@ -6,6 +6,7 @@ bits do not depend on the cut, on the schedule, or on how many workers hold a st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import time
@@ -17,6 +18,7 @@ from paceline.comm.exchange import Divisor, Exchange
 from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import WorkerLost
 from paceline.schedule.choice import flushed_schedule, short_schedule
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
@@ -99,12 +101,13 @@ class Flushed(Hooks):
         skipped = judge(job, step, parts, lambda bad: bad.microbatches, losses.notice)
         if skipped is not None:
             return skipped
-        job.compute.buffers.accept(statistics)
-        loss = mean_loss(parts, exact)
+        loss, norm = mean_loss(parts, exact), self._norm()
+        job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        norm, rate = job.update.apply(step, norm=self._norm())
-        self.staged.tied.spread(self._parameters)
+        _, rate = job.update.apply(step, norm=norm)
         self.staged.moved()
+        with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
+            self.staged.tied.spread(self._parameters)
         return Outcome(loss, norm, rate, notice=losses.notice)
 
     def settle(self) -> None:
