@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.config import PipelineSettings
 from paceline.errors import ConfigError
 from paceline.schedule.interleaved import interleaved
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.operations import Operation, Schedule
 from paceline.schedule.pipedream import Stream, pipedream_stream, two_buffered_stream
 from paceline.schedule.pipeline import gpipe, layerwise, one_forward_one_backward
 from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
@@ -99,46 +100,33 @@ def stream_for(settings: PipelineSettings, workers: int, microbatches: int) -> S
 
 
 def flushed_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
-    """The operations of a step of a synchronous pipeline.
+    """The operations of a step of a synchronous pipeline; workers for whom there is no microbatch have none.
 
     Raises:
         ConfigError: the settings do not fit each other, or the workers.
     """
-    return _flushed(settings.schedule, shape_of(settings, workers), microbatches)
+    stages, chunks, replicas = shape_of(settings, workers)
+    along = replicas[: stages // chunks]
+    busy = tuple(min(count, microbatches) for count in along)
+    schedule = _flushed(settings, Shape(stages, chunks, busy), microbatches)
+    if busy == along:
+        return schedule
+    given = iter(schedule.workers)
+    placed: list[tuple[Operation, ...]] = []
+    for count, now in zip(along, busy, strict=True):
+        placed += [*(next(given) for _ in range(now)), *((),) * (count - now)]
+    return replace(schedule, workers=tuple(placed))
 
 
-def short_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
-    """The same for a short batch: where it has fewer microbatches than there are replicas, the last ones only update.
-
-    Raises:
-        ConfigError: the settings do not fit each other, or the workers.
-    """
-    shape = shape_of(settings, workers)
-    busy = tuple(min(count, microbatches) for count in shape.replicas)
-    if busy == shape.replicas:
-        return _flushed(settings.schedule, shape, microbatches)
-    schedule = _flushed(settings.schedule, shape._replace(replicas=busy), microbatches)
-    left = list(schedule.workers)
-    everyone: list[tuple[Operation, ...]] = []
-    along = shape.stages // shape.chunks
-    for working, count in zip(busy[:along], shape.replicas[:along], strict=True):
-        parts, left = left[:working], left[working:]
-        updates = tuple(one for one in parts[0] if one.kind is Kind.UPDATE)
-        end = (*(Operation(Kind.REDUCE, one.stage) for one in updates if count > 1), *updates)
-        computing = [tuple(one for one in part if one.kind not in (Kind.REDUCE, Kind.UPDATE)) for part in parts]
-        everyone += [part + end for part in computing] + [end] * (count - working)
-    return Schedule(schedule.name, schedule.stages, microbatches, tuple(everyone))
-
-
-def _flushed(name: str, shape: Shape, microbatches: int) -> Schedule:
+def _flushed(settings: PipelineSettings, shape: Shape, microbatches: int) -> Schedule:
     stages, chunks, replicas = shape
     along = stages // chunks
-    if name == "interleaved":
+    if settings.schedule == "interleaved":
         return interleaved(along, microbatches, chunks, replicas[0])
-    if name == "zb-v":
+    if settings.schedule == "zb-v":
         return zero_bubble_v(along, microbatches, replicas[0])
-    if name == "zb-h1":
+    if settings.schedule == "zb-h1":
         return zero_bubble_h1(stages, microbatches, replicas[0])
-    if name == "layerwise":
+    if settings.schedule == "layerwise":
         return layerwise(stages, microbatches, replicas[0])
-    return {"gpipe": gpipe, "1f1b": one_forward_one_backward}[name](stages, microbatches, replicas)
+    return {"gpipe": gpipe, "1f1b": one_forward_one_backward}[settings.schedule](stages, microbatches, replicas)

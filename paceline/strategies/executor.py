@@ -34,6 +34,7 @@ from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
 from paceline.strategies.compute import pair_of, sum_and_count
+from paceline.strategies.halves import backward_of_input, backward_of_weights
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
 """What goes over a border.
@@ -273,8 +274,6 @@ class Executor:
         passed = self._ready(operation)
         self._passed[operation.stage, operation.microbatch] = passed
         if operation.stage > 0:
-            from paceline.strategies.halves import backward_of_input  # takes a second, which others need not wait
-
             weights = self._weights(operation.stage)
             passed.halves = backward_of_input(passed.outputs, passed.gradients, passed.inputs, weights)
             passed.outputs, passed.gradients = [], None
@@ -285,8 +284,6 @@ class Executor:
         if operation.stage == 0:
             self._whole_backward(passed)
         else:
-            from paceline.strategies.halves import backward_of_weights
-
             backward_of_weights(self._weights(operation.stage), passed.halves)
         self._hooks.gave(operation.stage, operation.microbatch)
 

@@ -19,7 +19,7 @@ from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Note
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import WorkerLost
-from paceline.schedule.choice import flushed_schedule, short_schedule
+from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
 from paceline.strategies.base import Job, Outcome
@@ -55,8 +55,9 @@ class Flushed(Hooks):
 
     def _plan(self, microbatches: int) -> Schedule:
         if microbatches not in self._plans:
-            make = flushed_schedule if microbatches == self._job.order.microbatches else short_schedule
-            self._plans[microbatches] = make(self._job.settings.pipeline, self._job.world.size, microbatches)
+            self._plans[microbatches] = flushed_schedule(
+                self._job.settings.pipeline, self._job.world.size, microbatches
+            )
         return self._plans[microbatches]
 
     def pieces(self, step: int) -> list[range]:

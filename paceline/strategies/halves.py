@@ -17,12 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.pipelining._backward import (
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    stage_backward_weight,
-)
 
 Group = dict[str, Any]
 """Weights ("params"), the places where their path leaves that to the inputs ("intermediates"), the gradients there."""
@@ -53,15 +47,17 @@ def backward_of_input(
     Returns:
         what :func:`backward_of_weights` needs.
     """
+    from torch.distributed.pipelining import _backward as torchs  # a second that others need not wait
+
     given = [torch.ones_like(value) for value in outputs] if gradients is None else gradients
     pairs = [(value, gradient) for value, gradient in zip(outputs, given, strict=True) if gradient is not None]
     pairs = [(value, gradient) for value, gradient in pairs if value.requires_grad]
     if not pairs:
         return Halves()
     wanted = [value for value in inputs if value.requires_grad]
-    graph = construct_reverse_graph(_nodes(value for value, _ in pairs))
+    graph = torchs.construct_reverse_graph(_nodes(value for value, _ in pairs))
     reached = [parameter for parameter in parameters if _nodes([parameter])[0] in graph]
-    groups = _apart(get_param_groups(_nodes(wanted), _nodes(reached), graph))
+    groups = _apart(torchs.get_param_groups(_nodes(wanted), _nodes(reached), graph))
     if not wanted or sum(len(group["params"]) for group in groups) < len(reached):
         found = _gradients(pairs, [*wanted, *reached])
         _add(wanted, found)
@@ -82,13 +78,17 @@ def backward_of_input(
 
 def backward_of_weights(parameters: Sequence[nn.Parameter], halves: Halves) -> None:
     """Put the gradients for the weights into their ``.grad``."""
-    stage_backward_weight(iter(parameters), halves.groups)
+    from torch.distributed.pipelining import _backward as torchs
+
+    torchs.stage_backward_weight(iter(parameters), halves.groups)
     for parameter, value in halves.ready:
         parameter.grad = value
 
 
 def _nodes(values: Iterable[torch.Tensor]) -> list[Node]:
-    nodes = [_get_grad_fn_or_grad_acc(value) for value in values]
+    from torch.distributed.pipelining import _backward as torchs
+
+    nodes = [torchs._get_grad_fn_or_grad_acc(value) for value in values]
     return [node for node in nodes if node is not None]
 
 
