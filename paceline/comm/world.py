@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -255,13 +255,14 @@ class World:
 
     def post(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
+        if not sends and not receives:
+            return []
+        where = where or f"in exchange {(receives or sends)[0].tag}"
+        if self.device.type == "cpu":
+            started = [self._start(dist.irecv, message, where) for message in receives]
+            return started + [self._start(dist.isend, message, where) for message in sends]
         operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, tag=message.tag) for message in receives]
         operations += [dist.P2POp(dist.isend, message.tensor, message.peer, tag=message.tag) for message in sends]
-        if not operations:
-            return []
-        where = where or f"in exchange {operations[0].tag}"
-        if self.device.type == "cpu":
-            return [self._start(operation, where) for operation in operations]
         peers = sorted({operation.peer for operation in operations})
         try:
             works = dist.batch_isend_irecv(operations)
@@ -269,13 +270,14 @@ class World:
             raise self._lost(peers, where, error) from error
         return [Transfer(self, work, peers, where) for work in works]
 
-    def _start(self, operation: dist.P2POp, where: str) -> Transfer:
+    def _start(self, begin: Callable[..., dist.Work | None], message: Message, where: str) -> Transfer:
         """Start one send or receive, so that an error names the one peer that it is about."""
         try:
-            work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
+            work = begin(message.tensor, message.peer, tag=message.tag)
         except RuntimeError as error:
-            raise self._lost([operation.peer], where, error) from error
-        return Transfer(self, work, [operation.peer], where)
+            raise self._lost([message.peer], where, error) from error
+        assert work is not None
+        return Transfer(self, work, [message.peer], where)
 
     def _lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
         reason = reason_of(error)
