@@ -119,6 +119,7 @@ class Executor:
             losses and what it is to be divided by.
         statistics: for each stage and microbatch what the forward pass made of the stage's buffers, times the samples.
         samples: of each microbatch.
+        busy: seconds that this worker has computed.
     """
 
     def __init__(self, job: Job, held: Mapping[int, Held], last: int, hooks: Hooks) -> None:
@@ -151,6 +152,7 @@ class Executor:
         self._upwards: dict[tuple[int, int], Crossing] = {}
         self._downwards: dict[tuple[int, int], Crossing] = {}
         self.samples: dict[int, int] = {}
+        self.busy = 0.0
         self.pairs: dict[int, torch.Tensor] = {}
         self.statistics: dict[int, dict[int, list[torch.Tensor]]] = {stage: {} for stage in self._held}
 
@@ -197,7 +199,9 @@ class Executor:
             self._job.world.check()
             begin = time.perf_counter()
             size = self._do[operation.kind](operation)
-            self._record(operation, time.perf_counter() - begin, size)
+            seconds = time.perf_counter() - begin
+            self.busy += seconds if operation.peer < 0 else 0.0
+            self._record(operation, seconds, size)
         if not self._job.settings.exact:
             self._watched.clear()
 

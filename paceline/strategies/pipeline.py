@@ -44,7 +44,7 @@ class Pipeline(Strategy):
                 f"are not those of one process, and the loss reported is that of the microbatches that have come back"
             )
         else:
-            self._at_work = Flushed(job)
+            self._at_work = Flushed(job, self.remarks.append)
 
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
