@@ -97,11 +97,7 @@ class Table:
 
 
 class Claims:
-    """The table of these workers; all of them make it together, then rank 0 begins it.
-
-    Attributes:
-        lock: held by whoever changes the table.
-    """
+    """The table of these workers, with a lock for changes; all of them make it together, then rank 0 begins it."""
 
     def __init__(self, world: World, memory: Memory) -> None:
         self._world = world
@@ -155,9 +151,9 @@ class Claims:
             self._words[_CLOSED] = 1
         return self.look()
 
-    def _look(self, waited: float) -> None:
+    def _look(self, ranks: list[int], waited: float) -> None:
         if not self._hasty:
-            self._memory.look([rank for rank in range(self._world.size) if rank != self._world.rank], waited)
+            self._memory.look(ranks, waited)
             self._world.check()
         elif waited > _PATIENCE_SECONDS:
             raise _TooLong

@@ -132,6 +132,7 @@ class World:
         if self.memory is not None:
             self.memory.give_up()
         self.memory = self.calls = None
+        self.waits_for(())
         self._group.leave()
 
     def arena_handle(self) -> tuple[int, str] | None:
