@@ -14,6 +14,7 @@ killed at any instant leaves a whole table, and the kernel takes back its lock. 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,7 +92,7 @@ class Table:
         """The step is to be computed again."""
         self.open[step] = FREE
 
-    def owners(self, stop: int) -> list[int]:
+    def owners(self, stop: float = math.inf) -> list[int]:
         """The workers that compute steps before this one."""
         return sorted({owner for step, owner in self.open.items() if step < stop and owner != FREE})
 

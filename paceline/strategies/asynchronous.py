@@ -76,10 +76,11 @@ class Asynchronous(Strategy):
         super().__init__(job)
         self._memory = shared_memory_of(job)
         self._claims = Claims(job.world, self._memory)
-        self._flag = self._memory.reserve(1)
+        self._flag = self._memory.reserve(2)
         self._times = 0
         self._together = True
         self._mine: int | None = None
+        self._top = 0
         self._newest: Outcome | None = None
         self._whole = Whole(job)
         self._delays: Counter[int] = Counter()
@@ -109,8 +110,9 @@ class Asynchronous(Strategy):
         if self._together:
             return
         self._drain(steps)
+        self._await_others(steps)
         self._leave_state(self._claims.look())
-        told = self._meet("settling after", steps, (dict(self._delays), dict(self._rounds)))
+        told = self._meet("settling after", steps - 1, (dict(self._delays), dict(self._rounds)))
         table = self._claims.look()
         self._take_state(table, settled=True)
         self._remember(table, told)
@@ -161,10 +163,10 @@ class Asynchronous(Strategy):
         book = self._job.books.get(BOOK, {})
         version = int(book.get("version", 0))
         self._times += 1
+        self._top = max(step, int(book.get("top", 0)))
         if self._job.world.rank == 0:
             self._publish(version)
-            top = max(step, int(book.get("top", 0)))
-            self._claims.begin(Table(top, dict.fromkeys(book.get("open", []), FREE), version))
+            self._claims.begin(Table(self._top, dict.fromkeys(book.get("open", []), FREE), version))
             self._memory.announce(self._flag, self._times)
         else:
             self._memory.wait(self._flag, self._times, ranks=(0,))
@@ -175,11 +177,7 @@ class Asynchronous(Strategy):
     def _meet(self, where: str, step: int, value: Any) -> list[Any]:
         told = self._job.world.gather((where, step, value), "step")
         if any(other[:2] != (where, step) for other in told):
-            places = ", ".join(f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told))
-            raise DisagreementError(
-                f"The workers are at different places: {places}. Every worker must take the same batches from "
-                f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
-            )
+            raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told)])
         return [value for *_, value in told]
 
     def _remember(self, table: Table, told: list[tuple[Mapping[int, int], Mapping[int, int]]]) -> None:
@@ -250,16 +248,41 @@ class Asynchronous(Strategy):
     def _drain(self, steps: int) -> None:
         """Until all steps before this one are done."""
         while True:
-            self._memory.until(self._is_free_or_done, lambda: self._claims.look().owners(steps))
+            self._memory.until(
+                lambda: self._is_drained(steps) or self._claims.look().has_free, lambda: self._claims.look().owners()
+            )
             with self._claims.change() as table:
                 self._mine = table.take(self._job.world.rank)
             if self._mine is None and not table.open:
                 return
             self._work(steps)
 
-    def _is_free_or_done(self) -> bool:
+    def _await_others(self, steps: int) -> None:
+        """Until all workers settle; so one that does not is found before it needs this one."""
+        announced, arrived = self._memory.announced, self._flag + 1
+        self._memory.announce(arrived, self._times)
+        ranks = range(self._job.world.size)
+        self._memory.until(
+            lambda: self._is_drained(steps) and announced(arrived, self._times, ranks),
+            lambda: [rank for rank in ranks if not announced(arrived, self._times, [rank])],
+        )
+
+    def _is_drained(self, steps: int) -> bool:
+        """Whether no step is open.
+
+        Raises:
+            DisagreementError: another worker's loop is beyond the step after which this one settles.
+        """
         table = self._claims.look()
-        return not table.open or table.has_free
+        if table.top > max(steps, self._top):
+            ahead = [f"rank {rank} at step {step}" for step, rank in table.open.items() if step >= steps and rank != FREE]
+            raise _different(
+                [
+                    f"rank {self._job.world.rank} settling after step {steps - 1}",
+                    *(ahead or [f"another one at step {table.top - 1}"]),
+                ]
+            )
+        return not table.open
 
     def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:
         return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
@@ -292,6 +315,13 @@ class Asynchronous(Strategy):
         table.loss, table.norm, table.rate = outcome.loss, float(outcome.norm), outcome.learning_rate
         table.version += outcome.applied
         self._newest = outcome
+
+
+def _different(places: list[str]) -> DisagreementError:
+    return DisagreementError(
+        f"The workers are at different places: {', '.join(places)}. Every worker must take the same batches from "
+        f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
+    )
 
 
 def outcome_of(table: Table, job: Job) -> Outcome:

@@ -194,7 +194,7 @@ class DedicatedServers(SharedServers):
 
     def _drain(self, steps: int) -> None:
         if self._serves:
-            self._serve(lambda: not self._claims.look().open)
+            self._serve(lambda: self._is_drained(steps))
         else:
             super()._drain(steps)
 
