@@ -136,7 +136,20 @@ print("done")
     for one in ended:
         said = message(one, "DisagreementError" if one.code == 3 else "WorkerLost")
         if one.code == 3:
-            assert "averaging after step 3" in said and "averaging after step 5" in said
+            assert "averaging after step 3" in said and "averaging after step 4" in said
+
+
+def test_a_worker_that_leaves_out_a_batch_between_two_averages(ranks: Run, tmp_path: Path) -> None:
+    body = """
+session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 8}, "timeout_seconds": 5})
+for batch in session.batches(steps=6):
+    if batch.step != 2 or RANK != 1:
+        session.step(batch)
+print("done")
+"""
+    for one in ranks(HEAD + body, 2, tmp_path, deadline=60):
+        assert one.code == 3
+        assert "Rank 1 has left out the batch of step 2" in message(one, "DisagreementError")
 
 
 @BOTH
