@@ -146,7 +146,7 @@ def start(
     while _sessions:
         _sessions.pop().close()
     line = Line(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place) if enrolled else None
-    job, facts = jobs.job_of(given, resolved.settings, who, log, line, enrolled.largest if enrolled else 0)
+    job, facts = jobs.job_of(given, resolved, who, log, line, enrolled.largest if enrolled else 0)
     atexit.register(log.close)
     session = Session(job, facts, run, place, progress, by_loss=loss is not None)
     _count = place
@@ -181,9 +181,10 @@ class Session:
         _sessions.append(self._course)
         if self._keeper.able or job.world.line is not None:
             catch_notices(job.world)
-        self._notes = tuple(jobs.notes(job))
+        warnings = jobs.warnings(job)
+        self._notes = (*jobs.notes(job), *warnings)
         for note in self._notes:
-            _log.info(note)
+            _log.log(logging.WARNING if note in warnings and job.world.rank == 0 else logging.INFO, note)
             job.events.mark("note", text=note)
         self._target = self._fed = self._position = 0
         self._given = -1  # the last step whose batch the script has got

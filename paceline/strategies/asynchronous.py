@@ -275,13 +275,10 @@ class Asynchronous(Strategy):
         """
         table = self._claims.look()
         if table.top > max(steps, self._top):
-            ahead = [f"rank {rank} at step {step}" for step, rank in table.open.items() if step >= steps and rank != FREE]
-            raise _different(
-                [
-                    f"rank {self._job.world.rank} settling after step {steps - 1}",
-                    *(ahead or [f"another one at step {table.top - 1}"]),
-                ]
-            )
+            here = f"rank {self._job.world.rank} settling after step {steps - 1}"
+            taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)
+            ahead = [f"rank {rank} at step {step}" for rank, step in taken]
+            raise _different([here, *(ahead or [f"another one at step {table.top - 1}"])])
         return not table.open
 
     def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:

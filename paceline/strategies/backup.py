@@ -49,6 +49,8 @@ class Backup(AllReduce):
     """All-reduce over the first workers to finish."""
 
     bitwise: ClassVar[bool] = False
+    made_exact: ClassVar[str] = "backup.workers = 0"
+    reads: ClassVar[tuple[str, ...]] = ("backup",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, apart=job.settings.backup.workers != 0)
@@ -89,6 +91,10 @@ class Backup(AllReduce):
     def exact_with(cls, settings: Settings) -> bool:
         """Without backup workers it is all-reduce."""
         return settings.backup.workers == 0
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        return () if _spare(settings) else ("backup.late",)
 
     @property
     def _plain(self) -> bool:

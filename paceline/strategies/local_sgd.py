@@ -50,6 +50,7 @@ class LocalSgd(Strategy):
 
     bitwise: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("local",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -172,9 +173,9 @@ def _check_trained(told: list[list[int]]) -> None:
     for rank, trained in enumerate(told):
         if missing := steps - set(trained):
             raise DisagreementError(
-                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every worker "
-                f"must take the same batches from session.batches; look for a loop that leaves or skips early on some "
-                f"ranks only."
+                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
+                f"worker must take the same batches from session.batches; look for a loop that leaves or skips early "
+                f"on some ranks only."
             )
 
 

@@ -27,8 +27,30 @@ REFUSED = {
         "go(strategy='backup', backup={'late': 'keep'})", "ConfigError", 2, ["backup.late = 'keep'", "return", "lose"]
     ),
     "exact bits with backup workers": Bad(
-        "go(strategy='backup', exact=True)", "ConfigError", 2, ["'backup'", "exact=True", "'stealing'"]
+        "go(strategy='backup', exact=True)",
+        "ConfigError",
+        2,
+        ["'backup'", "exact=True", "backup.workers = 0", "'stealing'"],
     ),
+    "exact bits with gradients that come late": Bad(
+        "go(strategy='parameter-server', exact=True, server={'mode': 'async'})",
+        "ConfigError",
+        2,
+        ["'parameter-server'", "exact=True", "server.mode = 'sync'"],
+    ),
+    **{
+        f"a comparison with one process of {strategy}": Bad(
+            f"os.environ.update(PACELINE_TRACE='.', PACELINE_TRACE_STEPS='2')\ngo(strategy={strategy!r}, {more})",
+            "ConfigError",
+            2,
+            ["paceline verify is for strategies that compute the same function", repr(strategy), *cures],
+        )
+        for strategy, more, cures in (
+            ("hogwild", "", ["'allreduce'"]),
+            ("backup", "", ["backup.workers = 0"]),
+            ("parameter-server", "server={'mode': 'bounded'}", ["server.mode = 'sync'"]),
+        )
+    },
     "averages after no step": Bad(
         "go(strategy='local-sgd', local={'every': 0})", "ConfigError", 2, ["local.every = 0", "greater than 0"]
     ),

@@ -1,6 +1,7 @@
 """Whoever waits for the lock says for whom, and looks now and then whether that one still lives."""
 
 import os
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,7 +50,7 @@ def test_who_waits_looks_now_and_then(tmp_path: Path) -> None:
     with scene.first, scene.second:
         pass
     waited = [0.0, *(seconds for _, seconds in scene.looks)]
-    assert all(after - before >= LOOK_SECONDS for before, after in zip(waited[:-1], waited[1:], strict=True))
+    assert all(after - before >= LOOK_SECONDS for before, after in pairwise(waited))
 
 
 def test_a_holder_that_has_not_said_so_yet_may_be_anyone(tmp_path: Path) -> None:
