@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ import torch
 
 from paceline.comm.claims import FREE, Claims, Table
 from paceline.comm.memory import Memory
+from paceline.comm.tally import Tally
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import ConfigError, DisagreementError
@@ -83,8 +83,10 @@ class Asynchronous(Strategy):
         self._top = 0
         self._newest: Outcome | None = None
         self._whole = Whole(job)
-        self._delays: Counter[int] = Counter()
-        self._rounds: Counter[int] = Counter()
+        self._delays = Tally(self._memory, job.world.rank)
+        self._rounds = Tally(self._memory, job.world.rank)
+        book = job.books.get(BOOK, {})
+        self._before = [Counter(dict(book.get(name, []))) for name in ("delays", "rounds")]
         self.remarks = remarks_of(job)
         self._told = len(self.remarks)
 
@@ -112,10 +114,11 @@ class Asynchronous(Strategy):
         self._drain(steps)
         self._await_others(steps)
         self._leave_state(self._claims.look())
-        told = self._meet("settling after", steps - 1, (dict(self._delays), dict(self._rounds)))
+        self._meet("settling after", steps - 1, None)
         table = self._claims.look()
         self._take_state(table, settled=True)
-        self._remember(table, told)
+        self._remember(table)
+        self._tell_staleness()
         self._together = True
 
     def close(self) -> None:
@@ -126,7 +129,7 @@ class Asynchronous(Strategy):
                 before, table = table, self._claims.look()
                 if table.version == before.version:
                     break
-            self._remember(table, [])
+            self._remember(table)
             self._together = True
         self._whole.take_gradients()
 
@@ -180,18 +183,9 @@ class Asynchronous(Strategy):
             raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told)])
         return [value for *_, value in told]
 
-    def _remember(self, table: Table, told: list[tuple[Mapping[int, int], Mapping[int, int]]]) -> None:
+    def _remember(self, table: Table) -> None:
         """Write down what the next workers, and a checkpoint, must know."""
-        book = self._job.books.get(BOOK, {})
-        counts = []
-        for place, name in enumerate(("delays", "rounds")):
-            count = Counter({int(late): int(number) for late, number in book.get(name, [])})
-            for one in told:
-                count.update(one[place])
-            counts.append(count)
-        self._delays.clear()
-        self._rounds.clear()
-        delays, rounds = (sorted(map(list, count.items())) for count in counts)
+        delays, rounds = (sorted(map(list, count.items())) for count in self._staleness())
         self._job.books[BOOK] = {
             "top": table.top,
             "open": sorted(table.open),
@@ -199,10 +193,16 @@ class Asynchronous(Strategy):
             "delays": delays,
             "rounds": rounds,
         }
-        if told and delays:
-            self._tell_staleness(dict(counts[0]), dict(counts[1]))
 
-    def _tell_staleness(self, delays: dict[int, int], rounds: dict[int, int]) -> None:
+    def _staleness(self) -> list[dict[int, int]]:
+        """How often each delay, and each number of rounds behind, has been so far."""
+        tallies = self._delays, self._rounds
+        return [dict(before + tally.total()) for before, tally in zip(self._before, tallies, strict=True)]
+
+    def _tell_staleness(self) -> None:
+        delays, rounds = self._staleness()
+        if not delays:
+            return
         if self._job.world.rank == 0:
             self._job.events.mark("staleness", delays=delays, rounds=rounds)
         updates = sum(delays.values())

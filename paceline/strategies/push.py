@@ -118,8 +118,8 @@ class SharedServers(Asynchronous):
         if answer.version < 0:
             mark("dropped", step=step, **late)
             return
-        self._delays[answer.delay] += 1
-        self._rounds[self._behind] += 1
+        self._delays.add(answer.delay)
+        self._rounds.add(self._behind)
         mark("update", step=step, version=answer.version, learning_rate=answer.rate, **late)
 
     def _take_state(self, table: Table, settled: bool) -> None:
