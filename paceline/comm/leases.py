@@ -228,7 +228,7 @@ class Leases:
 
 
 class StoreLeases:
-    """Leases through the store: a round trip each, three for one from another worker's share."""
+    """Leases through the store: a round trip each; for one from another's share two, and one for each open share."""
 
     def __init__(self, world: World) -> None:
         self._world = world
