@@ -212,7 +212,7 @@ class World:
             posts: Posts = MemoryPosts(self.memory, self.rank)
         else:
             posts = StorePosts(dist.distributed_c10d._get_default_store(), self.rank, self.size)
-        calls = Calls(self.rank, posts, weakref.WeakMethod(self._lost))
+        calls = Calls(self.rank, posts, weakref.WeakMethod(self.lost))
         collectives.record_in(calls, self.await_group)
         return calls
 
@@ -248,7 +248,7 @@ class World:
             self.check()  # before the alarm could interrupt this
             dist.all_gather_object(values, own)
         except RuntimeError as error:
-            raise self._lost([], "when all workers compared notes", error) from error
+            raise self.lost([], "when all workers compared notes", error) from error
         finally:
             self._comparing = False
         self.waits_for(())
@@ -266,7 +266,7 @@ class World:
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._lost(peers, f"in exchange {operations[0].tag}", error) from error
+            raise self.lost(peers, f"in exchange {operations[0].tag}", error) from error
         return [Transfer(self, work, peers, operations[0].tag) for work in works]
 
     def _start(self, operation: dist.P2POp) -> Transfer:
@@ -274,10 +274,11 @@ class World:
         try:
             work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
         except RuntimeError as error:
-            raise self._lost([operation.peer], f"in exchange {operation.tag}", error) from error
+            raise self.lost([operation.peer], f"in exchange {operation.tag}", error) from error
         return Transfer(self, work, [operation.peer], operation.tag)
 
-    def _lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
+    def lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
+        """What a failed call says of these peers; without any, of whoever cannot be reached."""
         reason = reason_of(error)
         if self.alarmed:  # the launcher knows who
             return WorkerLost(f"Rank {self.rank}: another worker was lost {where}. [{reason}]")
@@ -334,7 +335,7 @@ class Transfer:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise world._lost(self._peers, f"in exchange {self._tag}", error) from error
+            raise world.lost(self._peers, f"in exchange {self._tag}", error) from error
         world.waits_for(())
 
 

@@ -342,6 +342,20 @@ def shared_memory_of(job: Job) -> Memory:
     return job.world.memory
 
 
+def servers_of(job: Job) -> int:
+    """How many servers there are: as many as are set, or as the workers that are left can be."""
+    server = job.settings.server
+    return min(server.count, job.world.size - server.dedicated)
+
+
+def remarks_on_servers(job: Job) -> list[str]:
+    """What is to be said if these are fewer."""
+    count, wanted = servers_of(job), job.settings.server.count
+    if count == wanted:
+        return []
+    return [f"{job.world.size} workers are left, of which {count} can serve: not server.count = {wanted}"]
+
+
 def remarks_of(job: Job) -> list[str]:
     """What an asynchronous strategy does not promise."""
     remarks = [
