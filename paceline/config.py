@@ -353,6 +353,9 @@ def resolve(
     for name in GROUPS:
         if isinstance(arguments.get(name), BaseModel):
             arguments[name] = arguments[name].model_dump(exclude_unset=True)
+        elif name in arguments and name != "checkpoint" and not isinstance(arguments[name], Mapping):
+            example = {next(iter(GROUPS[name].model_fields)): arguments[name]}
+            raise ConfigError(f"{name} = {arguments[name]!r} cannot be used: {name} is a mapping, such as {example}.")
     if isinstance(arguments.get("checkpoint"), str | Path):
         arguments["checkpoint"] = {"directory": arguments["checkpoint"]}
     layers: list[tuple[str, Mapping[str, object]]] = [

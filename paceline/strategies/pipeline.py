@@ -31,6 +31,8 @@ from paceline.strategies.streamed import Streamed
 class Pipeline(Strategy):
     """Stages of the model on different workers."""
 
+    made_exact: ClassVar[str] = "pipeline.schedule='1f1b'"
+    reads: ClassVar[tuple[str, ...]] = ("pipeline",)
     replicated: ClassVar[bool] = False
     cuts: ClassVar[bool] = True
 
@@ -63,6 +65,16 @@ class Pipeline(Strategy):
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:
         return settings.pipeline.schedule not in STREAMED
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        schedule = settings.pipeline.schedule
+        unread = [] if schedule == "interleaved" else ["pipeline.chunks"]
+        if schedule not in STREAMED:
+            unread += ["pipeline.update_every", "pipeline.flush_every"]
+        if schedule != "pipedream":
+            unread.append("pipeline.vertical_sync")
+        return tuple(unread)
 
     @property
     def holds(self) -> frozenset[str] | None:

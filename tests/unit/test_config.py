@@ -45,6 +45,11 @@ def test_a_checkpoint_may_be_a_folder(given: Any) -> None:
     assert found == CheckpointSettings(directory=Path("here"), every=5)
 
 
+def test_a_group_is_a_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"server = 'async' cannot be used: .* such as {'mode': 'async'}"):
+        resolve({"server": "async"})
+
+
 def test_an_unknown_key_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no setting 'batchs'.*Did you mean 'batch'"):
         parse_command_line(["batchs=3"])
