@@ -21,12 +21,13 @@ from paceline import agreement, env
 from paceline.checkpoint.state import hash_of
 from paceline.comm.line import Line
 from paceline.comm.world import World
-from paceline.config import GROUPS, Resolved, Settings
+from paceline.config import Resolved
 from paceline.data.feed import Feed
 from paceline.data.order import Order
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
+from paceline.settings import GROUPS, Settings
 from paceline.strategies.base import Job, Strategy
 from paceline.strategies.compute import Compute, Forward, loss_of, recompute
 from paceline.strategies.registry import strategy_named, unread

@@ -25,13 +25,13 @@ from paceline.checkpoint.background import join_all
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
 from paceline.comm.line import Line
-from paceline.config import CheckpointSettings
 from paceline.course import Course, record_step
 from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.elastic.preemption import catch_notices
 from paceline.errors import ConfigError
 from paceline.events import EventLog
+from paceline.settings import Arguments, CheckpointSettings
 from paceline.strategies.base import Job
 from paceline.strategies.compute import loss_of
 from paceline.testing import points
@@ -104,7 +104,7 @@ def start(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     schedule: Callable[[Optimizer], LRScheduler] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
-    **settings: Unpack[config.Arguments],
+    **settings: Unpack[Arguments],
 ) -> Session:
     """Bring the workers together to train a model.
 

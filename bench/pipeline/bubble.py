@@ -19,11 +19,11 @@ from sleeping import FORWARD, INPUT, WEIGHT, sleepers, slept, targets
 from timelines import timeline_of
 
 import paceline
-from paceline.config import PipelineSettings
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
 from paceline.schedule.operations import Kind
+from paceline.settings import PipelineSettings
 
 LAYERS, MICROBATCHES, SAMPLES = 8, 8, 4
 WARM = 2

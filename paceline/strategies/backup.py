@@ -27,11 +27,11 @@ from torch import nn
 
 from paceline.comm.contributors import contributors_for
 from paceline.comm.notes import Losses
-from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.schedule.backup import Groups, Length, Progress, losing, resumed, returning
 from paceline.schedule.tree import Node
+from paceline.settings import Settings
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.outcome import conclude

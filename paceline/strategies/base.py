@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from paceline.comm.world import World
-from paceline.config import Settings
 from paceline.data.feed import Feed, Piece
 from paceline.data.order import Order
 from paceline.events import EventLog
+from paceline.settings import Settings
 from paceline.strategies.compute import Compute
 from paceline.strategies.update import Update
 

@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
+from paceline.settings import Settings
 from paceline.strategies.asynchronous import Alone
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome, Strategy

@@ -19,10 +19,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.schedule.choice import STREAMED, shape_of
+from paceline.settings import Settings
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.flushed import Flushed
 from paceline.strategies.streamed import Streamed

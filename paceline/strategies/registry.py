@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from paceline.config import Settings
 from paceline.errors import ConfigError
+from paceline.settings import Settings
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.auto import Auto
 from paceline.strategies.backup import Backup

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paceline.config import PipelineSettings
 from paceline.errors import ConfigError
 from paceline.schedule.choice import Shape, flushed_schedule, shape_of, stream_for
 from paceline.schedule.operations import Kind
+from paceline.settings import PipelineSettings
 
 
 def settings(schedule: str = "1f1b", **given: Any) -> PipelineSettings:

@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 
-from paceline.config import (
-    Arguments,
-    CheckpointSettings,
-    Settings,
-    describe,
-    flat_keys,
-    parse_command_line,
-    parse_value,
-    read_plan,
-    resolve,
-)
+from paceline.config import describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
 from paceline.errors import ConfigError
+from paceline.settings import Arguments, CheckpointSettings, Settings
 
 
 def test_the_upper_layer_wins() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from paceline.config import Settings
+from paceline.settings import Settings
 from paceline.strategies.asynchronous import remarks_on_servers, servers_of
 
 
