@@ -36,8 +36,8 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.checkpoint import save
-from paceline.config import CheckpointSettings
 from paceline.events import EventLog
+from paceline.settings import CheckpointSettings
 
 EVERY = 2
 SAVES_TO_THE_END = 150

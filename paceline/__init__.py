@@ -6,7 +6,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.config import CheckpointSettings, Settings
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -19,13 +18,14 @@ if TYPE_CHECKING:
         WorkerSilent,
     )
     from paceline.session import Batch, Report, Session, start
+    from paceline.settings import CheckpointSettings, Settings
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Batch": "session",
     "CheckpointError": "errors",
-    "CheckpointSettings": "config",
+    "CheckpointSettings": "settings",
     "ConfigError": "errors",
     "DisagreementError": "errors",
     "InputError": "errors",
@@ -33,7 +33,7 @@ _HOMES = {
     "PacelineError": "errors",
     "Report": "session",
     "Session": "session",
-    "Settings": "config",
+    "Settings": "settings",
     "StartError": "errors",
     "WorkerLost": "errors",
     "WorkerSilent": "errors",

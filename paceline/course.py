@@ -193,20 +193,20 @@ class Course:
 
     def close(self) -> None:
         """Another session follows in this process: part from the others, once all have come so far."""
-        if self._recovery is None:
-            return
+        world = self._job.world
         with contextlib.suppress(WorkerLost):
-            self._job.world.gather(None, "start")
+            self.strategy.settle(self.standing.steps)
+            world.gather(None, "start")
         self.strategy.close()
-        self._job.world.leave()
-        if self._job.world.line is not None:
-            self._job.world.line.place = dict  # the next session has a line of its own
-        self._closed = True
+        if world.line is not None:
+            world.leave()
+            world.line.place = dict  # the next session has a line of its own
+        self._closed = world.line is not None or world.size > 1
 
     def _check_open(self) -> None:
         if self._closed:
             raise ConfigError(
-                "This session ended when the script started the next one: under paceline run they train one after "
+                "This session ended when the script started the next one: on several workers they train one after "
                 "the other. Put models that are trained in turns into one module, with one session."
             )
 

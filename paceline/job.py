@@ -21,15 +21,16 @@ from paceline import agreement, env
 from paceline.checkpoint.state import hash_of
 from paceline.comm.line import Line
 from paceline.comm.world import World
-from paceline.config import GROUPS, Resolved, Settings
+from paceline.config import Resolved
 from paceline.data.feed import Feed
 from paceline.data.order import Order
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
+from paceline.settings import GROUPS, Settings
 from paceline.strategies.base import Job, Strategy
 from paceline.strategies.compute import Compute, Forward, loss_of, recompute
-from paceline.strategies.registry import strategy_named
+from paceline.strategies.registry import strategy_named, unread
 from paceline.strategies.update import Update, scaling_of
 
 _log = logging.getLogger("paceline")
@@ -58,7 +59,7 @@ def report_config(resolved: Resolved, path: Path) -> None:
 
 def job_of(
     given: Arguments,
-    settings: Settings,
+    resolved: Resolved,
     who: env.Identity,
     events: EventLog,
     line: Line | None = None,
@@ -73,6 +74,7 @@ def job_of(
         ConfigError, InputError: an argument cannot be used.
         StartError: there are too few devices.
     """
+    settings = resolved.settings
     strategy = strategy_named(settings.strategy)
     order = _order(given.data, settings, who.world_size, largest or who.world_size)
     forward = _forward(given)
@@ -99,7 +101,8 @@ def job_of(
     facts = _facts(settings, order, update, threads, initial)
     compute = Compute(given.model, forward, settings.seed, settings.autocast)
     feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate)
-    return Job(compute, update, order, settings, world, events, feed, given.collate), facts
+    keys = tuple(key for key, source in resolved.sources.items() if source != "default")
+    return Job(compute, update, order, settings, world, events, feed, given.collate, given=keys), facts
 
 
 def _check_strategy(settings: Settings, strategy: type[Strategy], given: Arguments) -> None:
@@ -108,10 +111,16 @@ def _check_strategy(settings: Settings, strategy: type[Strategy], given: Argumen
             f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
             f"forward(model, microbatch): give a loss, or use another strategy."
         )
+    cure = f"set {strategy.made_exact}, or use" if strategy.made_exact else "use"
     if settings.exact and not strategy.exact_with(settings):
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
-            f"exact=True, or use 'allreduce' or 'stealing'."
+            f"exact=True, {'or ' if not strategy.made_exact else ''}{cure} 'allreduce' or 'stealing'."
+        )
+    if env.trace() is not None and not strategy.exact_with(settings):
+        raise ConfigError(
+            f"paceline verify is for strategies that compute the same function on any number of workers, which "
+            f"strategy {settings.strategy!r} does not: {cure} 'allreduce' or 'stealing'."
         )
     if settings.checkpoint.every == "auto" and not strategy.replicated:
         raise ConfigError(
@@ -155,6 +164,12 @@ def notes(job: Job) -> list[str]:
     if job.update.scaling.reason:
         told.append(job.update.scaling.reason)
     return told
+
+
+def warnings(job: Job) -> list[str]:
+    """What somebody has set that does nothing, in sentences."""
+    keys = unread(job.settings, job.given)
+    return [f"set, but without effect as strategy {job.settings.strategy} is set: {', '.join(keys)}"] if keys else []
 
 
 def _order(data: Any, settings: Settings, workers: int, largest: int) -> Order:

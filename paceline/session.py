@@ -25,13 +25,13 @@ from paceline.checkpoint.background import join_all
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
 from paceline.comm.line import Line
-from paceline.config import CheckpointSettings
 from paceline.course import Course, record_step
 from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.elastic.preemption import catch_notices
 from paceline.errors import ConfigError
 from paceline.events import EventLog
+from paceline.settings import Arguments, CheckpointSettings
 from paceline.strategies.base import Job
 from paceline.strategies.compute import loss_of
 from paceline.testing import points
@@ -69,6 +69,9 @@ class Batch:
 class Report:
     """What one step did; the same on every worker but for the times.
 
+    With an asynchronous strategy the outcome is that of the newest step that this worker knows of, and with local SGD,
+    between two averages, that of this worker's share.
+
     Attributes:
         step: the number of the step, from 0.
         loss: the mean loss over the whole batch, before the update.
@@ -101,7 +104,7 @@ def start(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     schedule: Callable[[Optimizer], LRScheduler] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
-    **settings: Unpack[config.Arguments],
+    **settings: Unpack[Arguments],
 ) -> Session:
     """Bring the workers together to train a model.
 
@@ -146,7 +149,7 @@ def start(
     while _sessions:
         _sessions.pop().close()
     line = Line(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place) if enrolled else None
-    job, facts = jobs.job_of(given, resolved.settings, who, log, line, enrolled.largest if enrolled else 0)
+    job, facts = jobs.job_of(given, resolved, who, log, line, enrolled.largest if enrolled else 0)
     atexit.register(log.close)
     session = Session(job, facts, run, place, progress, by_loss=loss is not None)
     _count = place
@@ -195,9 +198,10 @@ class Session:
         _sessions.append(self._course)
         if self._keeper.able or job.world.line is not None:
             catch_notices(job.world)
-        self._notes = tuple(jobs.notes(job))
+        warnings = jobs.warnings(job)
+        self._notes = (*jobs.notes(job), *warnings)
         for note in self._notes:
-            _log.info(note)
+            _log.log(logging.WARNING if note in warnings and job.world.rank == 0 else logging.INFO, note)
             job.events.mark("note", text=note)
         self._target = self._fed = self._position = 0
         self._given = -1  # the last step whose batch the script has got
@@ -360,8 +364,8 @@ class Session:
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
 
-        It is the same on every rank; any rank may call it alone. (With an asynchronous strategy: after the last batch
-        of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
+        It is the same on every rank; any rank may call it alone. (With an asynchronous strategy or local SGD: after
+        the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
         """
         return fingerprint(self._state.tensors())
 

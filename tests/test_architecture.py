@@ -10,6 +10,7 @@ import typer.main
 import paceline
 from paceline import config
 from paceline.cli.main import COMMANDS, _application
+from paceline.settings import Arguments
 
 PACKAGE = Path(paceline.__file__).parent
 LONGEST_FILE = 400
@@ -52,7 +53,7 @@ def test_the_public_names() -> None:
 
 def test_the_settings() -> None:
     assert set(config.flat_keys()) == SETTINGS
-    assert set(config.Arguments.__annotations__) == {key.partition(".")[0] for key in SETTINGS}
+    assert set(Arguments.__annotations__) == {key.partition(".")[0] for key in SETTINGS}
 
 
 @pytest.mark.parametrize("command", COMMANDS)

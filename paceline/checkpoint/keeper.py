@@ -15,9 +15,9 @@ from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.snapshot import Snapshot, Staging
 from paceline.checkpoint.training import State
 from paceline.comm.world import World
-from paceline.config import CheckpointSettings
 from paceline.errors import CheckpointError
 from paceline.events import EventLog
+from paceline.settings import CheckpointSettings
 
 __all__ = ["Keeper", "State"]
 

@@ -14,6 +14,7 @@ killed at any instant leaves a whole table, and the kernel takes back its lock. 
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -91,17 +92,13 @@ class Table:
         """The step is to be computed again."""
         self.open[step] = FREE
 
-    def owners(self, stop: int) -> list[int]:
+    def owners(self, stop: float = math.inf) -> list[int]:
         """The workers that compute steps before this one."""
         return sorted({owner for step, owner in self.open.items() if step < stop and owner != FREE})
 
 
 class Claims:
-    """The table of these workers; all of them make it together, then rank 0 begins it.
-
-    Attributes:
-        lock: held by whoever changes the table.
-    """
+    """The table of these workers, with a lock for changes; all of them make it together, then rank 0 begins it."""
 
     def __init__(self, world: World, memory: Memory) -> None:
         self._world = world
@@ -155,9 +152,9 @@ class Claims:
             self._words[_CLOSED] = 1
         return self.look()
 
-    def _look(self, waited: float) -> None:
+    def _look(self, ranks: list[int], waited: float) -> None:
         if not self._hasty:
-            self._memory.look([rank for rank in range(self._world.size) if rank != self._world.rank], waited)
+            self._memory.look(ranks, waited)
             self._world.check()
         elif waited > _PATIENCE_SECONDS:
             raise _TooLong

@@ -130,7 +130,7 @@ class SharedContributors:
         self._at = table[2 + size : 2 + 2 * size]  # 1 + the group that a worker computes
         self._begun = table[2 + 2 * size : 2 + 3 * size]  # the last step that a worker has begun
         self._last = -1
-        self._lock = memory.lock(self._look)
+        self._lock = memory.lock()
         self._fresh = True
 
     def begin(self, step: int, groups: int, needed: int) -> None:
@@ -190,10 +190,6 @@ class SharedContributors:
         """Whoever has not given a result: some of them are needed."""
         owners = list(self._owners)
         return [rank for rank in range(self._world.size) if rank != self._world.rank and rank + 1 not in owners]
-
-    def _look(self, waited: float) -> None:
-        self._world.check()
-        self._memory.look(self._awaited(), waited)
 
 
 class StoreContributors:

@@ -100,7 +100,7 @@ class Leases:
         self._opened = clocks[:1]
         self._since = clocks[1 : 1 + self._size]
         self._pace = clocks[1 + self._size :]
-        self._lock = memory.lock(self._look)
+        self._lock = memory.lock()
         self._shares: Sequence[range] = ()
         self._mine: list[float] = []
         self.asked = 0.0
@@ -222,13 +222,13 @@ class Leases:
         return None, waits
 
     def _look(self, waited: float) -> None:
-        """While this worker waits for the lock, or for what others will do faster: look whether they still can."""
+        """While this worker waits for what others will do faster: look whether they still can."""
         self._world.check()
         self._memory.look([rank for rank in range(self._size) if rank != self._rank and self._held[rank]], waited)
 
 
 class StoreLeases:
-    """Leases through the store: a round trip each, three for one from another worker's share."""
+    """Leases through the store: a round trip each; for one from another's share two, and one for each open share."""
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -9,10 +9,17 @@ import struct
 import time
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
+
+from paceline.comm.naps import LOOK_SECONDS, nap_after
+
+if TYPE_CHECKING:
+    from paceline.comm.world import World
 
 _YIELDS = 50
-_NAP_SECONDS = 5e-5
-_LOOK_SECONDS = 0.02
+
+Look = Callable[[list[int], float], None]
+"""Called now and then while another process holds a lock, with its rank and the seconds waited; may raise."""
 
 
 class Lock:
@@ -21,27 +28,44 @@ class Lock:
     Args:
         file: the number of an open file; each process must have opened it for itself.
         place: of the byte; it need not exist.
-        look: called now and then while another process holds the lock, with the seconds waited; may raise.
+        holder: a number in the memory of all, for the rank that has the lock.
+        world: the workers.
+        look: see :data:`Look`.
     """
 
-    def __init__(self, file: int, place: int, look: Callable[[float], None]) -> None:
+    def __init__(self, file: int, place: int, holder: memoryview, world: World, look: Look) -> None:
         self._file = file
         self._take = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
         self._give = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0)
+        self._holder = holder
+        self._world = world
         self._look = look
 
     def __enter__(self) -> None:
-        looks, begin = 0, 0.0
+        looks, begin, looked = 0, 0.0, 0.0
+        ranks: list[int] = []
         while not self._taken():
             looks += 1
             if looks < _YIELDS:
                 os.sched_yield()
                 continue
-            begin = begin or time.monotonic()
-            time.sleep(_NAP_SECONDS)
-            waited = time.monotonic() - begin
-            if waited > _LOOK_SECONDS:
-                self._look(waited)
+            now = time.monotonic()
+            begin, looked = begin or now, looked or now
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                if (holders := self._holders()) != ranks:
+                    ranks = holders
+                    self._world.waits_for(ranks)
+                self._look(ranks, now - begin)
+            time.sleep(nap_after(now - begin))
+        if ranks:
+            self._world.waits_for(())
+        self._holder[0] = self._world.rank
+
+    def _holders(self) -> list[int]:
+        """Who may have the lock: any other worker while its new holder has not written its rank yet."""
+        holder, own = self._holder[0], self._world.rank
+        return [holder] if holder != own else [rank for rank in range(self._world.size) if rank != own]
 
     def _taken(self) -> bool:
         try:

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.comm.bell import Bell
-from paceline.comm.lock import Lock
+from paceline.comm.lock import Lock, Look
+from paceline.comm.names import ranks_in_words
+from paceline.comm.naps import FIRST_NAP_SECONDS, LOOK_SECONDS, nap_after
 from paceline.comm.processes import is_ending
 from paceline.errors import PacelineError, WorkerLost, WorkerSilent
 
@@ -32,9 +34,6 @@ _SPINS = 20
 """Looks before the first sleep: about 10 us, a fifth of what it takes to sleep and be woken."""
 _LISTEN_SECONDS = 5e-3
 """How long a waiting worker sleeps if nobody wakes it: it must hear of a loss, too."""
-_NAP_SECONDS, _NAP_OF_WAIT, _LONGEST_NAP_SECONDS = 5e-5, 0.02, 1e-3
-"""The first sleep; the later ones are so large a part of the time waited, so that who waits long leaves the cores to
-others; the longest."""
 _TOKEN_BYTES = 16
 _ARENA_BYTES = 1 << 42
 _LETTERS_AT = 1 << 41
@@ -42,8 +41,6 @@ _LETTER_BYTES = 1 << 36
 _MET, _GAVE_UP, _LETTER, _BELL = 0, 1, 2, 3
 """The first flags: in which generation a worker was met, whether it gave up, how often it compared notes, and how often
 it announced anything."""
-_LOOK_SECONDS = 0.02
-"""How often a waiting worker looks whether the others still live."""
 
 
 class Arena:
@@ -152,10 +149,16 @@ class Memory:
         assert self._reserved <= _SLOTS, f"more than {_SLOTS} flags"
         return first
 
-    def lock(self, look: Callable[[float], None]) -> Lock:
-        """A lock for a use of its own; all workers ask in the same order. ``look``: see :class:`Lock`."""
+    def lock(self, look: Look | None = None) -> Lock:
+        """A lock for a use of its own; all workers ask in the same order.
+
+        Args:
+            look: see :class:`Lock`; none: whether those can still do something whom this worker waits for.
+        """
         self._locks += 1
-        return Lock(self._files[0], _ARENA_BYTES - self._locks, look)
+        slot = self.reserve(1)
+        holder = self._flags[0][slot : slot + 1]
+        return Lock(self._files[0], _ARENA_BYTES - self._locks, holder, self._world, look or self._check_and_look)
 
     def exchange(self, letter: bytes) -> list[bytes]:
         """What each worker writes, in the order of ranks; all workers call this together.
@@ -208,7 +211,7 @@ class Memory:
                 if not begin:
                     begin = looked = now
                     self._world.waits_for(waiting)
-                if now - looked > _LOOK_SECONDS or self._world.alarmed != alarmed:
+                if now - looked > LOOK_SECONDS or self._world.alarmed != alarmed:
                     looked, alarmed = now, self._world.alarmed
                     self._look_after(waiting, slot, value, now - begin)
             waiting = [rank for rank in waiting if self._flags[rank][slot] < value]
@@ -225,7 +228,7 @@ class Memory:
         Raises:
             WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
         """
-        looks, nap = 0, _NAP_SECONDS
+        looks, nap = 0, FIRST_NAP_SECONDS
         begin = looked = 0.0
         ranks: list[int] = []
         while not ready():
@@ -235,8 +238,8 @@ class Memory:
                 continue
             time.sleep(nap)
             now = time.monotonic()
-            nap = _nap_after(now - begin if begin else 0.0)
-            if not begin or now - looked > _LOOK_SECONDS:
+            nap = nap_after(now - begin if begin else 0.0)
+            if not begin or now - looked > LOOK_SECONDS:
                 self._world.check()
                 if (now_awaited := awaited()) != ranks or not begin:
                     ranks = now_awaited
@@ -254,6 +257,10 @@ class Memory:
         """
         self._look_after(ranks, _GAVE_UP, 2, waited)
 
+    def _check_and_look(self, ranks: list[int], waited: float) -> None:
+        self._world.check()
+        self.look(ranks, waited)
+
     def _look_after(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
         if self._world.calls is not None:
             self._world.calls.look()
@@ -266,10 +273,11 @@ class Memory:
                 lost.ranks = (rank,)
                 raise self._explained(lost)
         if waited > self._world.timeout:
-            named = ", ".join(str(rank) for rank in waiting)
+            ranks = waiting or [rank for rank in range(self._world.size) if rank != self._world.rank]
+            named, are = ranks_in_words(ranks), "it is" if len(ranks) == 1 else "they are"
             silent = WorkerSilent(
-                f"Rank {self._world.rank} waited {waited:.0f} s for rank {named} (timeout_seconds). "
-                f"Look at the output of rank {named}: it is stopped, or busy with something else."
+                f"Rank {self._world.rank} waited {waited:.0f} s for {named} (timeout_seconds). "
+                f"Look at the output of {named}: {are} stopped, or busy with something else."
             )
             raise self._explained(silent)
 
@@ -289,10 +297,6 @@ class Memory:
     def _explained(self, lost: WorkerLost) -> PacelineError:
         calls = self._world.calls
         return calls.explain(lost) if calls else lost
-
-
-def _nap_after(waited: float) -> float:
-    return min(max(_NAP_SECONDS, waited * _NAP_OF_WAIT), _LONGEST_NAP_SECONDS)
 
 
 def _handle(rank: int, pid: int) -> int:

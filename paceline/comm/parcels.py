@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from paceline.comm.memory import Memory
+from paceline.comm.views import aligned, view_of
 
 _LENGTH = struct.Struct("<q")
 _ANSWER = struct.Struct("<qqd")
-_ALIGNED = 64
 _WORDS_BYTES = 1 << 20
 
 
@@ -39,11 +39,14 @@ class Parcels:
         places, place = [], self._room
         for example in examples:
             places.append(place)
-            place += -(-max(example.numel() * example.element_size(), 1) // _ALIGNED) * _ALIGNED
+            place += aligned(example.nbytes)
         self._blocks = memory.share(place)
         self._answers = memory.share(_ANSWER.size * len(self._blocks))
         self._views = [
-            [_view(block, start, example) for start, example in zip(places, examples, strict=True)]
+            [
+                view_of(block, start, example.dtype, example.shape)
+                for start, example in zip(places, examples, strict=True)
+            ]
             for block in self._blocks
         ]
 
@@ -74,9 +77,3 @@ class Parcels:
     def answered(self, server: int, rank: int) -> Answer:
         """What a server told a worker."""
         return Answer(*_ANSWER.unpack_from(self._answers[server], rank * _ANSWER.size))
-
-
-def _view(block: Any, start: int, example: torch.Tensor) -> torch.Tensor:
-    if example.numel() == 0:
-        return torch.empty_like(example)
-    return torch.frombuffer(block, dtype=example.dtype, count=example.numel(), offset=start).view(example.shape)

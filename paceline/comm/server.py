@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.memory import Memory
+from paceline.comm.views import aligned, view_of
 from paceline.errors import InputError
 
 _HEADER = struct.Struct("<qq")
@@ -80,10 +81,9 @@ class Shard:
         self._optimizer = optimizer
         self._schedule = schedule
         fixed = self._tensors()
-        self.bytes = sum(_bytes(value) for value in fixed)
         self._notes_room = _NOTES_BYTES + _NOTES_BYTES_EACH * len(parameters)
-        self._states_at = _NOTES_AT + self._notes_room + sum(_room(_bytes(value)) for value in fixed)
-        states = sum(_STATES * (_room(_bytes(value)) + 64) for value in self.parameters)
+        self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
+        states = sum(_STATES * (aligned(value.nbytes) + 64) for value in self.parameters)
         self._size = -(-(self._states_at + states) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
@@ -127,15 +127,9 @@ class Shard:
     def _fixed_views(self, copy: int, examples: list[torch.Tensor]) -> list[torch.Tensor]:
         views, place = [], copy * self._size + _NOTES_AT + self._notes_room
         for example in examples:
-            views.append(self._view(place, example.dtype, tuple(example.shape)))
-            place += _room(_bytes(example))
+            views.append(view_of(self._block, place, example.dtype, tuple(example.shape)))
+            place += aligned(example.nbytes)
         return views
-
-    def _view(self, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-        count = torch.Size(shape).numel()
-        if count == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(self._block, dtype=dtype, count=count, offset=place).view(shape)
 
     # The optimizer's states may grow during training: a parameter gets one with its first gradient.
 
@@ -173,7 +167,7 @@ class Shard:
                     continue
                 entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), place))
                 values.append(value)
-                place += _room(_bytes(value))
+                place += aligned(value.nbytes)
         if place > self._size:
             raise InputError(
                 f"The states of {type(self._optimizer).__name__} are more than {_STATES} times as large as the "
@@ -228,7 +222,7 @@ class Shard:
 
     def _state_views(self, copy: int, entries: list[_Entry]) -> list[torch.Tensor]:
         start = copy * self._size
-        return [self._view(start + entry.place, entry.dtype, entry.shape) for entry in entries]
+        return [view_of(self._block, start + entry.place, entry.dtype, entry.shape) for entry in entries]
 
 
 def cut(parameters: dict[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
@@ -238,16 +232,8 @@ def cut(parameters: dict[str, nn.Parameter], count: int) -> list[dict[str, nn.Pa
     """
     loads = [0] * count
     home: dict[str, int] = {}
-    for name, value in sorted(parameters.items(), key=lambda one: -_bytes(one[1])):
+    for name, value in sorted(parameters.items(), key=lambda one: -one[1].nbytes):
         shard = min(range(count), key=lambda one: (loads[one], one))
-        loads[shard] += max(_bytes(value), 1)
+        loads[shard] += max(value.nbytes, 1)
         home[name] = shard
     return [{name: value for name, value in parameters.items() if home[name] == shard} for shard in range(count)]
-
-
-def _bytes(value: torch.Tensor) -> int:
-    return value.numel() * value.element_size()
-
-
-def _room(size: int) -> int:
-    return -(-max(size, 1) // 64) * 64

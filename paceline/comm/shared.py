@@ -6,6 +6,7 @@ import torch
 
 from paceline.comm.exchange import Bucket, Divisor, Exchange
 from paceline.comm.memory import Memory
+from paceline.comm.views import aligned
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node
@@ -40,14 +41,14 @@ class SharedExchange(Exchange):
     def _add_flats(self, count: int) -> None:
         while len(self._buckets[0].flats) < count:
             sizes = [bucket.chunk * self._world.size * self._example(bucket).element_size() for bucket in self._buckets]
-            blocks = self._memory.share(sum(map(_aligned, sizes)))
+            blocks = self._memory.share(sum(map(aligned, sizes)))
             start = 0
             for bucket, size in zip(self._buckets, sizes, strict=True):
                 dtype, elements = self._example(bucket).dtype, bucket.chunk * self._world.size
                 flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
                 self._seen[bucket.index].append(flats)
                 self._add_flat(bucket, flats[self._world.rank])
-                start += _aligned(size)
+                start += aligned(size)
 
     def _scatter(self, bucket: Bucket) -> None:
         self._memory.announce(self._flag + 2 * bucket.index, self._steps)
@@ -67,7 +68,3 @@ class SharedExchange(Exchange):
 
     def _await_means(self, bucket: Bucket) -> None:
         self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64

@@ -52,4 +52,4 @@ class Store:
         try:
             return question(self._store)
         except RuntimeError as error:
-            raise self._world._lost([], self._where, error) from error
+            raise self._world.lost([], self._where, error) from error

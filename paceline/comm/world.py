@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -132,6 +132,7 @@ class World:
         if self.memory is not None:
             self.memory.give_up()
         self.memory = self.calls = None
+        self.waits_for(())
         self._group.leave()
 
     def arena_handle(self) -> tuple[int, str] | None:
@@ -211,7 +212,7 @@ class World:
             posts: Posts = MemoryPosts(self.memory, self.rank)
         else:
             posts = StorePosts(dist.distributed_c10d._get_default_store(), self.rank, self.size)
-        calls = Calls(self.rank, posts, weakref.WeakMethod(self._lost))
+        calls = Calls(self.rank, posts, weakref.WeakMethod(self.lost))
         collectives.record_in(calls, self.await_group)
         return calls
 
@@ -247,7 +248,7 @@ class World:
             self.check()  # before the alarm could interrupt this
             dist.all_gather_object(values, own)
         except RuntimeError as error:
-            raise self._lost([], "when all workers compared notes", error) from error
+            raise self.lost([], "when all workers compared notes", error) from error
         finally:
             self._comparing = False
         self.waits_for(())
@@ -255,29 +256,32 @@ class World:
 
     def post(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
+        if not sends and not receives:
+            return []
+        where = where or f"in exchange {(receives or sends)[0].tag}"
+        if self.device.type == "cpu":
+            started = [self._start(dist.irecv, message, where) for message in receives]
+            return started + [self._start(dist.isend, message, where) for message in sends]
         operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, tag=message.tag) for message in receives]
         operations += [dist.P2POp(dist.isend, message.tensor, message.peer, tag=message.tag) for message in sends]
-        if not operations:
-            return []
-        where = where or f"in exchange {operations[0].tag}"
-        if self.device.type == "cpu":
-            return [self._start(operation, where) for operation in operations]
         peers = sorted({operation.peer for operation in operations})
         try:
             works = dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._lost(peers, where, error) from error
+            raise self.lost(peers, where, error) from error
         return [Transfer(self, work, peers, where) for work in works]
 
-    def _start(self, operation: dist.P2POp, where: str) -> Transfer:
+    def _start(self, begin: Callable[..., dist.Work | None], message: Message, where: str) -> Transfer:
         """Start one send or receive, so that an error names the one peer that it is about."""
         try:
-            work = operation.op(operation.tensor, operation.peer, tag=operation.tag)
+            work = begin(message.tensor, message.peer, tag=message.tag)
         except RuntimeError as error:
-            raise self._lost([operation.peer], where, error) from error
-        return Transfer(self, work, [operation.peer], where)
+            raise self.lost([message.peer], where, error) from error
+        assert work is not None
+        return Transfer(self, work, [message.peer], where)
 
-    def _lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
+    def lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
+        """What a failed call says of these peers; without any, of whoever cannot be reached."""
         reason = reason_of(error)
         if self.alarmed:  # the launcher knows who
             return WorkerLost(f"Rank {self.rank}: another worker was lost {where}. [{reason}]")
@@ -336,7 +340,7 @@ class Transfer:
             world.check()  # before the alarm could interrupt this
             self._work.wait()
         except RuntimeError as error:
-            raise world._lost(self._peers, self._where, error) from error
+            raise world.lost(self._peers, self._where, error) from error
         finally:
             world.transferring = False
         world.waits_for(())

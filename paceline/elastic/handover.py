@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from paceline.comm.views import aligned
 from paceline.comm.world import Message, World
 
 _TAG = 1 << 29
@@ -42,7 +43,7 @@ def hand_over(world: World, donor: int, behind: list[int], load: Load | None) ->
     kinds = None if load is None else {name: (value.dtype, value.shape) for name, value in load.tensors.items()}
     told = world.gather(None if load is None else (kinds, load.rest), "handing over")
     kinds, rest = told[donor]
-    total = max(1, sum(_aligned(shape.numel() * dtype.itemsize) for dtype, shape in kinds.values()))
+    total = max(1, sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in kinds.values()))
     way = _over_network if world.memory is None else _through_memory
     flat = way(world, donor, behind, load, total)
     return None if flat is None else Load(_views(flat, kinds), rest)
@@ -53,7 +54,7 @@ def _views(flat: torch.Tensor, kinds: Kinds) -> dict[str, torch.Tensor]:
     for name, (dtype, shape) in kinds.items():
         size = shape.numel() * dtype.itemsize
         tensors[name] = flat[start : start + size].view(dtype).view(shape)
-        start += _aligned(size)
+        start += aligned(size)
     return tensors
 
 
@@ -108,7 +109,7 @@ def _parts(load: Load) -> list[Part]:
     for value in load.tensors.values():
         plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         parts.append((start, plain))
-        start += _aligned(plain.numel())
+        start += aligned(plain.numel())
     return parts
 
 
@@ -119,7 +120,3 @@ def _fill(place: torch.Tensor, start: int, parts: list[Part]) -> None:
         first, last = max(begin, start), min(begin + plain.numel(), stop)
         if first < last:
             place[first - start : last - start].copy_(plain[first - begin : last - begin])
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64

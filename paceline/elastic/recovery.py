@@ -175,9 +175,9 @@ class Recovery:
         compute = self._job.compute
         told = self._job.world.gather((compute.joins, self._changing_buffers()), "gathering anew")
         compute.joins = next((joins for joins, _ in told if joins is not None), None)
-        live = next((live for _, live in told if live is not None), None)
-        if live is not None:
-            compute.buffers.settle(live)
+        live = [live for _, live in told if live is not None]
+        if live:
+            compute.buffers.settle(name for names in live for name in names)
 
     def _changing_buffers(self) -> list[str] | None:
         """The buffers that the forward pass changes; none if the workers have not agreed on them yet."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import env
-from paceline.config import Settings
+from paceline.settings import Settings
 
 HOST = "127.0.0.1"
 

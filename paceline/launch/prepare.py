@@ -8,6 +8,7 @@ from paceline import config, env
 from paceline.errors import ConfigError
 from paceline.launch import machine, runs
 from paceline.launch.base import Launch, Request, lay_out
+from paceline.settings import Settings
 
 
 def prepare(request: Request, interface: str | None = None) -> Launch:
@@ -48,7 +49,7 @@ def check(request: Request) -> None:
         raise ConfigError(f"--workers {request.workers}: at least one worker must train.")
 
 
-def known_settings(request: Request) -> config.Settings:
+def known_settings(request: Request) -> Settings:
     """The settings as far as they are known before the script runs: without its own arguments."""
     plan = request.plan or env.plan_file()
     layers = (

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from paceline.errors import ConfigError
 
@@ -128,6 +128,33 @@ def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]],
                 f"Stage {place} (layers {layers[begin].name!r} to {layers[end - 1].name!r}) needs {needs:,.0f} bytes, "
                 f"and a worker has {limit:,.0f}. Cut elsewhere, or let the cut be found: leave out pipeline.cut."
             )
+
+
+def fitted(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """The cut whose slowest stage is the fastest, where the worker of a stage has a speed of its own.
+
+    Args:
+        costs: seconds of each layer.
+        factors: by which they are longer in each stage.
+
+    >>> fitted([1.0] * 6, [1.0, 2.0])
+    ((0, 4), (4, 6))
+    """
+    sums, count = _sums(costs), len(costs)
+    # of the stages so far, ending at each layer: the seconds of the slowest one, and where each begins
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage, factor in enumerate(factors):
+        left = len(factors) - stage - 1
+        best = {
+            end: min(
+                (max(slowest, factor * (sums[end] - sums[begin])), (*begins, begin))
+                for begin, (slowest, begins) in best.items()
+                if begin < end
+            )
+            for end in (range(stage + 1, count - left + 1) if left else [count])
+        }
+    _, begins = best[count]
+    return tuple(pairwise((*begins, count)))
 
 
 class Prices:

@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from paceline.config import PipelineSettings
 from paceline.errors import ConfigError
 from paceline.schedule.interleaved import interleaved
 from paceline.schedule.operations import Operation, Schedule
 from paceline.schedule.pipedream import Stream, pipedream_stream, two_buffered_stream
 from paceline.schedule.pipeline import gpipe, layerwise, one_forward_one_backward
 from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+from paceline.settings import PipelineSettings
 
 _UNEVEN = "gpipe", "1f1b", "pipedream", "2bw"
 STREAMED = "pipedream", "2bw"

@@ -54,13 +54,17 @@ class AllReduce(Strategy):
         self._parameters = list(job.update.parameters.values())
         self._leaving = Leaving(job, job.update.parameters, self._exchange_of(job))
         self._statistics: Exchange | None = None
-        rows = job.order.microbatches + 1
-        self._losses = Notes(job.world, LOSSES, ROW_BYTES * (job.order.microbatches + HEADER))
-        self._missing = Notes(job.world, MISSING, rows * len(self._parameters))
+        most = self._most_pieces()
+        self._losses = Notes(job.world, LOSSES, ROW_BYTES * (most + HEADER))
+        self._missing = Notes(job.world, MISSING, (most + 1) * len(self._parameters))
 
     def _exchange_of(self, job: Job) -> Exchange | None:
         """What brings the gradients together, the last parameter's first; none: the usual exchange."""
         return None
+
+    def _most_pieces(self) -> int:
+        """How many pieces a step has at most."""
+        return self._job.order.microbatches
 
     @property
     def decided(self) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,6 +24,7 @@ import torch
 
 from paceline.comm.claims import FREE, Claims, Table
 from paceline.comm.memory import Memory
+from paceline.comm.tally import Tally
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import ConfigError, DisagreementError
@@ -76,14 +76,17 @@ class Asynchronous(Strategy):
         super().__init__(job)
         self._memory = shared_memory_of(job)
         self._claims = Claims(job.world, self._memory)
-        self._flag = self._memory.reserve(1)
+        self._flag = self._memory.reserve(2)
         self._times = 0
         self._together = True
         self._mine: int | None = None
+        self._top = 0
         self._newest: Outcome | None = None
         self._whole = Whole(job)
-        self._delays: Counter[int] = Counter()
-        self._rounds: Counter[int] = Counter()
+        self._delays = Tally(self._memory, job.world.rank)
+        self._rounds = Tally(self._memory, job.world.rank)
+        book = job.books.get(BOOK, {})
+        self._before = [Counter(dict(book.get(name, []))) for name in ("delays", "rounds")]
         self.remarks = remarks_of(job)
         self._told = len(self.remarks)
 
@@ -109,11 +112,13 @@ class Asynchronous(Strategy):
         if self._together:
             return
         self._drain(steps)
+        self._await_others(steps)
         self._leave_state(self._claims.look())
-        told = self._meet("settling after", steps, (dict(self._delays), dict(self._rounds)))
+        self._meet("settling after", steps - 1, None)
         table = self._claims.look()
         self._take_state(table, settled=True)
-        self._remember(table, told)
+        self._remember(table)
+        self._tell_staleness()
         self._together = True
 
     def close(self) -> None:
@@ -124,7 +129,7 @@ class Asynchronous(Strategy):
                 before, table = table, self._claims.look()
                 if table.version == before.version:
                     break
-            self._remember(table, [])
+            self._remember(table)
             self._together = True
         self._whole.take_gradients()
 
@@ -161,10 +166,10 @@ class Asynchronous(Strategy):
         book = self._job.books.get(BOOK, {})
         version = int(book.get("version", 0))
         self._times += 1
+        self._top = max(step, int(book.get("top", 0)))
         if self._job.world.rank == 0:
             self._publish(version)
-            top = max(step, int(book.get("top", 0)))
-            self._claims.begin(Table(top, dict.fromkeys(book.get("open", []), FREE), version))
+            self._claims.begin(Table(self._top, dict.fromkeys(book.get("open", []), FREE), version))
             self._memory.announce(self._flag, self._times)
         else:
             self._memory.wait(self._flag, self._times, ranks=(0,))
@@ -175,25 +180,12 @@ class Asynchronous(Strategy):
     def _meet(self, where: str, step: int, value: Any) -> list[Any]:
         told = self._job.world.gather((where, step, value), "step")
         if any(other[:2] != (where, step) for other in told):
-            places = ", ".join(f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told))
-            raise DisagreementError(
-                f"The workers are at different places: {places}. Every worker must take the same batches from "
-                f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
-            )
+            raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told)])
         return [value for *_, value in told]
 
-    def _remember(self, table: Table, told: list[tuple[Mapping[int, int], Mapping[int, int]]]) -> None:
+    def _remember(self, table: Table) -> None:
         """Write down what the next workers, and a checkpoint, must know."""
-        book = self._job.books.get(BOOK, {})
-        counts = []
-        for place, name in enumerate(("delays", "rounds")):
-            count = Counter({int(late): int(number) for late, number in book.get(name, [])})
-            for one in told:
-                count.update(one[place])
-            counts.append(count)
-        self._delays.clear()
-        self._rounds.clear()
-        delays, rounds = (sorted(map(list, count.items())) for count in counts)
+        delays, rounds = (sorted(map(list, count.items())) for count in self._staleness())
         self._job.books[BOOK] = {
             "top": table.top,
             "open": sorted(table.open),
@@ -201,10 +193,16 @@ class Asynchronous(Strategy):
             "delays": delays,
             "rounds": rounds,
         }
-        if told and delays:
-            self._tell_staleness(dict(counts[0]), dict(counts[1]))
 
-    def _tell_staleness(self, delays: dict[int, int], rounds: dict[int, int]) -> None:
+    def _staleness(self) -> list[dict[int, int]]:
+        """How often each delay, and each number of rounds behind, has been so far."""
+        tallies = self._delays, self._rounds
+        return [dict(before + tally.total()) for before, tally in zip(self._before, tallies, strict=True)]
+
+    def _tell_staleness(self) -> None:
+        delays, rounds = self._staleness()
+        if not delays:
+            return
         if self._job.world.rank == 0:
             self._job.events.mark("staleness", delays=delays, rounds=rounds)
         updates = sum(delays.values())
@@ -250,16 +248,38 @@ class Asynchronous(Strategy):
     def _drain(self, steps: int) -> None:
         """Until all steps before this one are done."""
         while True:
-            self._memory.until(self._is_free_or_done, lambda: self._claims.look().owners(steps))
+            self._memory.until(
+                lambda: self._is_drained(steps) or self._claims.look().has_free, lambda: self._claims.look().owners()
+            )
             with self._claims.change() as table:
                 self._mine = table.take(self._job.world.rank)
             if self._mine is None and not table.open:
                 return
             self._work(steps)
 
-    def _is_free_or_done(self) -> bool:
+    def _await_others(self, steps: int) -> None:
+        """Until all workers settle; so one that does not is found before it needs this one."""
+        announced, arrived = self._memory.announced, self._flag + 1
+        self._memory.announce(arrived, self._times)
+        ranks = range(self._job.world.size)
+        self._memory.until(
+            lambda: self._is_drained(steps) and announced(arrived, self._times, ranks),
+            lambda: [rank for rank in ranks if not announced(arrived, self._times, [rank])],
+        )
+
+    def _is_drained(self, steps: int) -> bool:
+        """Whether no step is open.
+
+        Raises:
+            DisagreementError: another worker's loop is beyond the step after which this one settles.
+        """
         table = self._claims.look()
-        return not table.open or table.has_free
+        if table.top > max(steps, self._top):
+            here = f"rank {self._job.world.rank} settling after step {steps - 1}"
+            taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)
+            ahead = [f"rank {rank} at step {step}" for rank, step in taken]
+            raise _different([here, *(ahead or [f"another one at step {table.top - 1}"])])
+        return not table.open
 
     def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:
         return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
@@ -294,6 +314,13 @@ class Asynchronous(Strategy):
         self._newest = outcome
 
 
+def _different(places: list[str]) -> DisagreementError:
+    return DisagreementError(
+        f"The workers are at different places: {', '.join(places)}. Every worker must take the same batches from "
+        f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
+    )
+
+
 def outcome_of(table: Table, job: Job) -> Outcome:
     """The newest outcome that all know, for a worker that did not compute the step."""
     if table.newest < 0:
@@ -313,6 +340,20 @@ def shared_memory_of(job: Job) -> Memory:
             f"CPU. These {job.world.size} are not: use 'allreduce' or 'local-sgd'."
         )
     return job.world.memory
+
+
+def servers_of(job: Job) -> int:
+    """How many servers there are: as many as are set, or as the workers that are left can be."""
+    server = job.settings.server
+    return min(server.count, job.world.size - server.dedicated)
+
+
+def remarks_on_servers(job: Job) -> list[str]:
+    """What is to be said if these are fewer."""
+    count, wanted = servers_of(job), job.settings.server.count
+    if count == wanted:
+        return []
+    return [f"{job.world.size} workers are left, of which {count} can serve: not server.count = {wanted}"]
 
 
 def remarks_of(job: Job) -> list[str]:

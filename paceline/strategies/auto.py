@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from statistics import fmean
+from typing import ClassVar
 
 from paceline.data.feed import Piece
 from paceline.strategies.allreduce import AllReduce
@@ -34,6 +35,8 @@ _WORTH = 0.97
 
 class Auto(Strategy):
     """Takes the synchronous strategy that is faster for these workers."""
+
+    reads: ClassVar[tuple[str, ...]] = ("shares",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 from paceline.comm.contributors import contributors_for
-from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
-from paceline.config import Settings
+from paceline.comm.notes import Losses
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.schedule.backup import Groups, Length, Progress, losing, resumed, returning
 from paceline.schedule.tree import Node
+from paceline.settings import Settings
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.outcome import conclude
@@ -49,6 +49,8 @@ class Backup(AllReduce):
     """All-reduce over the first workers to finish."""
 
     bitwise: ClassVar[bool] = False
+    made_exact: ClassVar[str] = "backup.workers = 0"
+    reads: ClassVar[tuple[str, ...]] = ("backup",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, apart=job.settings.backup.workers != 0)
@@ -71,10 +73,6 @@ class Backup(AllReduce):
         self._length = Length(order.steps_per_epoch, order.microbatches, total)
         self._contributors = contributors_for(job.world)
         self._samples = 0
-        if not self._plain:
-            rows = 2 * order.microbatches  # what is left for the last step of an epoch is less
-            self._losses = Notes(job.world, LOSSES, ROW_BYTES * (rows + HEADER))
-            self._missing = Notes(job.world, MISSING, rows * len(self._parameters))
 
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
@@ -89,6 +87,14 @@ class Backup(AllReduce):
     def exact_with(cls, settings: Settings) -> bool:
         """Without backup workers it is all-reduce."""
         return settings.backup.workers == 0
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        return () if _spare(settings) else ("backup.late",)
+
+    def _most_pieces(self) -> int:
+        most = super()._most_pieces()
+        return most if self._plain else 2 * most  # what is left for the last step of an epoch is less
 
     @property
     def _plain(self) -> bool:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from paceline.comm.world import World
-from paceline.config import Settings
 from paceline.data.feed import Feed, Piece
 from paceline.data.order import Order
 from paceline.events import EventLog
+from paceline.settings import Settings
 from paceline.strategies.compute import Compute
 from paceline.strategies.update import Update
 
@@ -24,7 +24,8 @@ class Job:
     """What is to be trained, and with whom.
 
     ``books`` is what a strategy must remember from step to step besides the tensors: plain values under names of its
-    own. They are saved in checkpoints and handed over to workers that join.
+    own. They are saved in checkpoints and handed over to workers that join. ``given`` are the keys of the settings that
+    somebody has set.
     """
 
     compute: Compute
@@ -36,6 +37,7 @@ class Job:
     feed: Feed
     collate: Callable[[list[Any]], Any] | None = None
     books: dict[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ class Strategy(ABC):
 
     Attributes:
         bitwise: whether ``exact`` gives the bits of the reference; see :meth:`exact_with`.
+        made_exact: the settings with which it does, if it does not without them.
+        reads: the settings that it reads and not every strategy does: groups such as ``server``, or single keys; see
+            :meth:`ignores`.
         cuts: whether it cuts the model, and so computes its output and the loss in different places.
         sparse: whether it can train with sparse gradients.
         replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
@@ -66,6 +71,8 @@ class Strategy(ABC):
     """
 
     bitwise: ClassVar[bool] = True
+    made_exact: ClassVar[str] = ""
+    reads: ClassVar[tuple[str, ...]] = ()
     replicated: ClassVar[bool] = True
     cuts: ClassVar[bool] = False
     sparse: ClassVar[bool] = False
@@ -87,6 +94,11 @@ class Strategy(ABC):
     def exact_with(cls, settings: Settings) -> bool:
         """Whether ``exact`` gives the bits of the reference with these settings."""
         return cls.bitwise
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        """The keys in ``reads`` that it reads only with other settings than these."""
+        return ()
 
     @property
     def decided(self) -> bool:

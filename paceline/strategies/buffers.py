@@ -66,6 +66,12 @@ class Buffers:
         """This worker computes with a part of the model only: of the buffers agreed on, those of the part change."""
         self.live = [name for name in self.agreed if name in part]
 
+    def settle_part(self, part: Container[str]) -> None:
+        """The same without an agreement: of the buffers of the part those change that did so far."""
+        known = {*self.agreed, *self.live}
+        self.settle(known)
+        self.restrict(part)
+
     def examples(self) -> list[torch.Tensor]:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""
         return [_summable(self._all[name].start) for name in self.live]

@@ -2,7 +2,8 @@
 
 What a forward pass needs for its backward pass is kept from one to the other. A stage that another worker holds is
 reached through a channel, one of this worker through a dictionary. Along with the values between stages go the states
-of the random generators, so that a model that is cut draws the same numbers as one that is not.
+of the random generators, so that a model that is cut draws the same numbers as one that is not; but not behind stages
+that have drawn none so far, which without exact bits are only looked at during the first step.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Executor:
             losses and what it is to be divided by.
         statistics: for each stage and microbatch what the forward pass made of the stage's buffers, times the samples.
         samples: of each microbatch.
+        busy: seconds that this worker has computed.
     """
 
     def __init__(self, job: Job, held: Mapping[int, Held], last: int, hooks: Hooks) -> None:
@@ -126,6 +128,8 @@ class Executor:
         self._last = last
         self._hooks = hooks
         self._states = len(packed_states())
+        self._drawing: set[int] = set()
+        self._watched = {stage for stage in held if stage != last}
         self._outlets: dict[tuple[int, int, int], Outlet] = {}
         self._inlets: dict[tuple[int, int, int], Inlet] = {}
         self._do = {
@@ -148,6 +152,7 @@ class Executor:
         self._upwards: dict[tuple[int, int], Crossing] = {}
         self._downwards: dict[tuple[int, int], Crossing] = {}
         self.samples: dict[int, int] = {}
+        self.busy = 0.0
         self.pairs: dict[int, torch.Tensor] = {}
         self.statistics: dict[int, dict[int, dict[str, torch.Tensor]]] = {stage: {} for stage in self._held}
 
@@ -194,7 +199,11 @@ class Executor:
             self._job.world.check()
             begin = time.perf_counter()
             size = self._do[operation.kind](operation)
-            self._record(operation, time.perf_counter() - begin, size)
+            seconds = time.perf_counter() - begin
+            self.busy += seconds if operation.peer < 0 else 0.0
+            self._record(operation, seconds, size)
+        if not self._job.settings.exact:
+            self._watched.clear()
 
     def finish(self) -> None:
         """Wait until all has been sent."""
@@ -217,7 +226,7 @@ class Executor:
             seed_all(seed_of(STEP, self._job.settings.seed, *self._origins[microbatch]))
         else:
             go_on_from(states)
-        before = generator_states()
+        before = generator_states() if stage in self._watched else None
         passed = self._passed[place] = Passed([*values] if stage > 0 else [])
         call = partial(held.call, values)
         if self._job.settings.pipeline.recompute:
@@ -228,8 +237,10 @@ class Executor:
             else:
                 with compute.precision():
                     passed.outputs = list(call())
-                drew = states is not None or not same_states(before, generator_states())
-                packed: Crossing = [*packed_states()] if drew else [None] * self._states
+                if states is not None or (before is not None and not same_states(before, generator_states())):
+                    self._drawing.add(stage)
+                    self._watched.discard(stage)
+                packed: Crossing = [*packed_states()] if stage in self._drawing else [None] * self._states
                 self._upwards[place] = [self._hooks.tell(microbatch, True), *packed, *passed.outputs]
         made = compute.buffers.collect(self.samples[microbatch], held.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(held.buffers), made, strict=True))

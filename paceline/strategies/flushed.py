@@ -6,10 +6,10 @@ bits do not depend on the cut, on the schedule, or on how many workers hold a st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -17,13 +17,15 @@ from paceline.comm.exchange import Divisor, Exchange
 from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import WorkerLost
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
 from paceline.strategies.base import Job, Outcome
+from paceline.strategies.drift import Drift
 from paceline.strategies.executor import Hooks
 from paceline.strategies.outcome import judge
-from paceline.strategies.staged import Staged
+from paceline.strategies.staged import Cut, Staged
 from paceline.strategies.sums import ScatteredSums, Values, add, add_one
 from paceline.strategies.verdict import Part, mean_loss
 
@@ -33,19 +35,29 @@ _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
 class Flushed(Hooks):
     """A pipeline that runs empty in each step."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job = job
+        self._say = say
         self._plans: dict[int, Schedule] = {}
-        self.staged = Staged(job, self._plan(job.order.microbatches))
-        self._executor = self.staged.executor(self)
         self._parameters = job.update.parameters
+        rows = job.order.microbatches + HEADER
+        self._losses = Notes(job.world, LOSSES, ROW_BYTES * rows)
+        self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
+        self._lay_out(None)
+
+    def _lay_out(self, cut: Cut | None) -> None:
+        """Cut the model, and get ready for what this worker holds of it then."""
+        job = self._job
+        self.staged = Staged(job, self._plan(job.order.microbatches), cut)
+        self._executor = self.staged.executor(self)
         self._own = [name for names in self.staged.names.values() for name in names]
         examples = [self._parameters[name].detach() for name in self._own]
         self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
         self._statistics: Exchange | None = None
-        rows = job.order.microbatches + HEADER
-        self._losses = Notes(job.world, LOSSES, ROW_BYTES * rows)
-        self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
+        self._drift: Drift | None = None
+        seconds, one_each = self.staged.cut.seconds, len(self.staged.held) == 1
+        if seconds is not None and one_each:
+            self._drift = Drift(seconds, self.staged.cut.bounds, self.staged.workers_of)
 
     def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> Exchange | None:
         team = self.staged.team
@@ -76,7 +88,6 @@ class Flushed(Hooks):
         job.update.check_frozen()
         for parameter in self._parameters.values():
             parameter.grad = None
-        begin = time.perf_counter()
         self._executor.clear()
         self._executor.enter(step, pieces)
         self._executor.run([one for one in plan.workers[job.world.rank] if one.kind not in (Kind.REDUCE, Kind.UPDATE)])
@@ -88,7 +99,7 @@ class Flushed(Hooks):
             starts,
             [pairs[start] for start in starts],
             job.world.device,
-            time.perf_counter() - begin,
+            self._executor.busy,
             missing,
         )
         self._executor.finish()
@@ -100,13 +111,25 @@ class Flushed(Hooks):
         skipped = judge(job, step, parts, lambda bad: bad.microbatches, losses.notice)
         if skipped is not None:
             return skipped
-        job.compute.buffers.accept(statistics)
-        loss = mean_loss(parts, exact)
+        loss, norm = mean_loss(parts, exact), self._norm()
+        job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        norm, rate = job.update.apply(step, norm=self._norm())
-        self.staged.tied.spread(self._parameters)
+        _, rate = job.update.apply(step, norm=norm)
         self.staged.moved()
+        with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
+            self.staged.tied.spread(self._parameters)
+            self._watch(losses.seconds)
         return Outcome(loss, norm, rate, notice=losses.notice)
+
+    def _watch(self, seconds: list[float]) -> None:
+        """Cut the model again if that would make the slowest stage faster."""
+        verdict = self._drift.see(seconds) if self._drift else None
+        if verdict is None:
+            return
+        self._job.events.mark("drift", **verdict._asdict())
+        self._say(verdict.told())
+        self.staged.settle()
+        self._lay_out(Cut(verdict.bounds, self.staged.cut.seconds))
 
     def settle(self) -> None:
         """See :meth:`Strategy.settle`."""

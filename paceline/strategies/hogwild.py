@@ -76,7 +76,7 @@ class HogWild(Asynchronous):
             delay = table.version - self._pulled
             self._finish(table, step, outcome)
         if outcome.applied:
-            self._delays[delay] += 1
+            self._delays.add(delay)
             self._job.events.mark(
                 "update",
                 step=step,

@@ -32,6 +32,7 @@ from paceline.comm.exchange import Exchange
 from paceline.comm.shared import exchange_for
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import DisagreementError
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
 from paceline.strategies.allreduce import AllReduce
@@ -49,6 +50,7 @@ class LocalSgd(Strategy):
 
     bitwise: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("local",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -57,7 +59,7 @@ class LocalSgd(Strategy):
         self._synchronous = AllReduce(job) if local.after else None
         self._whole = None if local.after else Whole(job)
         self._models = Models(job)
-        self._since = 0
+        self._trained: list[int] = []
         self._pair = 0.0, 0.0
         self.remarks.append(
             f"from step {local.after} on each worker makes updates of its own; the models are averaged after every "
@@ -85,12 +87,12 @@ class LocalSgd(Strategy):
             return self._synchronous.step(step, pieces)
         self._job.world.check()
         outcome = self._train(step, pieces)
-        if (step + 1 - self._after) % self._every:
+        if len(self._trained) < self._every:
             return outcome
         return self._average(step, outcome)
 
     def settle(self, steps: int) -> None:
-        if self._since:  # as long ago for all workers
+        if self._trained:
             self._average(steps - 1, None)
 
     def close(self) -> None:
@@ -115,7 +117,7 @@ class LocalSgd(Strategy):
             return Outcome(book["loss"], book["norm"], book["learning_rate"])
         self._pair = 0.0, 0.0
         outcome = self._update(step, pieces) if pieces else self._without_share(book)
-        self._since += 1
+        self._trained.append(step)
         job.books[_BOOK] = {
             "steps": step + 1,
             "loss": outcome.loss,
@@ -148,20 +150,33 @@ class LocalSgd(Strategy):
         """Average the models; of a step's outcome the loss is then that of the whole batch."""
         begin = time.perf_counter()
         world = self._job.world
-        own = self._models.weight, self._pair, world.notice(), self._models.kinds()
+        own = self._trained, self._models.weight, self._pair, world.notice(), self._models.kinds()
         told = world.gather(own, f"averaging after step {step}")
-        weights = [weight for weight, *_ in told]
+        _check_trained([trained for trained, *_ in told])
+        weights = [weight for _, weight, *_ in told]
         self._models.average(weights, same=all(kinds == own[-1] for *_, kinds in told))
-        self._since = 0
+        self._trained = []
         self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
-        count = math.fsum(pair[1] for _, pair, *_ in told)
+        count = math.fsum(pair[1] for _, _, pair, *_ in told)
         if outcome is None or count == 0:
             outcome = outcome or Outcome(math.nan, math.nan, self._job.update.learning_rate)
             loss = outcome.loss
         else:
-            loss = math.fsum(pair[0] for _, pair, *_ in told) / count
+            loss = math.fsum(pair[0] for _, _, pair, *_ in told) / count
         notice = max(notice for *_, notice, _ in told)
         return Outcome(loss, outcome.norm, outcome.learning_rate, outcome.applied, notice)
+
+
+def _check_trained(told: list[list[int]]) -> None:
+    """Refuse an average of workers that have not trained on the same batches, by the steps of each."""
+    steps = set().union(*told)
+    for rank, trained in enumerate(told):
+        if missing := steps - set(trained):
+            raise DisagreementError(
+                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
+                f"worker must take the same batches from session.batches; look for a loop that leaves or skips early "
+                f"on some ranks only."
+            )
 
 
 class Models:

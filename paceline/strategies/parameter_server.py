@@ -22,9 +22,9 @@ from typing import ClassVar
 
 from torch import nn
 
-from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
+from paceline.settings import Settings
 from paceline.strategies.asynchronous import Alone
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome, Strategy
@@ -37,6 +37,8 @@ class ParameterServer(Strategy):
 
     bitwise: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
+    made_exact: ClassVar[str] = "server.mode = 'sync' without backup workers"
+    reads: ClassVar[tuple[str, ...]] = ("server", "backup")
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
@@ -75,6 +77,11 @@ class ParameterServer(Strategy):
                 f"server.{name} is for gradients that come late, and with server.mode = 'sync' none does: leave it "
                 f"out, or use mode 'async' or 'bounded'."
             )
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        late = () if settings.backup.workers else ("backup.late",)
+        return late if settings.server.mode == "bounded" else (*late, "server.staleness")
 
     @property
     def decided(self) -> bool:

@@ -19,10 +19,10 @@ from typing import ClassVar
 
 from torch import nn
 
-from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.schedule.choice import STREAMED, shape_of
+from paceline.settings import Settings
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.flushed import Flushed
 from paceline.strategies.streamed import Streamed
@@ -31,6 +31,8 @@ from paceline.strategies.streamed import Streamed
 class Pipeline(Strategy):
     """Stages of the model on different workers."""
 
+    made_exact: ClassVar[str] = "pipeline.schedule='1f1b'"
+    reads: ClassVar[tuple[str, ...]] = ("pipeline",)
     replicated: ClassVar[bool] = False
     cuts: ClassVar[bool] = True
 
@@ -44,7 +46,7 @@ class Pipeline(Strategy):
                 f"are not those of one process, and the loss reported is that of the microbatches that have come back"
             )
         else:
-            self._at_work = Flushed(job)
+            self._at_work = Flushed(job, self.remarks.append)
 
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
@@ -63,6 +65,16 @@ class Pipeline(Strategy):
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:
         return settings.pipeline.schedule not in STREAMED
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        schedule = settings.pipeline.schedule
+        unread = [] if schedule == "interleaved" else ["pipeline.chunks"]
+        if schedule not in STREAMED:
+            unread += ["pipeline.update_every", "pipeline.flush_every"]
+        if schedule != "pipedream":
+            unread.append("pipeline.vertical_sync")
+        return tuple(unread)
 
     @property
     def holds(self) -> frozenset[str] | None:

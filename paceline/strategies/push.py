@@ -22,7 +22,7 @@ from paceline.comm.parcels import Answer, Parcels
 from paceline.comm.server import Shard, cut
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.asynchronous import Asynchronous, remarks_on_servers, servers_of
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.verdict import Part, mean_loss
 
@@ -36,11 +36,10 @@ class SharedServers(Asynchronous):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._server = job.settings.server
-        self._shards = self._made(self._servers())
+        self._shards = self._made(servers_of(job))
+        self.remarks += remarks_on_servers(job)
+        self._told = len(self.remarks)
         self._have = self._have_states = self._pulled = self._behind = 0
-
-    def _servers(self) -> int:
-        return min(self._server.count, self._job.world.size)
 
     def _made(self, count: int) -> list[Shard]:
         update, model = self._job.update, self._job.compute.model
@@ -118,8 +117,8 @@ class SharedServers(Asynchronous):
         if answer.version < 0:
             mark("dropped", step=step, **late)
             return
-        self._delays[answer.delay] += 1
-        self._rounds[self._behind] += 1
+        self._delays.add(answer.delay)
+        self._rounds.add(self._behind)
         mark("update", step=step, version=answer.version, learning_rate=answer.rate, **late)
 
     def _take_state(self, table: Table, settled: bool) -> None:
@@ -146,9 +145,6 @@ class DedicatedServers(SharedServers):
         if self._serves:
             held = {id(value) for value in self._shards[world.rank].parameters}
             self._own = [place for place, value in enumerate(parameters.values()) if id(value) in held]
-
-    def _servers(self) -> int:
-        return min(self._server.count, self._job.world.size - 1)
 
     @property
     def _computing(self) -> int:
@@ -194,7 +190,7 @@ class DedicatedServers(SharedServers):
 
     def _drain(self, steps: int) -> None:
         if self._serves:
-            self._serve(lambda: not self._claims.look().open)
+            self._serve(lambda: self._is_drained(steps))
         else:
             super()._drain(steps)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 
 from paceline.errors import ConfigError
+from paceline.settings import Settings
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.auto import Auto
 from paceline.strategies.backup import Backup
@@ -45,3 +47,19 @@ def strategy_named(name: str) -> type[Strategy]:
 def strategy_for(name: str, workers: int) -> type[Strategy]:
     """The strategy at work; for one worker, who has nobody to train with, the reference does the same."""
     return strategy_named(name) if workers > 1 else strategy_named(name).alone or Single
+
+
+def unread(settings: Settings, given: Iterable[str]) -> list[str]:
+    """The keys among these that the strategy at work does not read, while other strategies do."""
+    own = strategy_named(settings.strategy)
+    some = {key for strategy in STRATEGIES.values() for key in strategy.reads}
+    return [
+        key
+        for key in given
+        if not some.isdisjoint(_names(key)) and (set(own.reads).isdisjoint(_names(key)) or key in own.ignores(settings))
+    ]
+
+
+def _names(key: str) -> tuple[str, str]:
+    """How ``Strategy.reads`` may name a key: by itself, or by its group."""
+    return key, key.partition(".")[0]

@@ -26,7 +26,7 @@ from paceline.comm.server import Shard, cut
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.asynchronous import shared_memory_of
+from paceline.strategies.asynchronous import remarks_on_servers, servers_of, shared_memory_of
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.update import Update
@@ -43,6 +43,7 @@ class Rounds(AllReduce):
         self._served = Served(job)
         self._before: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (0, [])
         super().__init__(replace(job, update=cast(Update, self._served)))
+        self.remarks += remarks_on_servers(job)
 
     def _exchange_of(self, job: Job) -> Exchange | None:
         homes = list(self._served.homes.values())[::-1]
@@ -90,8 +91,7 @@ class Served:
         self._world = job.world
         self._update = update = job.update
         self._memory = shared_memory_of(job)
-        server = job.settings.server
-        count = min(server.count, job.world.size - server.dedicated)
+        count = servers_of(job)
         parts = cut(update.parameters, count)
         model = job.compute.model
         self.shards = [Shard(self._memory, model, part, [], update.optimizer, update.schedule) for part in parts]

@@ -29,8 +29,8 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     world = job.world
     state = tensors_of(job.compute.model, job.update.optimizer)
     everything = frozenset(map(_bare, state))
-    own = holds[world.rank] or everything
-    own -= {name for held in holds[: world.rank] for name in (everything if held is None else held)}
+    held = [everything if part is None else part for part in holds]
+    own = held[world.rank].difference(*held[: world.rank])
     mine = {name: value for name, value in state.items() if _bare(name) in own}
     kinds = {name: (value.dtype, value.shape) for name, value in mine.items()}
     parts: list[Kinds] = world.gather(kinds, "settling")

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.config import Settings
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
+from paceline.settings import Settings
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.outcome import conclude
 from paceline.strategies.whole import Whole

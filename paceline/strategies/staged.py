@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -23,6 +24,20 @@ from paceline.strategies.scattered import bring_together
 from paceline.strategies.stage import Layers
 from paceline.strategies.tied import Tied
 
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a model is cut.
+
+    Attributes:
+        bounds: the first layer of each stage, and the one after its last.
+        seconds: that each layer was measured to take; none if the cut must stay.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    seconds: Sequence[float] | None = None
+
+
 _REPEATS = 3
 """How often each layer is measured for a cut that nobody gives."""
 
@@ -33,15 +48,17 @@ class Staged:
     Args:
         job: what is trained; its workers have met.
         schedule: one of those that will be carried out: it says who holds which stage.
+        cut: where to cut the model; none: as the settings say.
 
     Attributes:
+        cut: where it is cut, and why there.
         held: the stages of this worker.
         team: the workers that hold the same stages.
         tied: the parameters that several stages use.
         names: for each stage held the trained parameters whose update is made here, in the order of the model.
     """
 
-    def __init__(self, job: Job, schedule: Schedule) -> None:
+    def __init__(self, job: Job, schedule: Schedule, cut: Cut | None = None) -> None:
         self._job = job
         self.stages = schedule.stages
         world, model = job.world, job.compute.model
@@ -49,8 +66,10 @@ class Staged:
         with kept_states():
             (piece,) = job.feed.load(0, [range(1)])
             layers = layers_of(model, pair_of(piece.data)[0])
-        self.bounds = self._bounds(layers, piece)
-        stages = [layers.stage(begin, end) for begin, end in self.bounds]
+        self.cut = cut or self._agree(layers, piece)
+        if world.rank == 0:
+            job.events.mark("cut", stages=[layers.names[begin:end] for begin, end in self.cut.bounds])
+        stages = [layers.stage(begin, end) for begin, end in self.cut.bounds]
         self._check_buffers([stage.buffers for stage in stages])
         users: dict[str, list[int]] = {}
         for number, stage in enumerate(stages):
@@ -81,35 +100,33 @@ class Staged:
         if job.compute.buffers.settled:
             job.compute.buffers.restrict({name for held in self.held.values() for name in held.buffers})
 
-    def _bounds(self, layers: Layers, piece: Piece) -> list[tuple[int, int]]:
-        """The layers of each stage; the first worker decides, as no two measure the same."""
-        job = self._job
-        told: list[tuple[int, int]] | PacelineError | None = None
-        if job.world.rank == 0:
+    def _agree(self, layers: Layers, piece: Piece) -> Cut:
+        """Where the first worker cuts the model, as no two measure the same."""
+        told: Cut | PacelineError | None = None
+        if self._job.world.rank == 0:
             try:
                 told = self._decide(layers, piece)
             except (ConfigError, InputError) as error:
                 told = error
-        told = job.world.gather(told, "start")[0]
+        told = self._job.world.gather(told, "start")[0]
         if isinstance(told, PacelineError):
             raise told
         assert told is not None
-        if job.world.rank == 0:
-            job.events.mark("cut", stages=[layers.names[begin:end] for begin, end in told])
         return told
 
-    def _decide(self, layers: Layers, piece: Piece) -> list[tuple[int, int]]:
+    def _decide(self, layers: Layers, piece: Piece) -> Cut:
         settings = self._job.settings.pipeline
         if settings.cut is not None and settings.memory_gigabytes is None:
-            return bounds_of(layers, self.stages, settings.cut)
+            return Cut(bounds_of(layers, self.stages, settings.cut))
         bytes_each = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
         cluster = Cluster(memory_bytes=bytes_each, microbatches=self._job.order.microbatches)
         costs = self._costs(layers, piece)
         if settings.cut is None:
-            return list(balance(costs, self.stages, cluster).bounds)
+            seconds = [cost.forward + cost.backward for cost in costs] if bytes_each is None else None
+            return Cut(balance(costs, self.stages, cluster).bounds, seconds)
         bounds = bounds_of(layers, self.stages, settings.cut)
         check_memory(costs, bounds, cluster)
-        return bounds
+        return Cut(bounds)
 
     def _costs(self, layers: Layers, piece: Piece) -> list[LayerCost]:
         compute = self._job.compute

@@ -19,6 +19,7 @@ nobody knows who holds what.
 from __future__ import annotations
 
 import time
+from typing import ClassVar
 
 import torch
 
@@ -35,6 +36,8 @@ from paceline.strategies.sums import ScatteredSums, Values
 
 class Stealing(AllReduce):
     """Workers that are done early take microbatches from those that are not."""
+
+    reads: ClassVar[tuple[str, ...]] = ("shares",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, apart=True)

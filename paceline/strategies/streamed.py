@@ -176,11 +176,10 @@ class Streamed(Hooks):
         for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
             if value is not None and not self._lent.is_borrowed(name):
                 parameter.grad = value.div_(count)
+        known = buffers.names_in(self._held.buffers)
         if not buffers.settled:
-            places = [place for place, name in enumerate(buffers.names_in(self._held.buffers)) if name in buffers.live]
-            buffers.settle([name for name in buffers.live if name in self._held.buffers])
-        else:
-            places = list(range(len(buffers.live)))
+            buffers.settle_part(self._held.buffers)
+        places = [known.index(name) for name in buffers.live]
         if places and self._samples:
             (made,) = self._statistics.values()
             buffers.accept([value.div_(self._samples) for place in places if (value := made[place]) is not None])

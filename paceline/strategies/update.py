@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.config import Settings
 from paceline.errors import ConfigError, InputError
+from paceline.settings import Settings
 
 _NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 

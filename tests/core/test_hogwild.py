@@ -177,6 +177,37 @@ def test_the_schedule_counts_the_updates_of_all(told: Told, tmp_path: Path) -> N
         assert one["learning_rate"] >= 2.0**-6 / (1 + one["version"])
 
 
+FOLLOWED = """
+import counted, json, os
+from subjects import tell
+layers = counted.model()
+first = counted.start(model=layers, **json.loads(os.environ["FIRST"]))
+for batch in first.batches(epochs=1):
+    if batch.step == 5:
+        break
+    first.step(batch)
+second = counted.start(model=layers)
+before = counted.weights(second)
+for batch in second.batches(epochs=1):
+    second.step(batch)
+tell(before=before, change=[after - value for after, value in zip(counted.weights(second), before)])
+"""
+
+
+@pytest.mark.parametrize(
+    "first",
+    [{"strategy": "hogwild"}, {"strategy": "parameter-server", "server": {"mode": "async", "dedicated": True}}],
+    ids=["hogwild", "dedicated"],
+)
+def test_a_session_after_one_that_was_left_early_has_weights_of_its_own(
+    told: Told, tmp_path: Path, first: dict[str, Any]
+) -> None:
+    environment = {"FIRST": json.dumps(first), "SLOW": "0,0.004"}
+    everyone = told(FOLLOWED, 3, tmp_path, environment=environment)
+    assert len({json.dumps(one) for one in everyone}) == 1
+    assert everyone[0]["change"] == expected(1)
+
+
 SKIPPED = """
 import counted, torch
 from subjects import tell

@@ -154,6 +154,22 @@ def test_nobody_waits_between_two_averages(told: Told, tmp_path: Path, one_machi
     assert [event["step"] for event in events if event["event"] == "average"] == [4, 9]
 
 
+LEFT_OUT = """
+session = start(every=3)
+for batch in session.batches(steps=10):
+    if batch.step % 3 != 2:
+        session.step(batch)
+tell(fingerprint=session.fingerprint())
+"""
+
+
+def test_steps_that_the_script_leaves_out_are_not_counted(told: Told, tmp_path: Path) -> None:
+    first, second = told(HEAD + LEFT_OUT, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+    assert first == second
+    events = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["event"] == "average"] == [3, 7, 9]
+
+
 SAVED = """
 def conv(**more):
     case = CASES["batch norm, dropout, short batch"]()

@@ -1,6 +1,7 @@
 """Parameter servers: what each mode promises, proved from the records of runs with uneven workers."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,30 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks: Run, tmp_path: Path, serv
     everyone = ranks(SKIPPED, 3, tmp_path, environment=environment)
     assert sorted(one.code for one in everyone) == [1, 5, 5]
     assert sum("NonFiniteLoss: The loss is nan at step" in one.err for one in everyone) == 1
+
+
+EVALUATED_ALONE = """
+import counted, json, os
+session = counted.start(**json.loads(os.environ["GIVEN"]))
+for batch in session.batches(epochs=3):
+    session.step(batch)
+    if session.position == 6 and session.rank == 0:
+        session.evaluate(counted.TensorDataset(counted.inputs()))
+"""
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"strategy": "hogwild"}, {"strategy": "parameter-server", "server": {"mode": "bounded", "dedicated": True}}],
+    ids=["whoever computes", "a server"],
+)
+def test_an_evaluation_of_one_rank_is_found_when_another_goes_on(
+    ranks: Run, tmp_path: Path, given: dict[str, Any]
+) -> None:
+    everyone = ranks(EVALUATED_ALONE, 3, tmp_path, environment={"GIVEN": json.dumps(given)})
+    assert [one.code for one in everyone] == [3, 5, 5], [one.err for one in everyone]
+    assert "different places: rank 0 settling after step 5, " in everyone[0].err
+    assert re.search(r", (rank [12]|another one) at step \d", everyone[0].err)
 
 
 def test_statistics_and_bits_are_spoken_of(told: Told, tmp_path: Path) -> None:

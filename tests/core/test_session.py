@@ -57,6 +57,21 @@ def test_the_learning_rate_follows_the_workers_only_when_asked(told: Told, tmp_p
         assert "learning rate" not in " ".join(one["plain"]["notes"])
 
 
+UNREAD = """
+session = start(batch=16, server={"mode": "async", "count": 2})
+(batch,) = session.batches(steps=1)
+tell(notes=session.step(batch).notes)
+"""
+
+
+def test_settings_without_effect_are_named(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
+    everyone = ranks(HEAD + UNREAD, 2, tmp_path)
+    note = "set, but without effect as strategy allreduce is set: server.mode, server.count"
+    assert [one.code for one in everyone] == [0, 0]
+    assert all(note in one.out for one in everyone)
+    assert [one.err.count(note) for one in everyone] == [1, 0]
+
+
 LOOPS = """
 session = start(batch=16, exact=True)
 assert session.steps_per_epoch == 3

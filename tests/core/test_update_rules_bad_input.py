@@ -27,8 +27,30 @@ REFUSED = {
         "go(strategy='backup', backup={'late': 'keep'})", "ConfigError", 2, ["backup.late = 'keep'", "return", "lose"]
     ),
     "exact bits with backup workers": Bad(
-        "go(strategy='backup', exact=True)", "ConfigError", 2, ["'backup'", "exact=True", "'stealing'"]
+        "go(strategy='backup', exact=True)",
+        "ConfigError",
+        2,
+        ["'backup'", "exact=True", "backup.workers = 0", "'stealing'"],
     ),
+    "exact bits with gradients that come late": Bad(
+        "go(strategy='parameter-server', exact=True, server={'mode': 'async'})",
+        "ConfigError",
+        2,
+        ["'parameter-server'", "exact=True", "server.mode = 'sync'"],
+    ),
+    **{
+        f"a comparison with one process of {strategy}": Bad(
+            f"os.environ.update(PACELINE_TRACE='.', PACELINE_TRACE_STEPS='2')\ngo(strategy={strategy!r}, {more})",
+            "ConfigError",
+            2,
+            ["paceline verify is for strategies that compute the same function", repr(strategy), *cures],
+        )
+        for strategy, more, cures in (
+            ("hogwild", "", ["'allreduce'"]),
+            ("backup", "", ["backup.workers = 0"]),
+            ("parameter-server", "server={'mode': 'bounded'}", ["server.mode = 'sync'"]),
+        )
+    },
     "averages after no step": Bad(
         "go(strategy='local-sgd', local={'every': 0})", "ConfigError", 2, ["local.every = 0", "greater than 0"]
     ),
@@ -136,7 +158,20 @@ print("done")
     for one in ended:
         said = message(one, "DisagreementError" if one.code == 3 else "WorkerLost")
         if one.code == 3:
-            assert "averaging after step 3" in said and "averaging after step 5" in said
+            assert "averaging after step 3" in said and "averaging after step 4" in said
+
+
+def test_a_worker_that_leaves_out_a_batch_between_two_averages(ranks: Run, tmp_path: Path) -> None:
+    body = """
+session = paceline.start(**given | {"strategy": "local-sgd", "local": {"every": 8}, "timeout_seconds": 5})
+for batch in session.batches(steps=6):
+    if batch.step != 2 or RANK != 1:
+        session.step(batch)
+print("done")
+"""
+    for one in ranks(HEAD + body, 2, tmp_path, deadline=60):
+        assert one.code == 3
+        assert "Rank 1 has left out the batch of step 2" in message(one, "DisagreementError")
 
 
 @BOTH

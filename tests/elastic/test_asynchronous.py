@@ -4,7 +4,6 @@ The weights of the task count the samples (``counted``): a step that was lost, o
 """
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -60,6 +59,9 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     ran = started(run, way, faults.kill(rank=victim, step=5))
     check(ran, 2)
     assert ran.views()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
+    counted = [sum(one["delays"].values()) for one in ran.events() if one["event"] == "staleness"]
+    if WAYS[way].get("mode") != "sync":  # the two that are left may have parted between an update and its count
+        assert STEPS - 2 <= counted[-1] <= STEPS, ran.story()
 
 
 POINTS: list[Point] = ["in the loader", "between reduction and update", "after update", "in evaluate"]
@@ -114,10 +116,12 @@ def test_a_run_that_is_not_elastic_is_told_to_end(run: Run, way: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["async", "sync"])
-def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, way: str) -> None:
+def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
+    """In ``async`` it has the lock that every update needs: who waits for that waits for it."""
     script = SCRIPT.replace("counted.start(", "counted.start(hang_seconds=1, ")
-    plan = faults.stop(rank=1, step=5, point="between reduction and update", seconds=4)
-    ran = started(run, way, plan, script=script)
-    assert ran.code == 0, ran.story()
-    assert not math.isnan(sum(ran.told()[0]["weights"]))
+    plan = faults.stop(rank=1, step=5, point="between reduction and update")
+    ran = started(run, way, plan, *ELASTIC, "--grace", 1, script=script)
     check(ran, 2)
+    assert ran.views() == [[0, 1, 2], [0, 2]], ran.story()
+    (lost,) = ran.launcher("lost")
+    assert "rank 1" in lost["reason"] and "late" in lost["reason"]

@@ -131,33 +131,30 @@ def test_fewer_workers_than_backup_workers_asked_for(run: Run) -> None:
     assert {len(used[step]) for step in (0, 1, 2, 8, 9, 10)} == {1}
 
 
-LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 3}})
+LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 
 
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 2])
-@pytest.mark.parametrize("step", [7, 8])
+@pytest.mark.parametrize("step", [5, 8])
 def test_the_others_go_on_from_the_one_that_is_furthest(run: Run, step: int, victim: int, path: str) -> None:
-    """A worker is lost between two averages, or just before one, which is then made by the others."""
+    """A worker is lost between two averages, or just before one; the others have the same model then."""
     point: Point = "after update" if step == 8 else "before forward"
     script = SCRIPT if path == "memory" else NETWORK + SCRIPT
     ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=step, point=point), SETTINGS=LOCAL)
     check_together(ran, 2)
     assert len(ran.launcher("lost")) == 1
     averages = {event["step"] for event in ran.events() if event["event"] == "average"}
-    assert averages >= {2, 4, 5, 9, 11} and averages <= {2, 4, 5, 8, 9, 11}, ran.story()
+    assert averages >= {1, 3, 4, 9, 11} and averages <= {1, 3, 4, 6, 7, 8, 9, 11}, ran.story()
 
 
 def test_a_repeated_step_is_not_applied_twice(run: Run) -> None:
     """A worker is lost in the average; the others have made the update before it, and make it only once."""
     ran = run(SCRIPT, *ELASTIC, faults=faults.kill(rank=1, step=8, point="after update"), SETTINGS=LOCAL)
     check_together(ran, 2)
-    (average,) = {
-        json.dumps(event["weights"])
-        for event in ran.events()
-        if event["event"] == "average" and event["step"] == 8 and event["generation"] == 1
-    }
-    assert sum(json.loads(average)) == 0
+    averages = [event for event in ran.events() if event["event"] == "average" and event["generation"] == 1]
+    assert averages[0]["step"] == 9
+    assert sum(averages[0]["weights"]) == ORDER.samples_of(9)
 
 
 def test_a_spare_takes_the_place_of_the_lost(run: Run) -> None:

@@ -64,6 +64,18 @@ def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None
     check(ran, undisturbed(SCRIPT), 2)
 
 
+@pytest.mark.parametrize("layout", [HYBRID, SAVED], ids=["replicas", "checkpoint"])
+def test_a_pipeline_that_never_runs_empty_goes_on(run: Run, layout: tuple[Any, ...]) -> None:
+    """Not to the same bits; but to one state on all workers, and every step is there."""
+    script = SCRIPT.replace("microbatches=8", "microbatches=8, exact=False")
+    schedule = "--set", "pipeline.schedule=pipedream", "--set", "pipeline.update_every=4"
+    ran = run(script, *layout, *schedule, faults=faults.kill(rank=1, step=5))
+    assert ran.code == 0, ran.story()
+    assert len({one["fingerprint"] for one in ran.told()}) == 1, ran.story()
+    assert len(ran.told()) >= 2
+    assert bool(went_back(ran)) == (layout is SAVED)
+
+
 def test_without_a_checkpoint_the_loss_is_said(run: Run) -> None:
     ran = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=5))
     assert ran.code != 0

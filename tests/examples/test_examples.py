@@ -75,12 +75,15 @@ def test_plain_script(name: str, arguments: dict[str, list[object]]) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_same_output_on_any_number_of_workers(name: str, arguments: dict[str, list[object]], tmp_path: Path) -> None:
+    """Also when the model is cut into as many stages."""
     script = EXAMPLES / f"{name}.py"
     alone = output_of(script, *arguments[name], PACELINE_EXACT="true")
-    together = on_workers(WORKERS[name], tmp_path / "runs", script, *arguments[name])
-    assert fingerprint(together) == fingerprint(alone)
-    assert together.count("fingerprint") == 1, "one worker prints"
-    assert together.replace("[rank 0] ", "") == alone
+    for strategy in ("allreduce", "pipeline"):
+        choice = "--set", f"strategy={strategy}"
+        together = on_workers(WORKERS[name], tmp_path / "runs", *choice, script, *arguments[name])
+        assert fingerprint(together) == fingerprint(alone)
+        assert together.count("fingerprint") == 1, "one worker prints"
+        assert together.replace("[rank 0] ", "") == alone
     if name == "mlp":
         assert accuracy(alone) > 80
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from paceline.config import PipelineSettings
 from paceline.errors import ConfigError
 from paceline.schedule.choice import Shape, flushed_schedule, shape_of, stream_for
 from paceline.schedule.operations import Kind
+from paceline.settings import PipelineSettings
 
 
 def settings(schedule: str = "1f1b", **given: Any) -> PipelineSettings:
@@ -25,6 +25,7 @@ def settings(schedule: str = "1f1b", **given: Any) -> PipelineSettings:
         ({"cut": ["b"]}, 2, Shape(2, 1, (1, 1))),
         ({"cut": []}, 2, Shape(1, 1, (2,))),
         ({"replicas": [1, 3]}, 4, Shape(2, 1, (1, 3))),
+        ({"stages": 2}, 3, Shape(2, 1, (2, 1))),
         ({"schedule": "interleaved"}, 2, Shape(4, 2, (1, 1, 1, 1))),
         ({"schedule": "interleaved", "chunks": 3, "stages": 6}, 4, Shape(6, 3, (2,) * 6)),
         ({"schedule": "zb-v", "stages": 4}, 4, Shape(4, 2, (2,) * 4)),
@@ -39,7 +40,7 @@ def test_the_shape(given: dict[str, Any], workers: int, shape: Shape) -> None:
     ("given", "workers", "words"),
     [
         ({"stages": 2, "schedule": "zb-h1"}, 3, ["3 workers", "2 stages", "multiple of 2", "pipeline.replicas"]),
-        ({"stages": 4}, 3, ["3 workers", "4 stages", "multiple of 4"]),
+        ({"stages": 4}, 3, ["3 workers", "4 stages", "multiple of 4", "pipeline.replicas"]),
         ({"stages": 3, "cut": ["b"]}, 2, ["pipeline.stages (3)", "pipeline.cut", "(2)"]),
         ({"stages": 3, "replicas": [1, 1]}, 2, ["pipeline.stages (3)", "pipeline.replicas", "(2)"]),
         ({"replicas": [1, 2]}, 4, ["[1, 2]", "3 workers", "there are 4"]),

@@ -12,22 +12,24 @@ from typing import Any
 import pytest
 
 from paceline.comm.claims import FREE, Claims, Table
-from paceline.comm.lock import Lock
+from paceline.comm.lock import Lock, Look
 from paceline.errors import WorkerLost
 
 
 class Memory:
     """The memory of some processes, as much of it as the table needs."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, world: Any) -> None:
         self.name = name
+        self.world = world
 
     def share(self, size: int) -> list[mmap.mmap]:
         with open(self.name, "r+b") as file:
             return [mmap.mmap(file.fileno(), 1 << 14)]
 
-    def lock(self, look: Callable[[float], None]) -> Lock:
-        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, look)
+    def lock(self, look: Look) -> Lock:
+        holder = memoryview(self.share(8)[0]).cast("q")[-1:]
+        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, holder, self.world, look)
 
     def look(self, ranks: list[int], waited: float) -> None:
         if waited > 20:
@@ -55,8 +57,8 @@ def forked(act: Callable[[], object]) -> int:
 
 
 def claims_of(name: str, rank: int = 0, size: int = 4) -> Claims:
-    world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None)
-    memory: Any = Memory(name)
+    world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None, waits_for=lambda ranks: None)
+    memory: Any = Memory(name, world)
     return Claims(world, memory)
 
 

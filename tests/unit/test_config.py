@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 
-from paceline.config import (
-    Arguments,
-    CheckpointSettings,
-    Settings,
-    describe,
-    flat_keys,
-    parse_command_line,
-    parse_value,
-    read_plan,
-    resolve,
-)
+from paceline.config import describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
 from paceline.errors import ConfigError
+from paceline.settings import Arguments, CheckpointSettings, Settings
 
 
 def test_the_upper_layer_wins() -> None:
@@ -43,6 +34,11 @@ def test_batch_and_batch_per_worker_replace_each_other() -> None:
 def test_a_checkpoint_may_be_a_folder(given: Any) -> None:
     found = resolve({"checkpoint": given}, command_line={"checkpoint.every": "5"}).settings.checkpoint
     assert found == CheckpointSettings(directory=Path("here"), every=5)
+
+
+def test_a_group_is_a_mapping() -> None:
+    with pytest.raises(ConfigError, match=r"server = 'async' cannot be used: .* such as {'mode': 'async'}"):
+        resolve({"server": "async"})
 
 
 def test_an_unknown_key_names_the_nearest() -> None:

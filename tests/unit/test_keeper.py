@@ -19,9 +19,9 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.snapshot import Snapshot, Staging
-from paceline.config import CheckpointSettings
 from paceline.errors import CheckpointError
 from paceline.events import EventLog
+from paceline.settings import CheckpointSettings
 
 
 class Facts(EventLog):

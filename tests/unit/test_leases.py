@@ -24,7 +24,7 @@ class Scene:
         self.table = bytearray(1 << 16)
         memory: Any = SimpleNamespace(
             share=lambda size: [self.table],
-            lock=lambda look: contextlib.nullcontext(),
+            lock=lambda: contextlib.nullcontext(),
             exchange=lambda letter: None,
             look=self._look,
         )

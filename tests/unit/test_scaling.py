@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.config import Settings
+from paceline.settings import Settings
 from paceline.strategies.update import Scaling, scaling_of
 
 

@@ -9,8 +9,8 @@ import torch
 from paceline.checkpoint import files, storage
 from paceline.checkpoint.manifest import FILE
 from paceline.checkpoint.storage import Folder, folder_at
-from paceline.config import CheckpointSettings
 from paceline.errors import ConfigError
+from paceline.settings import CheckpointSettings
 
 STATE = {"weight": torch.arange(6.0).reshape(2, 3), "count": torch.tensor(3)}
 

@@ -1,0 +1,153 @@
+"""How long a step takes, beside what the schedule itself predicts.
+
+Layers sleep: the forward pass and both halves of the backward pass equally long. The prediction takes for an operation
+what its sleeps really took, and nothing for transfers, sums, updates and all else that is done besides.
+"""
+
+from __future__ import annotations
+
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from launched import run
+from sleeping import FORWARD, INPUT, WEIGHT, sleepers, slept, targets
+from timelines import timeline_of
+
+import paceline
+from paceline.schedule.choice import flushed_schedule
+from paceline.schedule.clock import Timeline, Times, simulate
+from paceline.schedule.drawing import draw
+from paceline.schedule.operations import Kind
+from paceline.settings import PipelineSettings
+
+LAYERS, MICROBATCHES, SAMPLES = 8, 8, 4
+WARM = 2
+"""Steps of each session that are not counted."""
+
+
+def work(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """One session for each schedule, in several rounds."""
+    return [
+        session(given, schedule)
+        for turn in range(given["rounds"])
+        for schedule in given["schedules"][turn:] + given["schedules"][:turn]
+    ]
+
+
+def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
+    """The times of the steps of a session, and of the sleeps in them."""
+    torch.manual_seed(0)
+    width = given["width"]
+    begin = time.time()
+    training = paceline.start(
+        model=sleepers([given["base"]] * LAYERS, width),
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        data=targets(MICROBATCHES * SAMPLES, width),
+        batch=MICROBATCHES * SAMPLES,
+        microbatches=MICROBATCHES,
+        strategy="pipeline",
+        pipeline={"schedule": schedule, "cut": _cut(schedule, given["workers"])},
+        threads=1,
+        timeout_seconds=120,
+    )
+    ends, used = [], 0.0
+    for batch in training.batches(steps=WARM + given["steps"]):
+        if batch.step == WARM:
+            slept.clear()
+            used = time.process_time()
+        training.step(batch)
+        ends.append(time.monotonic())
+    return {
+        "schedule": schedule,
+        "session": [begin, time.time()],
+        "ends": ends,
+        "slept": {what: fmean(values) for what, values in slept.items()},
+        "processor": (time.process_time() - used) / given["steps"],
+    }
+
+
+def _cut(schedule: str, workers: int) -> tuple[str, ...]:
+    """Stages of as many layers each."""
+    stages = workers * (2 if schedule in ("interleaved", "zb-v") else 1)
+    return tuple(str(LAYERS // stages * place) for place in range(1, stages))
+
+
+def predicted(schedule: str, workers: int, seconds: dict[str, float]) -> Timeline:
+    """What the clock says; ``seconds`` are those of a layer.
+
+    The first stage has no input to find the gradient of, so both halves of its backward pass are done as the second.
+    """
+    plan = flushed_schedule(PipelineSettings(schedule=schedule), workers, MICROBATCHES)  # type: ignore[arg-type]
+    each = LAYERS // plan.stages
+    forward, of_input, of_weight = (each * seconds[what] for what in (FORWARD, INPUT, WEIGHT))
+    rest, nothing = plan.stages - 1, (0.0,) * plan.stages
+    times = Times(
+        forward=(forward,) * plan.stages,
+        input=(0.0, *(of_input,) * rest),
+        weight=(of_input + of_weight, *(of_weight,) * rest),
+        transfer=nothing[1:],
+        reduce=nothing,
+        update=nothing,
+    )
+    return simulate(plan, times)
+
+
+def measure(folder: Path, options: Namespace) -> dict[str, Any]:
+    """Print the table and a drawing; the numbers."""
+    given = {
+        "schedules": options.schedules,
+        "workers": options.workers,
+        "base": options.base,
+        "steps": options.steps,
+        "rounds": options.rounds,
+        "width": 4096,
+    }
+    done = run(folder, "bubble", options.workers, given)
+    print(
+        f"\n{options.workers} workers, {MICROBATCHES} microbatches, {LAYERS} layers asleep for {1e3 * options.base:g} ms "
+        f"three times each; {options.rounds} rounds of {options.steps} steps\n"
+        f"{'':12} {'predicted ms':>12} {'measured ms':>12} {'ratio':>7} {'bubble':>8} {'predicted':>10} "
+        f"{'processor ms':>13}"
+    )
+    results: dict[str, Any] = {}
+    for schedule in options.schedules:
+        places = [place for place, one in enumerate(done.told[0]) if one["schedule"] == schedule]
+        seconds, ratios, bubbles = [], [], []
+        for place in places:
+            workers = [told[place] for told in done.told]
+            sleeps = {what: fmean(one["slept"][what] for one in workers) for what in (FORWARD, INPUT, WEIGHT)}
+            timeline = predicted(schedule, options.workers, sleeps)
+            ends = [max(moments) for moments in zip(*(one["ends"] for one in workers), strict=True)]
+            taken = [after - before for before, after in zip(ends[WARM - 1 :], ends[WARM:], strict=False)]
+            seconds += taken
+            ratios += [one / timeline.seconds for one in taken]
+            bubbles += [1 - fmean(timeline.busy) / one for one in taken]
+        results[schedule] = {
+            "seconds": median(seconds),
+            "ratio": median(ratios),
+            "bubble": median(bubbles),
+            "predicted": timeline.bubble,
+        }
+        print(
+            f"{schedule:12} {1e3 * timeline.seconds:12.1f} {1e3 * median(seconds):12.1f} {median(ratios):7.3f} "
+            f"{median(bubbles):8.1%} {timeline.bubble:10.1%} "
+            f"{1e3 * sum(told[places[0]]['processor'] for told in done.told):13.1f}"
+        )
+        results[schedule]["drawing"] = _drawn(done, options, schedule, places[-1], timeline)
+    for schedule in options.draw:
+        print(f"\n{schedule}, predicted above measured\n{results[schedule]['drawing']}")
+    return results
+
+
+def _drawn(done: Any, options: Namespace, schedule: str, place: int, timeline: Timeline) -> str:
+    """The last step of a session below what was predicted, to the same scale."""
+    begins, ends = zip(*(told[place]["session"] for told in done.told), strict=True)
+    measured = timeline_of(done.events, options.workers, (min(begins), max(ends)), WARM + options.steps - 1)
+    column = min(end - begin for spans in timeline.workers for one, begin, end in spans if one.kind is Kind.FORWARD)
+    return f"{draw(timeline, column)}\n\n{draw(measured, column)}"

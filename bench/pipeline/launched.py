@@ -1,0 +1,64 @@
+"""Runs of a part's workers under ``paceline run``, and what they wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+class RunFailed(Exception):
+    """A run did not end well; the text says how."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What each worker has to say, in the order of ranks, and the events of all."""
+
+    told: list[Any]
+    events: list[dict[str, Any]]
+
+
+def run(folder: Path, part: str, workers: int, given: dict[str, Any], deadline: float = 900.0) -> Run:
+    """Let workers do their share of a part.
+
+    Raises:
+        RunFailed: with the end of what it printed.
+    """
+    name = f"{part}-{len(list(folder.iterdir()))}"
+    home = folder / name
+    home.mkdir(parents=True)
+    (home / "given.json").write_text(json.dumps(given))
+    words = ["-m", "paceline.cli.main", "run", "-n", str(workers), "--quiet", "--runs-dir", str(home), "--name", "run"]
+    command = [sys.executable, *words, str(HERE / "worker.py"), part, str(home)]
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=deadline,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"{part}: still running after {deadline:.0f} s") from None
+    if ended.returncode != 0:
+        raise RunFailed(f"{part}: ended with {ended.returncode}\n{ended.stdout[-3000:]}")
+    return Run(told(home, workers), events_of(home / "run" / "events"))
+
+
+def told(home: Path, workers: int) -> list[Any]:
+    """What the workers wrote."""
+    return [json.loads((home / f"told-{rank}.json").read_text()) for rank in range(workers)]
+
+
+def events_of(folder: Path) -> list[dict[str, Any]]:
+    """The records of all workers of a run, each worker's in their order."""
+    return [json.loads(line) for path in sorted(folder.glob("rank-*.jsonl")) for line in path.read_text().splitlines()]

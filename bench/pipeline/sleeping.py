@@ -1,0 +1,88 @@
+"""Layers that sleep instead of computing, so that two cores are enough for several workers.
+
+A forward pass sleeps, and so do both halves of the backward pass, each in a node of its own: what is asked for the
+gradient of the input alone does not wait for the weights' time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
+_SET_TIMER_SLACK = 29
+slept: dict[str, list[float]] = defaultdict(list)
+"""How long each sleep of this process really took."""
+
+
+def sharpen_sleep() -> None:
+    """Let the kernel wake this process when it asked for it, not up to 50 microseconds later."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
+
+
+def _sleep(what: str, seconds: float) -> None:
+    begin = time.perf_counter()
+    time.sleep(seconds)
+    slept[what].append(time.perf_counter() - begin)
+
+
+class _Slow(torch.autograd.Function):
+    """The values as they are, after a while; back as well."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        _sleep(FORWARD, seconds)
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _sleep(INPUT, ctx.seconds)
+        return gradient, None
+
+
+class _SlowBack(torch.autograd.Function):
+    """The weight as it is; its gradient takes a while."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _sleep(WEIGHT, ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A layer whose forward pass, and each half of whose backward pass, take so many seconds.
+
+    ``before`` lets the first layer have a gradient to wait for, too: its input wants none.
+    """
+
+    def __init__(self, width: int, seconds: float) -> None:
+        super().__init__()
+        self.before, self.after = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.zeros(width))
+        self.seconds = seconds
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return _Slow.apply(values + self.before, self.seconds) + _SlowBack.apply(self.after, self.seconds)
+
+
+def sleepers(seconds: Sequence[float], width: int) -> nn.Sequential:
+    """A model of such layers."""
+    return nn.Sequential(*[Sleeper(width, one) for one in seconds])
+
+
+def targets(samples: int, width: int) -> torch.utils.data.TensorDataset:
+    """What it is trained on."""
+    return torch.utils.data.TensorDataset(torch.randn(samples, width), torch.randn(samples, width))

@@ -1,0 +1,50 @@
+"""A stage becomes slow: the model is cut again while it trains, and nobody can tell from the result."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Told = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os, time
+import torch
+from torch import nn
+from functools import partial
+from subjects import classes, tell
+import paceline
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = nn.Linear(12, 12)
+
+    def forward(self, values):
+        time.sleep(0.012 if session is not None and session.rank == 1 else 0.004)
+        return self.weights(values).tanh()
+
+session = None
+torch.manual_seed(3)
+model = nn.Sequential(*(Layer() for _ in range(6)), nn.Linear(12, 4))
+session = paceline.start(
+    model=model, optimizer=partial(torch.optim.AdamW, lr=1e-2), loss=nn.functional.cross_entropy, data=classes(96),
+    batch=24, microbatches=4, exact=True, strategy=os.environ["STRATEGY"], timeout_seconds=30,
+)
+reports = [session.step(batch) for batch in session.batches(steps=23)]
+tell(loss=reports[-1].loss, fingerprint=session.fingerprint(), notes=reports[-1].notes)
+"""
+
+
+def test_layers_move_away_from_a_slow_worker(told: Told, tmp_path: Path) -> None:
+    (alone,) = told(SCRIPT, 1, tmp_path / "one", environment={"STRATEGY": "single"})
+    both: list[dict[str, Any]] = told(
+        SCRIPT, 2, tmp_path / "two", environment={"STRATEGY": "pipeline", "PACELINE_RUN": str(tmp_path)}
+    )
+    lines = [json.loads(line) for path in tmp_path.rglob("rank-0.jsonl") for line in path.read_text().splitlines()]
+    cuts = [[len(stage) for stage in line["stages"]] for line in lines if line["event"] == "cut"]
+    assert len(cuts) == 2 and cuts[1][0] > cuts[0][0]
+    assert any(line["event"] == "drift" and line["stage"] == 1 for line in lines)
+    for one in both:
+        assert (one["loss"], one["fingerprint"]) == (alone["loss"], alone["fingerprint"])
+        assert any("stage 1 takes" in note for note in one["notes"])

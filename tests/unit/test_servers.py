@@ -1,0 +1,20 @@
+"""How many servers there are when workers were lost, and that it is said."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.settings import Settings
+from paceline.strategies.asynchronous import remarks_on_servers, servers_of
+
+
+@pytest.mark.parametrize(
+    ("workers", "dedicated", "servers"), [(4, False, 3), (3, False, 3), (2, False, 2), (4, True, 3), (3, True, 2)]
+)
+def test_fewer_workers_than_servers_asked_for(workers: int, dedicated: bool, servers: int) -> None:
+    settings = Settings.model_validate({"server": {"count": 3, "dedicated": dedicated}})
+    job: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(size=workers))
+    assert servers_of(job) == servers
+    said = "".join(remarks_on_servers(job))
+    assert (f"{workers} workers are left" in said and "server.count = 3" in said) == (servers < 3)

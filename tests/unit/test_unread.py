@@ -1,0 +1,28 @@
+"""What somebody has set and the strategy at work does not read is known."""
+
+import pytest
+
+from paceline.config import resolve
+from paceline.strategies.registry import unread
+
+
+@pytest.mark.parametrize(
+    ("given", "keys"),
+    [
+        ({"strategy": "allreduce", "server": {"mode": "async"}, "shares": "even"}, ["shares", "server.mode"]),
+        ({"strategy": "allreduce", "batch": 8, "checkpoint": "here"}, []),
+        ({"strategy": "stealing", "shares": "even"}, []),
+        ({"strategy": "hogwild", "server": {"scale_lr": True}}, ["server.scale_lr"]),
+        ({"strategy": "local-sgd", "local": {"every": 2}, "backup": {"late": "lose"}}, ["backup.late"]),
+        ({"strategy": "backup", "backup": {"late": "lose"}}, []),
+        ({"strategy": "backup", "backup": {"late": "lose", "workers": 0}}, ["backup.late"]),
+        ({"strategy": "parameter-server", "server": {"staleness": 2}}, ["server.staleness"]),
+        ({"strategy": "parameter-server", "server": {"staleness": 2, "mode": "bounded"}}, []),
+        ({"strategy": "parameter-server", "backup": {"late": "lose"}}, ["backup.late"]),
+        ({"strategy": "parameter-server", "backup": {"late": "lose", "workers": 1}}, []),
+    ],
+    ids=str,
+)
+def test_settings_without_effect(given: dict[str, object], keys: list[str]) -> None:
+    resolved = resolve(given)
+    assert unread(resolved.settings, [key for key, source in resolved.sources.items() if source != "default"]) == keys
