@@ -245,7 +245,7 @@ def test_a_worker_is_lost_in_the_middle_of_a_step(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_worker_stays_silent_in_the_middle_of_a_step(ranks: Run, tmp_path: Path, schedule: str) -> None:
-    ended = ranks(script_of("time.sleep(8)", schedule, 2), 3, tmp_path, deadline=60)
+    ended = ranks(script_of("time.sleep(5)", schedule, 2), 3, tmp_path, deadline=60)
     assert all(one.code in (5, 124) for one in ended) and 124 in [one.code for one in ended]
     for one in ended:
         if one.code == 124:
