@@ -51,10 +51,6 @@ class Streamed(Hooks):
         self._versions = Versions(self._parameters)
         self._lent = Lent(job, self._stage, self.staged.tied, self._stream)
         self._exchange: Exchange | None = None
-        if self.staged.team.size > 1:
-            examples = [parameter.detach() for parameter in self._parameters]
-            counts = torch.zeros(2, dtype=torch.float64, device=job.world.device)
-            self._exchange = Exchange(self.staged.team, [*examples, counts], job.events, "gradients", _TAGS)
         self._turns = math.lcm(*self._stream.replicas)
         self._entered = 0
         self._updates = int(job.books.get(_BOOK, {}).get("updates", 0))
@@ -159,30 +155,36 @@ class Streamed(Hooks):
         job, version = self._job, operation.version
         sums = (self._sums.values() or [[None] * len(self._parameters)])[0]
         sums = self._lent.exchange(self._names, sums)
-        totals = self._totals.to(job.world.device)
-        if self._exchange is not None:
-            sums, totals = self._team_sums(sums, totals)
+        made = self._changed_buffers()
+        totals = torch.cat((self._totals, torch.tensor([self._samples], dtype=torch.float64))).to(job.world.device)
+        if self.staged.team.size > 1:
+            sums, made, totals = self._team_sums(sums, made, totals)
         staleness = [version - 1 - one for one in self._used]
         job.events.mark("staleness", stage=self._stage, version=version, staleness=staleness)
         with self._versions.next(self._stream.version(self._stage, self._following)):
             if self._is_finite(totals):
-                self._apply(sums, float(totals[1]))
+                self._apply(sums, float(totals[1]), [value.div_(totals[2].item()) for value in made])
             self._lent.take_back(version, job.update.parameters)
         self._updates += 1
         self._begin_group()
 
-    def _apply(self, sums: Values, count: float) -> None:
-        job, buffers = self._job, self._job.compute.buffers
-        for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
-            if value is not None and not self._lent.is_borrowed(name):
-                parameter.grad = value.div_(count)
+    def _changed_buffers(self) -> list[torch.Tensor]:
+        """What the forward passes of these microbatches made of the buffers that change, times the samples."""
+        buffers = self._job.compute.buffers
         known = buffers.names_in(self._held.buffers)
         if not buffers.settled:
             buffers.settle_part(self._held.buffers)
-        places = [known.index(name) for name in buffers.live]
-        if places and self._samples:
-            (made,) = self._statistics.values()
-            buffers.accept([value.div_(self._samples) for place in places if (value := made[place]) is not None])
+        values = (self._statistics.values() or [[]])[0]
+        if not values:  # no microbatch: nothing that would change the sum
+            return [torch.zeros_like(example) for example in buffers.examples()]
+        return [value for name in buffers.live if (value := values[known.index(name)]) is not None]
+
+    def _apply(self, sums: Values, count: float, statistics: list[torch.Tensor]) -> None:
+        job = self._job
+        for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
+            if value is not None and not self._lent.is_borrowed(name):
+                parameter.grad = value.div_(count)
+        job.compute.buffers.accept(statistics)
         seed_torch(seed_of(UPDATE, job.settings.seed, self._updates))
         self._squares = float(job.update.norm()) ** 2
         norm = torch.tensor(math.sqrt(self._squares + sum(self._heard.values())), device=job.world.device)
@@ -192,18 +194,23 @@ class Streamed(Hooks):
             parameter.grad = None
         self._lent.give_back(job.update.parameters)
 
-    def _team_sums(self, sums: Values, totals: torch.Tensor) -> tuple[Values, torch.Tensor]:
+    def _team_sums(
+        self, sums: Values, made: list[torch.Tensor], totals: torch.Tensor
+    ) -> tuple[Values, list[torch.Tensor], torch.Tensor]:
         """The sums over the workers that hold this stage."""
+        job, team = self._job, self.staged.team
+        if self._exchange is None:
+            examples = [*(parameter.detach() for parameter in self._parameters), *made, totals]
+            self._exchange = Exchange(team, examples, job.events, "gradients", _TAGS)
         exchange = self._exchange
-        assert exchange is not None
-        exchange.begin([[Node(0, place)] for place in range(self.staged.team.size)], lambda: 1.0)
-        for member, value in enumerate([*sums, totals]):
+        exchange.begin([[Node(0, place)] for place in range(team.size)], lambda: 1.0)
+        for member, value in enumerate([*sums, *made, totals]):
             (slot,) = exchange.slots(member)
             slot.zero_() if value is None else slot.copy_(value)
             exchange.written(member)
         exchange.finish()
         means = [exchange.mean(member) for member in range(exchange.members)]
-        return [*means[:-1]], means[-1]
+        return [*means[: len(sums)]], means[len(sums) : -1], means[-1]
 
     def _is_finite(self, totals: torch.Tensor) -> bool:
         """Whether the losses of an update are; all stages see the same ones.

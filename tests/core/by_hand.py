@@ -53,12 +53,6 @@ def layers() -> nn.Sequential:
     return nn.Sequential(first, Scaled(), norm, nn.Tanh(), second, nn.Tanh(), third)
 
 
-def without_buffers() -> nn.Sequential:
-    """The same without the second and third."""
-    model = layers()
-    return nn.Sequential(model[0], nn.Tanh(), nn.Tanh(), *model[3:])
-
-
 def tied() -> nn.Sequential:
     """The first layer and the fourth have the same weights."""
     torch.manual_seed(13)

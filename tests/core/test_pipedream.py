@@ -70,7 +70,6 @@ CASES = {
         2,
         [[0, 1, 2, 3]],
         batch=(24, 4),
-        model="without_buffers",
     ),
     "two workers for each stage": Case(
         4,
@@ -80,7 +79,6 @@ CASES = {
         4,
         [[0, 1, 2]],
         batch=(24, 4),
-        model="without_buffers",
     ),
     # 12 of 60 samples are left, 3 microbatches of 8: then it would be the other worker's turn, so it runs empty.
     "two workers, and an odd number of microbatches": Case(
@@ -91,7 +89,6 @@ CASES = {
         2,
         [[0, 1], [2, 3]],
         batch=(32, 8),
-        model="without_buffers",
     ),
     "tied weights": Case(
         3,
