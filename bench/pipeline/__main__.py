@@ -1,14 +1,14 @@
 """Pipelines: step time beside what is predicted, beside torch's pipelining, and beside DistributedDataParallel.
 
-    bubble     layers asleep, 4 workers: the step time of each schedule beside its prediction by the simulated clock
-    peer       layers that compute, 2 stages: beside torch.distributed.pipelining with the same schedule and cut
-    link       a model of many weights and few activations over links of 200 Mbit/s: beside DistributedDataParallel
-               (makes network namespaces, so it needs root)
-    stream     PipeDream: how busy its workers are, and its loss after as many samples as a synchronous pipeline
-    balance    layers of very unequal cost: the step time beside that predicted from measured layers
+bubble     layers asleep, 4 workers: the step time of each schedule beside its prediction by the simulated clock
+peer       layers that compute, 2 stages: beside torch.distributed.pipelining with the same schedule and cut
+link       a model of many weights and few activations over links of 200 Mbit/s: beside DistributedDataParallel
+           (makes network namespaces, so it needs root)
+stream     PipeDream: how busy its workers are, and its loss after as many samples as a synchronous pipeline
+balance    layers of very unequal cost: the step time beside that predicted from measured layers
 
-    python bench/pipeline                                    # all parts: 8 minutes
-    python bench/pipeline bubble --schedules 1f1b,zb-v --draw zb-v
+python bench/pipeline                                    # all parts: 8 minutes
+python bench/pipeline bubble --schedules 1f1b,zb-v --draw zb-v
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
     }
     done = run(folder, "bubble", options.workers, given)
     print(
-        f"\n{options.workers} workers, {MICROBATCHES} microbatches, {LAYERS} layers asleep for {1e3 * options.base:g} ms "
-        f"three times each; {options.rounds} rounds of {options.steps} steps\n"
+        f"\n{options.workers} workers, {MICROBATCHES} microbatches, {LAYERS} layers asleep for {1e3 * options.base:g} "
+        f"ms three times each; {options.rounds} rounds of {options.steps} steps\n"
         f"{'':12} {'predicted ms':>12} {'measured ms':>12} {'ratio':>7} {'bubble':>8} {'predicted':>10} "
         f"{'processor ms':>13}"
     )

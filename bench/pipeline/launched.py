@@ -61,6 +61,4 @@ def told(home: Path, workers: int) -> list[Any]:
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
     """The records of all workers of a run, each worker's in their order."""
-    return [
-        json.loads(line) for path in sorted(folder.glob("rank-*.jsonl")) for line in path.read_text().splitlines()
-    ]
+    return [json.loads(line) for path in sorted(folder.glob("rank-*.jsonl")) for line in path.read_text().splitlines()]

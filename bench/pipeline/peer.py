@@ -151,7 +151,7 @@ def compare(name: str, schedule: str, turns: int) -> dict[str, Any]:
     }
 
 
-def theirs(  # noqa: PLR0913 - what is compared
+def theirs(
     model: nn.Sequential,
     bounds: list[int],
     schedule: str,

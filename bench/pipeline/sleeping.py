@@ -77,5 +77,3 @@ def sleepers(seconds: Sequence[float], width: int) -> nn.Sequential:
 def targets(samples: int, width: int) -> torch.utils.data.TensorDataset:
     """What it is trained on."""
     return torch.utils.data.TensorDataset(torch.randn(samples, width), torch.randn(samples, width))
-
-

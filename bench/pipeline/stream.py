@@ -116,7 +116,7 @@ def busy(folder: Path, options: Namespace) -> list[float]:
         elapsed = max(span.end for span in spans) - min(span.begin for span in spans)
         shares.append(sum(span.end - span.begin for span in spans) / elapsed)
     print(
-        f"\npipedream, {options.workers} workers, layers asleep for {1e3 * options.base:g} ms three times each: busy in "
-        f"steps {STEPS // 4} to {STEPS * 3 // 4 - 1}: " + ", ".join(f"{share:.1%}" for share in shares)
+        f"\npipedream, {options.workers} workers, layers asleep for {1e3 * options.base:g} ms three times each: busy "
+        f"in steps {STEPS // 4} to {STEPS * 3 // 4 - 1}: " + ", ".join(f"{share:.1%}" for share in shares)
     )
     return shares
