@@ -6,7 +6,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkpoints.py bench/accuracy.py bench/stragglers
+BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkpoints.py bench/accuracy.py bench/stragglers bench/pipeline
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -1,7 +1,8 @@
 """How long a step takes, beside what the schedule itself predicts.
 
 Layers sleep: the forward pass and both halves of the backward pass equally long. The prediction takes for an operation
-what its sleeps really took, and nothing for transfers, sums, updates and all else that is done besides.
+what it takes by itself, measured in the same processes right before each session, and nothing for transfers, sums,
+updates and all else that is done besides.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from launched import run
-from sleeping import FORWARD, INPUT, WEIGHT, sleepers, slept, targets
+from sleeping import FORWARD, INPUT, WEIGHT, sleepers, targets
 from timelines import timeline_of
 
 import paceline
@@ -24,8 +25,11 @@ from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
 from paceline.schedule.operations import Kind
 from paceline.settings import PipelineSettings
+from paceline.strategies.halves import backward_of_input, backward_of_weights
 
 LAYERS, MICROBATCHES, SAMPLES = 8, 8, 4
+SPLIT = ("zb-h1", "zb-v")
+REPEATS = 5
 WARM = 2
 """Steps of each session that are not counted."""
 
@@ -43,6 +47,7 @@ def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
     """The times of the steps of a session, and of the sleeps in them."""
     torch.manual_seed(0)
     width = given["width"]
+    seconds = alone(given, schedule)
     begin = time.time()
     training = paceline.start(
         model=sleepers([given["base"]] * LAYERS, width),
@@ -56,10 +61,10 @@ def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
         threads=1,
         timeout_seconds=120,
     )
-    ends, used = [], 0.0
+    ends: list[float] = []
+    used = 0.0
     for batch in training.batches(steps=WARM + given["steps"]):
         if batch.step == WARM:
-            slept.clear()
             used = time.process_time()
         training.step(batch)
         ends.append(time.monotonic())
@@ -67,25 +72,54 @@ def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
         "schedule": schedule,
         "session": [begin, time.time()],
         "ends": ends,
-        "slept": {what: fmean(values) for what, values in slept.items()},
+        "alone": seconds,
         "processor": (time.process_time() - used) / given["steps"],
     }
 
 
+def alone(given: dict[str, Any], schedule: str) -> dict[str, float]:
+    """What the operations of one stage take by themselves."""
+    layers = LAYERS // _stages(schedule, given["workers"])
+    stage = sleepers([given["base"]] * layers, given["width"])
+    weights = list(stage.parameters())
+    seconds: dict[str, list[float]] = {FORWARD: [], INPUT: [], WEIGHT: []}
+    for _ in range(REPEATS + 1):
+        entered = torch.randn(SAMPLES, given["width"], requires_grad=True)
+        moments = [time.perf_counter()]
+        left = stage(entered)
+        moments.append(time.perf_counter())
+        if schedule in SPLIT:
+            halves = backward_of_input([left], [torch.ones_like(left)], [entered], weights)
+            moments.append(time.perf_counter())
+            backward_of_weights(weights, halves)
+            moments.append(time.perf_counter())
+        else:
+            left.backward(torch.ones_like(left))
+            end = time.perf_counter()
+            moments += [(moments[1] + end) / 2, end]
+        for what, begin, end in zip(seconds, moments, moments[1:], strict=False):
+            seconds[what].append(end - begin)
+        stage.zero_grad()
+    return {what: fmean(values[1:]) for what, values in seconds.items()}
+
+
+def _stages(schedule: str, workers: int) -> int:
+    return workers * (2 if schedule in ("interleaved", "zb-v") else 1)
+
+
 def _cut(schedule: str, workers: int) -> tuple[str, ...]:
     """Stages of as many layers each."""
-    stages = workers * (2 if schedule in ("interleaved", "zb-v") else 1)
+    stages = _stages(schedule, workers)
     return tuple(str(LAYERS // stages * place) for place in range(1, stages))
 
 
 def predicted(schedule: str, workers: int, seconds: dict[str, float]) -> Timeline:
-    """What the clock says; ``seconds`` are those of a layer.
+    """What the clock says; ``seconds`` are those of a stage.
 
     The first stage has no input to find the gradient of, so both halves of its backward pass are done as the second.
     """
     plan = flushed_schedule(PipelineSettings(schedule=schedule), workers, MICROBATCHES)  # type: ignore[arg-type]
-    each = LAYERS // plan.stages
-    forward, of_input, of_weight = (each * seconds[what] for what in (FORWARD, INPUT, WEIGHT))
+    forward, of_input, of_weight = (seconds[what] for what in (FORWARD, INPUT, WEIGHT))
     rest, nothing = plan.stages - 1, (0.0,) * plan.stages
     times = Times(
         forward=(forward,) * plan.stages,
@@ -110,8 +144,8 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
     }
     done = run(folder, "bubble", options.workers, given)
     print(
-        f"\n{options.workers} workers, {MICROBATCHES} microbatches, {LAYERS} layers asleep for {1e3 * options.base:g} ms "
-        f"three times each; {options.rounds} rounds of {options.steps} steps\n"
+        f"\n{options.workers} workers, {MICROBATCHES} microbatches, {LAYERS} layers asleep for {1e3 * options.base:g} "
+        f"ms three times each; {options.rounds} rounds of {options.steps} steps\n"
         f"{'':12} {'predicted ms':>12} {'measured ms':>12} {'ratio':>7} {'bubble':>8} {'predicted':>10} "
         f"{'processor ms':>13}"
     )
@@ -121,8 +155,8 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
         seconds, ratios, bubbles = [], [], []
         for place in places:
             workers = [told[place] for told in done.told]
-            sleeps = {what: fmean(one["slept"][what] for one in workers) for what in (FORWARD, INPUT, WEIGHT)}
-            timeline = predicted(schedule, options.workers, sleeps)
+            seconds_each = {what: fmean(one["alone"][what] for one in workers) for what in (FORWARD, INPUT, WEIGHT)}
+            timeline = predicted(schedule, options.workers, seconds_each)
             ends = [max(moments) for moments in zip(*(one["ends"] for one in workers), strict=True)]
             taken = [after - before for before, after in zip(ends[WARM - 1 :], ends[WARM:], strict=False)]
             seconds += taken

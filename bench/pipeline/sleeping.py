@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +17,6 @@ from torch import nn
 
 FORWARD, INPUT, WEIGHT = "forward", "input", "weight"
 _SET_TIMER_SLACK = 29
-slept: dict[str, list[float]] = defaultdict(list)
-"""How long each sleep of this process really took."""
 
 
 def sharpen_sleep() -> None:
@@ -28,24 +25,18 @@ def sharpen_sleep() -> None:
         ctypes.CDLL(None).prctl(_SET_TIMER_SLACK, 1, 0, 0, 0)
 
 
-def _sleep(what: str, seconds: float) -> None:
-    begin = time.perf_counter()
-    time.sleep(seconds)
-    slept[what].append(time.perf_counter() - begin)
-
-
 class _Slow(torch.autograd.Function):
     """The values as they are, after a while; back as well."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
         ctx.seconds = seconds
-        _sleep(FORWARD, seconds)
+        time.sleep(seconds)
         return values.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _sleep(INPUT, ctx.seconds)
+        time.sleep(ctx.seconds)
         return gradient, None
 
 
@@ -59,7 +50,7 @@ class _SlowBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        _sleep(WEIGHT, ctx.seconds)
+        time.sleep(ctx.seconds)
         return gradient, None
 
 

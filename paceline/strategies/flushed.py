@@ -84,6 +84,7 @@ class Flushed(Hooks):
         exact = job.settings.exact
         self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
         self._without: dict[int, set[str]] = {}
+        self._seen: dict[str, int] = {}
         job.compute.buffers.begin()
         job.update.check_frozen()
         for parameter in self._parameters.values():
@@ -144,13 +145,26 @@ class Flushed(Hooks):
         return self._now.worker_of(stage, microbatch)
 
     def gave(self, stage: int, microbatch: int) -> None:
-        """Take the gradients that a backward pass of a stage has left."""
-        tied, held = self.staged.tied, self.staged.held[stage]
+        """Take the gradients that a backward pass of a stage has left.
+
+        Without exact bits those of parameters of one stage stay where they are: the next backward pass adds to them
+        while they are at hand.
+        """
+        tied, held, exact = self.staged.tied, self.staged.held[stage], self._job.settings.exact
         values: dict[str, torch.Tensor | None] = {}
         for name in held.trained:
-            values[name], self._parameters[name].grad = self._parameters[name].grad, None
-            if values[name] is None and tied.owner_of(name) is None:
+            parameter, alone = self._parameters[name], tied.owner_of(name) is None
+            gradient = parameter.grad
+            if exact or not alone:
+                parameter.grad = None
+            elif gradient is not None:
+                if self._seen.get(name) == gradient._version:  # nothing was added
+                    gradient = None
+                else:
+                    self._seen[name] = gradient._version
+            if gradient is None and alone:
                 self._without.setdefault(microbatch, set()).add(name)
+            values[name] = gradient if exact or not alone else None
         for name in held.trained:
             owner = tied.owner_of(name)
             if owner == stage:
@@ -194,6 +208,10 @@ class Flushed(Hooks):
         return shares
 
     def _mean_gradients(self, losses: Losses) -> None:
+        if not self._job.settings.exact:
+            for stage, names in self.staged.names.items():
+                alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
+                self._sums[stage].push(0, [alone.get(name) for name in names])
         sums = _side_by_side(self._sums[stage].values() for stage in self.staged.held)
         means = self._total(self._exchange, sums, losses.count)
         for name, value in zip(self._own, means, strict=True):

@@ -1,0 +1,232 @@
+"""A model of many weights and few activations over slow links, beside DistributedDataParallel.
+
+Each worker has a network namespace of its own; all are joined by a bridge, and each one's link carries 200 Mbit/s in
+each direction. The same model, batch and learning rate; every step sees the same samples, so the losses of the
+synchronous pipeline are those of DistributedDataParallel up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from launched import HERE, RunFailed, told
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import paceline
+
+RATE = "200mbit"
+BURST_BYTES = 500_000
+"""20 ms at that rate; with less than 10 ms the link looks slower than it is."""
+SAMPLES, STEPS, WARM = 128, 6, 2
+MICROBATCHES = 8
+OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
+DEADLINE = 300.0
+
+
+def model_of(workers: int) -> nn.Sequential:
+    """Like VGG: convolutions with few weights, then large linear layers; as many of these as make stages alike."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [
+        nn.Conv2d(3, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 2048),
+        nn.ReLU(),
+    ]
+    for _ in range(workers - 1):
+        layers += [nn.Linear(2048, 2048), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(2048, 10))
+
+
+def cut_of(workers: int) -> tuple[str, ...]:
+    """A stage begins with each of the large linear layers but the first."""
+    return tuple(str(9 + 2 * place) for place in range(workers - 1))
+
+
+def work(given: dict[str, Any]) -> list[dict[str, Any]]:
+    """DistributedDataParallel and two pipelines, in turns."""
+    workers = int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(SAMPLES, 3, 16, 16), torch.randint(10, (SAMPLES,)))
+    dist.init_process_group("gloo")
+    found = [theirs(data, workers), *(ours(data, workers, schedule) for schedule in ("1f1b", "pipedream"))]
+    dist.destroy_process_group()
+    return found
+
+
+def theirs(data: torch.utils.data.TensorDataset, workers: int) -> dict[str, Any]:
+    """DistributedDataParallel."""
+    each = SAMPLES // workers
+    pictures, kinds = (tensor[dist.get_rank() * each :][:each] for tensor in data.tensors)
+    model = DistributedDataParallel(model_of(workers), bucket_cap_mb=5)
+    optimizer = OPTIMIZER(model.parameters())
+    seconds, losses = [], []
+    for _ in range(WARM + STEPS):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(pictures), kinds)
+        loss.backward()
+        optimizer.step()
+        seconds.append(time.perf_counter() - begin)
+        losses.append(loss.detach())
+    means = torch.stack(losses)
+    dist.all_reduce(means)
+    return {"name": "DistributedDataParallel", "seconds": seconds[WARM:], "losses": (means / workers).tolist()}
+
+
+def ours(data: torch.utils.data.TensorDataset, workers: int, schedule: str) -> dict[str, Any]:
+    """A pipeline."""
+    session = paceline.start(
+        model=model_of(workers),
+        optimizer=OPTIMIZER,
+        loss=cross_entropy,
+        data=data,
+        batch=SAMPLES,
+        microbatches=MICROBATCHES,
+        strategy="pipeline",
+        pipeline={"schedule": schedule, "cut": cut_of(workers)},
+        threads=1,
+        timeout_seconds=120,
+    )
+    seconds, losses = [], []
+    begin = time.perf_counter()
+    steps = STEPS * 3
+    for batch in session.batches(steps=WARM + steps):
+        losses.append(session.step(batch).loss)
+        seconds.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+    return {"name": f"pipeline, {schedule}", "seconds": seconds[WARM:], "losses": losses}
+
+
+def measure(folder: Path, options: Namespace) -> dict[str, Any]:
+    """Print the table; the numbers."""
+    missing = obstacle()
+    if missing:
+        print(f"\nlink: left out, as {missing}")
+        return {"left out": missing}
+    results: dict[str, Any] = {}
+    for workers in map(int, options.ranks.split(",")):
+        home = folder / f"link-{workers}"
+        home.mkdir()
+        (home / "given.json").write_text("{}")
+        with network(workers) as names:
+            drops = run_in(names, home)
+        everyone = told(home, workers)
+        weights = sum(weight.numel() for weight in model_of(workers).parameters())
+        print(
+            f"\n{workers} workers, links of 200 Mbit/s, {weights / 1e6:.1f} million weights, {SAMPLES} samples a step; "
+            f"{drops} packets dropped"
+        )
+        print(f"{'':24} {'ms a step':>10} {'samples/s':>10} {'x DDP':>7} {'first losses':>22}")
+        for place, one in enumerate(everyone[0]):
+            slowest = [max(values) for values in zip(*(told[place]["seconds"] for told in everyone), strict=True)]
+            base = results.setdefault(str(workers), {}).get("DistributedDataParallel", {"seconds": median(slowest)})
+            results[str(workers)][one["name"]] = {"seconds": median(slowest), "losses": one["losses"]}
+            print(
+                f"{one['name']:24} {1e3 * median(slowest):10.1f} {SAMPLES / median(slowest):10.1f} "
+                f"{base['seconds'] / median(slowest):7.2f} " + " ".join(f"{loss:.6f}" for loss in one["losses"][:4])
+            )
+    return results
+
+
+def obstacle() -> str:
+    """Why namespaces cannot be made here; empty if they can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need root on Linux"
+    if not shutil.which("ip") or not shutil.which("tc"):
+        return "ip and tc are not installed"
+    name = f"pace{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"no network namespace could be made: {made.stderr.strip()}"
+    _call("ip", "netns", "del", name)
+    return ""
+
+
+@contextlib.contextmanager
+def network(workers: int) -> Iterator[list[str]]:
+    """Namespaces whose links have the rate; they are gone afterwards."""
+    hub = f"pace{os.getpid() % 10000}"
+    names = [f"{hub}w{rank}" for rank in range(workers)]
+    with contextlib.ExitStack() as stack:
+        _call("ip", "netns", "add", hub)  # the bridge, too, is out of the machine's way
+        stack.callback(_call, "ip", "netns", "del", hub)
+        _within(hub, "ip", "link", "add", "bridge", "type", "bridge")
+        _within(hub, "ip", "link", "set", "bridge", "up")
+        for rank, name in enumerate(names):
+            _call("ip", "netns", "add", name)
+            stack.callback(_call, "ip", "netns", "del", name)
+            _within(hub, "ip", "link", "add", f"p{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            _within(hub, "ip", "link", "set", f"p{rank}", "master", "bridge", "up")
+            _within(name, "ip", "address", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _within(name, "ip", "link", "set", device, "up")
+            for where, device in ((hub, f"p{rank}"), (name, "eth0")):
+                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", RATE)
+                _within(where, *shape, "burst", str(BURST_BYTES), "latency", "500ms")
+        yield names
+
+
+def run_in(names: list[str], home: Path) -> int:
+    """Run the workers, each in its namespace; returns how many packets their links have dropped.
+
+    Raises:
+        RunFailed: with the end of what a worker printed.
+    """
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank, name in enumerate(names):
+            environment = {
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(names)),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": "10.77.0.1",
+                "MASTER_PORT": "29411",
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": "1",
+            }
+            output = stack.enter_context((home / f"output-{rank}").open("w"))
+            command = ["ip", "netns", "exec", name, sys.executable, str(HERE / "worker.py"), "link", str(home)]
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT)
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running.append(process)
+        end = time.monotonic() + DEADLINE
+        while any(process.poll() is None for process in running):
+            failed = next((rank for rank, process in enumerate(running) if process.poll()), None)
+            if failed is not None or time.monotonic() > end:
+                rank = failed or 0
+                raise RunFailed(f"link: worker {rank}\n{(home / f'output-{rank}').read_text()[-3000:]}")
+            time.sleep(0.1)
+    stated = [json.loads(_within(name, "tc", "-s", "-j", "qdisc", "show", "dev", "eth0")) for name in names]
+    return sum(int(qdisc.get("drops", 0)) for one in stated for qdisc in one)
+
+
+def _call(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _within(name: str, *command: str) -> str:
+    return _call("ip", "netns", "exec", name, *command)

@@ -1,0 +1,122 @@
+"""PipeDream: how busy its workers are when the pipeline has filled up, and what the older weights do to the loss.
+
+Busy is a worker while it carries out a forward or backward pass, of layers that sleep, as its events say. The loss is
+that of a small transformer on characters, over the last steps, after as many samples as a synchronous pipeline.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from bubble import LAYERS, MICROBATCHES, SAMPLES
+from launched import run
+from sleeping import sleepers, targets
+from timelines import span_of
+
+import paceline
+from paceline.schedule.operations import Kind
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "tinyshakespeare"
+STEPS = 12
+"""Of the sleeping model; the middle half is looked at."""
+LEARNING_STEPS = 400
+LAST = 40
+"""So many steps at the end are averaged for the loss."""
+LENGTH = 32
+PASSES = (Kind.FORWARD, Kind.BACKWARD)
+
+
+def work(given: dict[str, Any]) -> Any:
+    """Sleep, or learn."""
+    return learn(given) if "text" in given else sleep(given)
+
+
+def sleep(given: dict[str, Any]) -> int:
+    """The sleeping model under PipeDream."""
+    training = paceline.start(
+        model=sleepers([given["base"]] * LAYERS, 4096),
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        loss=torch.nn.functional.mse_loss,
+        data=targets(MICROBATCHES * SAMPLES, 4096),
+        batch=MICROBATCHES * SAMPLES,
+        microbatches=MICROBATCHES,
+        strategy="pipeline",
+        pipeline={
+            "schedule": "pipedream",
+            "update_every": 1,
+            "cut": tuple(str(LAYERS // given["workers"] * place) for place in range(1, given["workers"])),
+        },
+        threads=1,
+        timeout_seconds=120,
+    )
+    for batch in training.batches(steps=STEPS):
+        training.step(batch)
+    return training.rank
+
+
+def learn(given: dict[str, Any]) -> list[float]:
+    """The losses of a small transformer with a schedule."""
+    from peer import Block, Embed, Head, of_characters
+
+    characters = torch.tensor(list(Path(given["text"]).read_bytes()))
+    rows = characters[: len(characters) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Embed(64), *[Block(64, 4) for _ in range(2)], Head(64))
+    session = paceline.start(
+        model=model,
+        optimizer=partial(torch.optim.AdamW, lr=1e-3),
+        loss=of_characters,
+        data=torch.utils.data.TensorDataset(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()),
+        batch=32,
+        microbatches=MICROBATCHES,
+        strategy="pipeline",
+        pipeline={"schedule": given["schedule"], "cut": ("1", "2", "3")},
+        threads=1,
+        timeout_seconds=120,
+    )
+    return [session.step(batch).loss for batch in session.batches(steps=LEARNING_STEPS)]
+
+
+def measure(folder: Path, options: Namespace) -> dict[str, Any]:
+    """Print both; the numbers."""
+    results: dict[str, Any] = {"busy": busy(folder, options)}
+    text = options.data or next(iter(sorted(TEXT.glob("*.txt"))), None)
+    if text is None:
+        print(f"\nloss: left out, as there is no text in {TEXT}; give one with --data")
+        return results
+    told = {
+        schedule: run(folder, "stream", 4, {"text": str(text), "schedule": schedule}).told[0]
+        for schedule in ("1f1b", "pipedream")
+    }
+    losses = {schedule: fmean(values[-LAST:]) for schedule, values in told.items()}
+    ratio = losses["pipedream"] / losses["1f1b"]
+    print(
+        f"\na small transformer on characters, 4 workers: mean loss of the last {LAST} of {LEARNING_STEPS} steps\n"
+        f"1f1b {losses['1f1b']:.4f}, pipedream {losses['pipedream']:.4f}, ratio {ratio:.4f}"
+    )
+    return {**results, "losses": losses, "ratio": ratio}
+
+
+def busy(folder: Path, options: Namespace) -> list[float]:
+    """The share of the time that each worker computes while the pipeline is full."""
+    done = run(folder, "stream", options.workers, {"base": options.base, "workers": options.workers})
+    shares = []
+    for rank in range(options.workers):
+        events = [event for event in done.events if event["rank"] == rank]
+        middle = [event for event in events if STEPS // 4 <= event.get("step", -1) < STEPS * 3 // 4]
+        spans = [span for event in middle if (span := span_of(event)) and span.operation.kind in PASSES]
+        elapsed = max(span.end for span in spans) - min(span.begin for span in spans)
+        shares.append(sum(span.end - span.begin for span in spans) / elapsed)
+    print(
+        f"\npipedream, {options.workers} workers, layers asleep for {1e3 * options.base:g} ms three times each: busy "
+        f"in steps {STEPS // 4} to {STEPS * 3 // 4 - 1}: " + ", ".join(f"{share:.1%}" for share in shares)
+    )
+    return shares
