@@ -1,6 +1,6 @@
 """PipeDream: how busy its workers are when the pipeline has filled up, and what the older weights do to the loss.
 
-Busy is a worker while it carries out a forward or backward pass, of layers that sleep, as its events say. The loss is
+Busy is a worker during forward and backward passes, of layers that sleep, and updates, as its events say. The loss is
 that of a small transformer on characters, over the last steps, after as many samples as a synchronous pipeline.
 """
 
@@ -31,7 +31,7 @@ LEARNING_STEPS = 400
 LAST = 40
 """So many steps at the end are averaged for the loss."""
 LENGTH = 32
-PASSES = (Kind.FORWARD, Kind.BACKWARD)
+WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE)
 
 
 def work(given: dict[str, Any]) -> Any:
@@ -112,7 +112,7 @@ def busy(folder: Path, options: Namespace) -> list[float]:
     for rank in range(options.workers):
         events = [event for event in done.events if event["rank"] == rank]
         middle = [event for event in events if STEPS // 4 <= event.get("step", -1) < STEPS * 3 // 4]
-        spans = [span for event in middle if (span := span_of(event)) and span.operation.kind in PASSES]
+        spans = [span for event in middle if (span := span_of(event)) and span.operation.kind in WORK]
         elapsed = max(span.end for span in spans) - min(span.begin for span in spans)
         shares.append(sum(span.end - span.begin for span in spans) / elapsed)
     print(
