@@ -208,7 +208,7 @@ class Flushed(Hooks):
         return shares
 
     def _mean_gradients(self, losses: Losses) -> None:
-        if not self._job.settings.exact:
+        if not self._job.settings.exact and self._shares()[self.staged.team.rank]:
             for stage, names in self.staged.names.items():
                 alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
                 self._sums[stage].push(0, [alone.get(name) for name in names])

@@ -77,12 +77,12 @@ def backward_of_input(
 
 
 def backward_of_weights(parameters: Sequence[nn.Parameter], halves: Halves) -> None:
-    """Put the gradients for the weights into their ``.grad``."""
+    """Add the gradients for the weights to their ``.grad``."""
     from torch.distributed.pipelining import _backward as torchs
 
     torchs.stage_backward_weight(iter(parameters), halves.groups)
     for parameter, value in halves.ready:
-        parameter.grad = value
+        parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
 
 
 def _nodes(values: Iterable[torch.Tensor]) -> list[Node]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.pipelining._backward  # sets a variable of the environment when it is first imported
 from torch import nn
 
 from paceline.strategies.halves import backward_of_input, backward_of_weights
@@ -112,6 +113,27 @@ def test_a_weight_that_meets_other_weights_in_two_places_counts_once() -> None:
 def test_a_value_that_nobody_uses() -> None:
     check(Stage(STAGES["a value without an input"]), inputs_of(""), leave_out=1)
     check(Stage(STAGES["a value used twice"]), inputs_of(""), leave_out=1)
+
+
+def test_the_second_half_adds_to_what_is_there() -> None:
+    for name in ("two layers", "the weights at the end of all"):
+        stage, values = Stage(STAGES[name]), [torch.randn(3, 4)]  # no gradient goes on from here
+        parameters = list(stage.parameters())
+        stage(*values)[0].sum().backward()
+        once = [parameter.grad for parameter in parameters]
+        outputs = [*stage(*values)]
+        backward_of_weights(parameters, backward_of_input(outputs, [torch.ones_like(outputs[0])], values, parameters))
+        for place, gradient in enumerate(once):
+            assert gradient is None or torch.equal(gradient, 2 * _of(stage, values, place)), (name, place)
+
+
+def _of(stage: nn.Module, values: list[torch.Tensor], place: int) -> torch.Tensor:
+    """The gradient of one whole pass for one parameter."""
+    stage.zero_grad()
+    stage(*values)[0].sum().backward()
+    gradient = list(stage.parameters())[place].grad
+    assert gradient is not None
+    return gradient
 
 
 def test_frozen_weights() -> None:
