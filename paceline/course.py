@@ -80,6 +80,7 @@ class Course:
         self._resume = resume
         self._asked = 0, 0
         self._reached = 0
+        self._laid_out = False
         self._doing = "starting", time.monotonic(), False
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._closed = False
@@ -124,6 +125,7 @@ class Course:
         self.strategy = strategy_for(self._job.settings.strategy, self._job.world.size)(self._job)
         if not self.strategy.replicated and not self.strategy.cuts and self._job.world.line is not None:
             self.standing.apart = self._job.world.line.number + 1
+        self._laid_out = True
         self.views += 1
 
     def _line_up(self, line: Line) -> None:
@@ -163,11 +165,16 @@ class Course:
     def _gather(self, planned: bool = False, lost: WorkerLost | None = None) -> None:
         """Come into the next view, and go on from there."""
         assert self._recovery is not None
-        ended = self._job.world.workers_at(lost.ranks) if lost is not None else []
-        parting = self._recovery.gather(self._stop, planned, ended)
-        if parting is not None:
-            self._end(parting)
-        self._settle_in()
+        while True:
+            ended = self._job.world.workers_at(lost.ranks) if lost is not None else []
+            parting = self._recovery.gather(self._stop, planned, ended)
+            if parting is not None:
+                self._end(parting)
+            try:
+                self._settle_in()
+                return
+            except WorkerLost as again:  # while they agreed how to go on
+                planned, lost = False, again
 
     def _await_group(self) -> None:
         """The script may use torch's group as soon as it goes on."""
@@ -181,7 +188,9 @@ class Course:
     def _stop(self) -> None:
         self.at("gathering anew")
         if self.views:
-            self.standing.holds = self.strategy.holds
+            if self._laid_out:  # else nobody has moved since all had the whole state
+                self.standing.holds = self.strategy.holds
+            self._laid_out = False
             points.reach("during recovery", self.standing.steps)
             self.strategy.close()
             self._job.compute.buffers.reset()

@@ -69,8 +69,8 @@ class Batch:
 class Report:
     """What one step did; the same on every worker but for the times.
 
-    With an asynchronous strategy the outcome is that of the newest step that this worker knows of, and with local SGD,
-    between two averages, that of this worker's share.
+    With an asynchronous strategy the outcome is that of the newest step that this worker knows of, with local SGD,
+    between two averages, that of this worker's share, and with PipeDream that of what came back to this worker.
 
     Attributes:
         step: the number of the step, from 0.
@@ -364,8 +364,8 @@ class Session:
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
 
-        It is the same on every rank; any rank may call it alone. (With an asynchronous strategy or local SGD: after
-        the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
+        It is the same on every rank; any rank may call it alone. (With an asynchronous strategy, local SGD or a
+        pipeline: after the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
         """
         return fingerprint(self._state.tensors())
 

@@ -96,7 +96,7 @@ class PipelineSettings(BaseModel):
         None, description="the layers at which stages begin, except the first; none: where measured times are balanced"
     )
     replicas: tuple[PositiveInt, ...] | None = Field(
-        None, description="how many workers hold each stage; none: as many for each"
+        None, description="how many workers hold each stage; none: as many for each, the first ones one more if need be"
     )
     memory_gigabytes: PositiveFloat | None = Field(
         None, description="of each worker for its stages: weights, optimizer, activations; none: not checked"
@@ -113,7 +113,7 @@ class PipelineSettings(BaseModel):
     @field_validator("cut", "replicas", mode="before")
     @classmethod
     def _parts(cls, value: object) -> object:
-        return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
+        return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
 class Settings(BaseModel):

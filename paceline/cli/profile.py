@@ -92,7 +92,7 @@ def _measure(base: Request) -> Profile:
 def _cut(found: Profile, stages: int, workers: int, memory: float | None) -> Cut:
     from paceline.schedule.balance import balance
 
-    return balance(found.layers, stages, found.cluster(max(workers, stages), memory and memory * 1e9))
+    return balance(found.layers, stages, found.cluster(max(workers, stages), None if memory is None else memory * 1e9))
 
 
 def _layer_lines(found: Profile) -> list[str]:

@@ -66,6 +66,10 @@ class Outlet:
         """
         forms = tuple(None if value is None else _form(value) for value in values)
         transfers: list[Transfer] = []
+        if len(values) > TAGS - 2:
+            raise InputError(
+                f"{self._what} has {len(values)} tensors; {TAGS - 2} can be sent at most. Put them together."
+            )
         if samples not in self._forms:
             self._forms[samples] = forms
             letter = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)

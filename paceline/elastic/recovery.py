@@ -23,7 +23,7 @@ from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
 from paceline.comm.line import Line, Parting, View
 from paceline.elastic.handover import Load, hand_over
-from paceline.elastic.parts import Part, go_back, put_together
+from paceline.elastic.portions import Portion, go_back, put_together
 from paceline.errors import WorkerLost
 from paceline.strategies.base import Job, Outcome
 
@@ -155,7 +155,7 @@ class Recovery:
             whether those that are behind still have to take the state of the most advanced worker.
         """
         own, world = self.standing, self._job.world
-        told = world.gather(None if own is None else (Part(own.steps, own.holds), own), "gathering anew")
+        told = world.gather(None if own is None else (Portion(own.steps, own.holds), own), "gathering anew")
         parts = [None if one is None else one[0] for one in told]
         if put_together(self._job, parts):
             if own is not None:
@@ -198,5 +198,9 @@ class Recovery:
         """Out of the world; with the last checkpoint if this worker is to write it."""
         self._job.world.alone()
         self._job.events.mark("parting", code=parting.code, reason=parting.reason)
-        if parting.save and self.standing is not None and self.standing.steps and self._keeper.able:
-            self._keeper.save(self._state, self.standing.steps)
+        standing = self.standing
+        if parting.save and standing is not None and standing.steps and self._keeper.able:
+            if standing.holds is None:
+                self._keeper.save(self._state, standing.steps)
+            else:  # a part of the model would be taken for the whole
+                self._job.events.mark("not saved", step=standing.steps)

@@ -14,7 +14,7 @@ from paceline.errors import ConfigError
 from paceline.plan.costs import Profile
 from paceline.schedule.balance import LayerCost
 from paceline.strategies.base import Job
-from paceline.strategies.compute import sum_and_count
+from paceline.strategies.compute import pair_of, sum_and_count
 from paceline.strategies.layer_times import measure
 from paceline.strategies.layers import layers_of
 
@@ -43,7 +43,7 @@ def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
 
 def _layer_costs(job: Job, loss: Callable[[Any, Any], Any]) -> list[LayerCost]:
     piece = job.feed.load(0, [range(1)])[0]
-    features, target = piece.data
+    features, target = pair_of(piece.data)
     model = job.compute.model
 
     def total(output: Any) -> torch.Tensor:

@@ -225,8 +225,8 @@ def _does_not_fit(
     what = f"layer {names[0]!r}" if len(names) == 1 else f"layers {names[0]!r} to {names[-1]!r}"
     return ConfigError(
         f"The model does not fit into {stages} stages: even in the cut that needs least, stage {place} ({what}) needs "
-        f"{needs[place]:,.0f} bytes, and a worker has {cluster.memory_bytes:,.0f}. Use more stages, smaller "
-        f"microbatches, or recompute."
+        f"{needs[place]:,.0f} bytes, and a worker has {cluster.memory_bytes:,.0f}. Use more stages or smaller "
+        f"microbatches."
     )
 
 

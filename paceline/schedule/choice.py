@@ -50,6 +50,11 @@ def shape_of(settings: PipelineSettings, workers: int) -> Shape:
         told = " and ".join(f"{what} ({number})" for what, number in numbers.items())
         raise ConfigError(f"The number of stages is not the same in {told}: make them agree, or leave one out.")
     stages = next(iter(numbers.values()), workers * chunks)
+    if stages % chunks:
+        raise ConfigError(
+            f"{stages} stages are no multiple of {chunks}, which is how many each worker holds with schedule "
+            f"{settings.schedule!r}: change pipeline.stages, or the schedule."
+        )
     if settings.replicas is not None:
         return _with_replicas(settings, workers, stages, settings.replicas)
     if settings.schedule in _UNEVEN and workers >= stages:

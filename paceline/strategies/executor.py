@@ -166,9 +166,12 @@ class Executor:
         """
         for piece in pieces:
             self._data[first + piece.microbatches.start] = piece.data
+        rank = self._job.world.rank
         for microbatch, part in enumerate(self._job.order.parts_of(step)):
-            self.samples[first + microbatch] = len(part)
-            self._origins[first + microbatch] = step, microbatch
+            number = first + microbatch
+            if any(self._hooks.worker_of(stage, number) == rank for stage in self._held):
+                self.samples[number] = len(part)
+                self._origins[number] = step, microbatch
 
     def origin(self, microbatch: int) -> tuple[int, int]:
         """The step of a microbatch, and its number in the batch."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -17,7 +16,7 @@ from paceline.comm.exchange import Divisor, Exchange
 from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.errors import WorkerLost
+from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
@@ -25,11 +24,13 @@ from paceline.strategies.base import Job, Outcome
 from paceline.strategies.drift import Drift
 from paceline.strategies.executor import Hooks
 from paceline.strategies.outcome import judge
-from paceline.strategies.staged import Cut, Staged
+from paceline.strategies.staged import Borders, Staged
 from paceline.strategies.sums import ScatteredSums, Values, add, add_one
 from paceline.strategies.verdict import Part, mean_loss
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
+_NOT_MINE = -1.0
+"""Told for the norm of a gradient that another worker has, or nobody."""
 
 
 class Flushed(Hooks):
@@ -45,8 +46,8 @@ class Flushed(Hooks):
         self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
         self._lay_out(None)
 
-    def _lay_out(self, cut: Cut | None) -> None:
-        """Cut the model, and get ready for what this worker holds of it then."""
+    def _lay_out(self, cut: Borders | None) -> None:
+        """Borders the model, and get ready for what this worker holds of it then."""
         job = self._job
         self.staged = Staged(job, self._plan(job.order.microbatches), cut)
         self._executor = self.staged.executor(self)
@@ -111,6 +112,7 @@ class Flushed(Hooks):
         statistics = self._mean_statistics(step)
         skipped = judge(job, step, parts, lambda bad: bad.microbatches, losses.notice)
         if skipped is not None:
+            self._heed(losses.notice)
             return skipped
         loss, norm = mean_loss(parts, exact), self._norm()
         job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
@@ -120,17 +122,28 @@ class Flushed(Hooks):
         with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
             self.staged.tied.spread(self._parameters)
             self._watch(losses.seconds)
+            self._heed(losses.notice)
         return Outcome(loss, norm, rate, notice=losses.notice)
 
+    def _heed(self, notice: int) -> None:
+        """The world is to change, or the run to end: who leaves must not take the only copy of a stage along."""
+        if notice:
+            self.staged.settle()
+
     def _watch(self, seconds: list[float]) -> None:
-        """Cut the model again if that would make the slowest stage faster."""
+        """Borders the model again if that would make the slowest stage faster."""
         verdict = self._drift.see(seconds) if self._drift else None
         if verdict is None:
             return
         self._job.events.mark("drift", **verdict._asdict())
         self._say(verdict.told())
         self.staged.settle()
-        self._lay_out(Cut(verdict.bounds, self.staged.cut.seconds))
+        before = self.staged.cut
+        try:
+            self._lay_out(Borders(verdict.bounds, before.seconds))
+        except InputError:  # two stages would change one buffer
+            self._lay_out(before)
+            self._drift = None
 
     def settle(self) -> None:
         """See :meth:`Strategy.settle`."""
@@ -175,7 +188,7 @@ class Flushed(Hooks):
 
     def _add_tied(self) -> None:
         """Without exact bits: what other stages have of the parameters owned here."""
-        for name, gradient in self.staged.tied.bring_together().items():
+        for name, gradient in self.staged.tied.bring_together(self._now).items():
             stage = self.staged.tied.owner_of(name)
             assert stage is not None
             if gradient is not None:
@@ -250,6 +263,7 @@ class Flushed(Hooks):
         if not buffers.settled:
             told = self._job.world.gather(buffers.live, "step")
             buffers.settle({name for live in told for name in live})
+            self.staged.check_buffers()
             buffers.restrict(names)
         if not buffers.live:
             return []
@@ -264,15 +278,15 @@ class Flushed(Hooks):
     def _norm(self) -> torch.Tensor:
         """The global norm of the gradients of all stages, by way of the norm of each parameter."""
         job, owner = self._job, self.staged.team.rank == 0
-        own = torch.full((len(self._parameters),), math.nan, dtype=torch.float64)
+        own = torch.full((len(self._parameters),), _NOT_MINE, dtype=torch.float64)
         kinds: dict[str, torch.dtype] = {}
         for place, (name, parameter) in enumerate(self._parameters.items()):
             kinds[name] = parameter.dtype
             if parameter.grad is not None and owner:
                 own[place] = torch.linalg.vector_norm(parameter.grad).double().cpu()
         told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
-        given = ~told.isnan().all(0)
-        norms = told.nan_to_num(0.0).sum(0)[given]
+        mine = told != _NOT_MINE
+        norms = told.where(mine, 0.0).sum(0)[mine.any(0)]
         dtype = functools.reduce(torch.promote_types, kinds.values())
         norm: torch.Tensor = torch.linalg.vector_norm(norms.to(dtype)).to(job.world.device)
         return norm

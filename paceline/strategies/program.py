@@ -39,7 +39,6 @@ class Program:
     def __init__(self, model: nn.Module, example: Any) -> None:
         exported = _export(model, example)
         self.root = exported.graph_module
-        self.input_spec: TreeSpec = exported.call_spec.in_spec
         self.output_spec: TreeSpec = exported.call_spec.out_spec
         self.ranges = {str(symbol): found for symbol, found in exported.range_constraints.items()}
         self.inputs: list[fx.Node] = []

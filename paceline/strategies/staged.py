@@ -26,7 +26,7 @@ from paceline.strategies.tied import Tied
 
 
 @dataclass(frozen=True)
-class Cut:
+class Borders:
     """Where a model is cut.
 
     Attributes:
@@ -58,7 +58,7 @@ class Staged:
         names: for each stage held the trained parameters whose update is made here, in the order of the model.
     """
 
-    def __init__(self, job: Job, schedule: Schedule, cut: Cut | None = None) -> None:
+    def __init__(self, job: Job, schedule: Schedule, cut: Borders | None = None) -> None:
         self._job = job
         self.stages = schedule.stages
         world, model = job.world, job.compute.model
@@ -70,7 +70,8 @@ class Staged:
         if world.rank == 0:
             job.events.mark("cut", stages=[layers.names[begin:end] for begin, end in self.cut.bounds])
         stages = [layers.stage(begin, end) for begin, end in self.cut.bounds]
-        self._check_buffers([stage.buffers for stage in stages])
+        self._buffers = [stage.buffers for stage in stages]
+        self.check_buffers()
         users: dict[str, list[int]] = {}
         for number, stage in enumerate(stages):
             for name in stage.parameters:
@@ -100,9 +101,9 @@ class Staged:
         if job.compute.buffers.settled:
             job.compute.buffers.restrict({name for held in self.held.values() for name in held.buffers})
 
-    def _agree(self, layers: Layers, piece: Piece) -> Cut:
+    def _agree(self, layers: Layers, piece: Piece) -> Borders:
         """Where the first worker cuts the model, as no two measure the same."""
-        told: Cut | PacelineError | None = None
+        told: Borders | PacelineError | None = None
         if self._job.world.rank == 0:
             try:
                 told = self._decide(layers, piece)
@@ -114,19 +115,19 @@ class Staged:
         assert told is not None
         return told
 
-    def _decide(self, layers: Layers, piece: Piece) -> Cut:
+    def _decide(self, layers: Layers, piece: Piece) -> Borders:
         settings = self._job.settings.pipeline
         if settings.cut is not None and settings.memory_gigabytes is None:
-            return Cut(bounds_of(layers, self.stages, settings.cut))
+            return Borders(bounds_of(layers, self.stages, settings.cut))
         bytes_each = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
         cluster = Cluster(memory_bytes=bytes_each, microbatches=self._job.order.microbatches)
         costs = self._costs(layers, piece)
         if settings.cut is None:
             seconds = [cost.forward + cost.backward for cost in costs] if bytes_each is None else None
-            return Cut(balance(costs, self.stages, cluster).bounds, seconds)
+            return Borders(balance(costs, self.stages, cluster).bounds, seconds)
         bounds = bounds_of(layers, self.stages, settings.cut)
         check_memory(costs, bounds, cluster)
-        return Cut(bounds)
+        return Borders(bounds)
 
     def _costs(self, layers: Layers, piece: Piece) -> list[LayerCost]:
         compute = self._job.compute
@@ -139,12 +140,16 @@ class Staged:
 
         return measure(compute.model, layers, pair_of(piece.data)[0], loss, _REPEATS, compute.precision)
 
-    def _check_buffers(self, buffers: Sequence[Sequence[str]]) -> None:
-        """Refuse a cut between two uses of a buffer that changes: nobody would have all its changes."""
-        live = set(self._job.compute.buffers.live)
-        for place, names in enumerate(buffers):
+    def check_buffers(self) -> None:
+        """Refuse a cut between two uses of a buffer that changes: nobody would have all its changes.
+
+        Raises:
+            InputError: names the stages and the buffer; of what all workers agree on, so on all of them.
+        """
+        live = set(self._job.compute.buffers.agreed)
+        for place, names in enumerate(self._buffers):
             for other in range(place):
-                both = sorted(live & set(names) & set(buffers[other]))
+                both = sorted(live & set(names) & set(self._buffers[other]))
                 if both:
                     raise InputError(
                         f"Stages {other} and {place} both change the buffer {both[0]!r}: leave the module that it "

@@ -20,6 +20,7 @@ import torch
 from paceline.comm.exchange import Exchange
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import InputError
 from paceline.schedule.choice import stream_for
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import drain, window
@@ -34,6 +35,8 @@ from paceline.strategies.versions import Versions
 
 _BOOK = "pipeline"
 _TAGS = 1 << 12
+_LOOK_STEPS = 20
+"""How often the workers tell each other whether the world is to change."""
 
 
 class Streamed(Hooks):
@@ -53,6 +56,7 @@ class Streamed(Hooks):
         self._exchange: Exchange | None = None
         self._turns = math.lcm(*self._stream.replicas)
         self._entered = 0
+        self._checked = False
         self._updates = int(job.books.get(_BOOK, {}).get("updates", 0))
         self._done: list[int] = []
         self._following = 0
@@ -109,10 +113,15 @@ class Streamed(Hooks):
         self._executor.run(self._operations(window(self._stream, begin, self._entered)))
         outcome = self._told()
         every = job.settings.pipeline.flush_every
-        if every is None or (step + 1) % every:
+        flushes = every is not None and (step + 1) % every == 0
+        if not flushes and (step + 1) % _LOOK_STEPS:
             return outcome
-        self._run_empty()
-        return replace(outcome, notice=max(job.world.gather(job.world.notice(), "running empty")))
+        notice = max(job.world.gather(job.world.notice(), "step"))
+        if flushes:
+            self._run_empty()
+        if notice:  # who leaves must not take the only copy of a stage along
+            self.settle()
+        return replace(outcome, notice=notice)
 
     def settle(self) -> None:
         """Let the pipeline run empty, and bring all workers to the same state."""
@@ -166,6 +175,7 @@ class Streamed(Hooks):
                 self._apply(sums, float(totals[1]), [value.div_(totals[2].item()) for value in made])
             self._lent.take_back(version, job.update.parameters)
         self._updates += 1
+        job.books[_BOOK] = {"updates": self._updates}
         self._begin_group()
 
     def _changed_buffers(self) -> list[torch.Tensor]:
@@ -217,10 +227,16 @@ class Streamed(Hooks):
 
         Raises:
             NonFiniteLoss: they are not, and the run is to stop.
+            InputError: the losses count nothing.
         """
+        job = self._job
+        if totals[1] == 0:
+            raise InputError(
+                f"The microbatches of an update of stage {self._stage} count 0: there is nothing to take a mean over. "
+                f"Update after more microbatches (pipeline.update_every)."
+            )
         if totals.isfinite().all():
             return True
-        job = self._job
         step, microbatch = self._origin or (0, 0)
         part = Part(range(microbatch, microbatch + len(self._used)), job.world.rank, float(totals[0]), 0.0)
         error = refusal(part, part.microbatches, step)
@@ -236,8 +252,9 @@ class Streamed(Hooks):
 
     def _told(self) -> Outcome:
         """The mean loss of the microbatches whose gradients came back in this step; if none did, what was told last."""
-        if self._returned:
-            loss = math.fsum(loss for loss, _ in self._returned) / math.fsum(count for _, count in self._returned)
+        count = math.fsum(count for _, count in self._returned)
+        if count:
+            loss = math.fsum(loss for loss, _ in self._returned) / count
             self._outcome = replace(self._outcome, loss=loss)
             self._returned = []
         return self._outcome
@@ -250,6 +267,11 @@ class Streamed(Hooks):
         self._executor.finish()
         self._lent.finish(self._job.update.parameters)
         self._executor.clear()
+        if not self._checked:
+            live = self._job.world.gather(self._job.compute.buffers.agreed, "step")
+            self._job.compute.buffers.settle(name for names in live for name in names)
+            self.staged.check_buffers()
+            self._job.compute.buffers.restrict(self._held.buffers)
+            self._checked = True
         self._versions.start_again()
         self._entered, self._done, self._following = 0, [], 0
-        self._job.books[_BOOK] = {"updates": self._updates}

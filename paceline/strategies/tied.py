@@ -7,7 +7,7 @@ microbatch by microbatch if the bits matter, else once in a step.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,7 +15,7 @@ from torch import nn
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
 from paceline.comm.world import Message
-from paceline.schedule.operations import Schedule
+from paceline.schedule.operations import Kind, Schedule
 from paceline.strategies.base import Job
 
 _TAGS = 1 << 25
@@ -37,6 +37,7 @@ class Tied:
         self._each = job.settings.exact
         self._numbers = {name: number for number, name in enumerate(users)}
         self._here: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self._coming: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
         self._outlets: dict[tuple[str, int, int], Outlet] = {}
         self._inlets: dict[tuple[str, int, int], Inlet] = {}
@@ -69,14 +70,28 @@ class Tied:
         gradient: torch.Tensor | None = None
         for stage in reversed(self._users[name][1:]):
             rank = schedule.worker_of(stage, microbatch)
-            if rank == self._job.world.rank:
-                other = self._here.pop((name, stage, microbatch))
-            else:
-                other = self._take(name, stage, rank)
+            if rank != self._job.world.rank:
+                self._take_until(name, stage, rank, microbatch, schedule)
+            other = self._here.pop((name, stage, microbatch))
             gradient = other if gradient is None else _sum(gradient, other)
         return own if gradient is None else _sum(gradient, own)
 
-    def bring_together(self) -> dict[str, torch.Tensor | None]:
+    def _take_until(self, name: str, stage: int, rank: int, microbatch: int, schedule: Schedule) -> None:
+        """Take gradients in the order in which a worker gives them, up to that of a microbatch; keep the others."""
+        coming = self._coming[name, stage, rank]
+        if not coming:
+            owner = self._users[name][0]
+            coming.extend(
+                one.microbatch
+                for one in schedule.workers[rank]
+                if one.stage == stage
+                and one.kind in (Kind.BACKWARD, Kind.WEIGHT)
+                and schedule.worker_of(owner, one.microbatch) == self._job.world.rank
+            )
+        while (name, stage, microbatch) not in self._here:
+            self._here[name, stage, coming.popleft()] = self._take(name, stage, rank)
+
+    def bring_together(self, schedule: Schedule) -> dict[str, torch.Tensor | None]:
         """At the end of a step without exact bits: the sums of the other stages, for the parameters owned here."""
         sums: dict[str, torch.Tensor | None] = {}
         if self._each:
@@ -84,6 +99,8 @@ class Tied:
         for name, (first, *others) in self._users.items():
             for stage in others:
                 for rank, owner in self._pairs(stage, first):
+                    if not schedule.workers[rank]:  # a short batch has left nothing for it
+                        continue
                     if rank == self._job.world.rank == owner:
                         sums[name] = _sum(self._sums.pop((name, stage), None), sums.get(name))
                     elif rank == self._job.world.rank:

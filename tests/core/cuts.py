@@ -113,8 +113,8 @@ def _of_tied(**more: Any) -> Arguments:
         "model": _seeded(Tied),
         "optimizer": partial(torch.optim.AdamW, lr=1e-2),
         "loss": of_tokens,
-        "data": tokens(70),
-        "batch": 32,
+        "data": tokens(68),
+        "batch": 32,  # then 4 samples in 1 microbatch
         "clip_norm": 0.5,
         "schedule": _cosine,
         **more,

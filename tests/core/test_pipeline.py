@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -57,6 +58,8 @@ EXACT = [
     way("batch norm", 4, "zb-h1", stages=2),
     way("batch norm", 4, "zb-v", stages=4),
     way("nested values, random numbers", 4, "interleaved", stages=4, cut=["1", "2", "5"]),
+    # the two stages with the same weights compute the microbatches in different orders
+    way("tied weights", 6, "gpipe", replicas=[2, 3, 1]),
 ]
 ROUNDED = [
     way("tied weights", 2, "zb-v"),
@@ -65,6 +68,7 @@ ROUNDED = [
     way("tied weights", 3, "1f1b", replicas=[2, 1]),
     way("tied weights", 4, "zb-h1", stages=2),
     way("batch norm", 4, "zb-v", stages=4),
+    way("tied weights", 4, "1f1b", stages=2),
 ]
 STEPS = 4
 SCRIPT = """
@@ -135,3 +139,37 @@ def test_else_the_result_differs_by_rounding_only(results: Any, one: Way) -> Non
 def test_all_workers_have_the_same_state_at_the_end(results: Any) -> None:
     for one in ROUNDED:
         assert len({found["fingerprint"] for found in results(one, False, one.workers)}) == 1, one
+
+
+BAD_GRADIENT = """
+import torch
+from functools import partial
+from torch import nn
+from torch.utils.data import TensorDataset
+from subjects import tell
+import paceline
+
+class Root(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+
+    def forward(self, values):
+        return values + (values * self.weight).abs().sqrt()  # at 0 the gradient is no number
+
+torch.manual_seed(0)
+session = paceline.start(
+    model=nn.Sequential(Root(), nn.Linear(4, 1), nn.Linear(1, 1)), optimizer=partial(torch.optim.SGD, lr=0.1),
+    loss=nn.functional.mse_loss, data=TensorDataset(torch.ones(8, 4), torch.ones(8, 1)), batch=8, clip_norm=1.0,
+    strategy="pipeline", pipeline={"cut": ["1"]}, timeout_seconds=20,
+)
+norms = [session.step(batch).gradient_norm for batch in session.batches(steps=1)]
+tell(norm=str(norms[0]), weights=[str(value) for value in session._job.compute.model[2].weight.flatten().tolist()])
+"""
+
+
+def test_a_gradient_that_is_no_number_is_not_hidden(told: Told, tmp_path: Path) -> None:
+    """With clipping it makes all gradients so, as in one process."""
+    (alone,) = told(BAD_GRADIENT, 1, tmp_path / "one")
+    assert alone == {"norm": "nan", "weights": ["nan"]}
+    assert told(BAD_GRADIENT, 2, tmp_path / "two") == [alone, alone]

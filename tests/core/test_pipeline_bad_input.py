@@ -209,6 +209,38 @@ small(layers(Sometimes(), nn.Tanh()), pipeline={{"schedule": {schedule!r}, "cut"
     check_ended(ended, "InputError", ["'1.layer.weight'", "microbatch", "missing_gradient='zero'"])
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_buffer_that_two_stages_change(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    """It is known after the first step only: batch norms are known before."""
+    body = f"""
+class Count(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+    def forward(self, values):
+        self.seen += values.detach().mean()
+        return values
+
+count = Count()
+small(layers(count, nn.Tanh(), count), pipeline={{"schedule": {schedule!r}, "cut": ["2"]}})
+"""
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
+    check_ended(ended, "InputError", ["Stages 0 and 1", "'1.seen'", "pipeline.cut"])
+
+
+def test_an_update_that_counts_nothing(ranks: Run, tmp_path: Path) -> None:
+    body = """
+calls = []
+def loss(output, target):
+    calls.append(1)
+    counts = len(calls) != 5
+    return functional.cross_entropy(output, target, reduction="sum") * counts, len(target) * counts
+small(layers(nn.Tanh()), loss=loss, pipeline={"schedule": "pipedream", "update_every": 1, "cut": ["1"]})
+"""
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
+    check_ended(ended, "InputError", ["count 0", "pipeline.update_every"])
+
+
 ACCIDENT = """
 class Fatal(nn.Module):
     calls = 0

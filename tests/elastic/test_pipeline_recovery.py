@@ -64,6 +64,50 @@ def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None
     check(ran, undisturbed(SCRIPT), 2)
 
 
+STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"
+
+
+@pytest.mark.parametrize("schedule", [(), STREAMED], ids=["synchronous", "pipedream"])
+def test_a_worker_that_is_told_to_leave_takes_no_stage_along(
+    run: Run, undisturbed: Any, schedule: tuple[Any, ...]
+) -> None:
+    """Without a checkpoint: the others have its stage before it goes."""
+    steps = 2 * STEPS + 5 if schedule else STEPS  # PipeDream looks for that every 20 steps
+    script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
+    script = script.replace(f"steps={STEPS}", f"steps={steps}")
+    ran = run(script, "-n", 3, "--elastic", "2:3", *schedule)
+    assert ran.code == 0, ran.story()
+    assert ran.launcher("lost") == [] and not went_back(ran)
+    assert ran.views() == [[0, 1, 2], [0, 2]]
+    assert len(ran.told()) == 2
+    if not schedule:
+        assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+
+
+def test_a_launcher_that_is_told_to_end_saves_the_whole(run: Run, undisturbed: Any) -> None:
+    script = SCRIPT.replace("    crew.say", "    crew.end_launcher(session, batch, 4)\n    crew.say")
+    ran = run(script, "-n", 2)
+    assert ran.code == 75, ran.story()
+    assert 5 <= ran.saved()[-1] < STEPS
+    again = run(script, "-n", 3, "--resume", "auto", faults=None)
+    assert again.code == 0, again.story()
+    assert {one["fingerprint"] for one in again.told()} == {undisturbed(SCRIPT)["fingerprint"]}
+
+
+def test_what_is_saved_at_the_end_is_whole_or_not_at_all(run: Run) -> None:
+    """A part of the model would be taken for the whole when the run is resumed."""
+    ran = run(SCRIPT, "-n", 2, "--set", "checkpoint.every=3", faults=faults.kill(rank=1, step=5))
+    assert ran.code == 5, ran.story()
+    assert ran.saved() == [3], ran.story()
+
+
+def test_another_loss_while_the_others_agree(run: Run, undisturbed: Any) -> None:
+    """The second one holds the same stage as the first: its stage is gone, and there is a checkpoint of it."""
+    both = faults.kill(rank=3, step=5) + faults.kill(rank=2, step=5, point="during recovery")
+    ran = run(SCRIPT, *HYBRID, "--set", "checkpoint.every=3", faults=both)
+    check(ran, undisturbed(SCRIPT), 2)
+
+
 @pytest.mark.parametrize("layout", [HYBRID, SAVED], ids=["replicas", "checkpoint"])
 def test_a_pipeline_that_never_runs_empty_goes_on(run: Run, layout: tuple[Any, ...]) -> None:
     """Not to the same bits; but to one state on all workers, and every step is there."""

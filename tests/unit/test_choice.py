@@ -45,9 +45,10 @@ def test_the_shape(given: dict[str, Any], workers: int, shape: Shape) -> None:
         ({"stages": 3, "replicas": [1, 1]}, 2, ["pipeline.stages (3)", "pipeline.replicas", "(2)"]),
         ({"replicas": [1, 2]}, 4, ["[1, 2]", "3 workers", "there are 4"]),
         ({"replicas": [1, 2], "schedule": "zb-h1"}, 3, ["[1, 2]", "'zb-h1'", "'1f1b'"]),
+        ({"schedule": "interleaved", "replicas": [2, 2, 2]}, 3, ["3 stages", "multiple of 2", "'interleaved'"]),
         ({"schedule": "interleaved", "chunks": 1}, 2, ["pipeline.chunks = 1", "'1f1b'"]),
-        ({"schedule": "interleaved", "stages": 3}, 2, ["2 workers", "3 stages", "2 on each"]),
-        ({"schedule": "zb-v", "stages": 3}, 3, ["3 workers", "3 stages", "2 on each"]),
+        ({"schedule": "interleaved", "stages": 3}, 2, ["3 stages", "multiple of 2", "'interleaved'"]),
+        ({"schedule": "zb-v", "stages": 3}, 3, ["3 stages", "multiple of 2", "'zb-v'"]),
     ],
 )
 def test_what_does_not_fit_is_refused(given: dict[str, Any], workers: int, words: list[str]) -> None:

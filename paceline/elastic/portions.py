@@ -13,7 +13,7 @@ from paceline.strategies.scattered import bring_together
 
 
 @dataclass(frozen=True)
-class Part:
+class Portion:
     """What one worker has: how many steps it has done, and the parameters and buffers whose newest values it has.
 
     ``holds``: none if it has all.
@@ -23,7 +23,7 @@ class Part:
     holds: frozenset[str] | None
 
 
-def put_together(job: Job, told: list[Part | None]) -> bool:
+def put_together(job: Job, told: list[Portion | None]) -> bool:
     """Give all workers the whole state; all call this together.
 
     Args:
@@ -49,7 +49,7 @@ def put_together(job: Job, told: list[Part | None]) -> bool:
     return True
 
 
-def missing(job: Job, told: list[Part | None]) -> list[str]:
+def missing(job: Job, told: list[Portion | None]) -> list[str]:
     """The parameters and buffers whose newest values nobody has."""
     held = [part.holds for part in told if part is not None]
     if None in held:
@@ -58,7 +58,7 @@ def missing(job: Job, told: list[Part | None]) -> list[str]:
     return sorted(names.difference(*(one for one in held if one is not None)))
 
 
-def go_back(job: Job, keeper: Keeper, state: State, told: list[Part | None]) -> int:
+def go_back(job: Job, keeper: Keeper, state: State, told: list[Portion | None]) -> int:
     """Take the newest checkpoint on all workers; returns its step.
 
     Raises:
