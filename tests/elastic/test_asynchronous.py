@@ -46,7 +46,12 @@ def check(ran: Ran, finishers: int) -> None:
     told = ran.told()
     assert len(told) >= finishers, ran.story()
     assert len({one["fingerprint"] for one in told}) == 1, ran.story()
-    assert all(one["weights"] == one["wanted"] for one in told), ran.story()
+    for one in told:
+        if len(one["wanted"]) == 1 and ran.launcher("lost"):  # HogWild: an update under way may be there once more
+            (wanted,) = one["wanted"]
+            assert wanted in one["weights"] and {*one["weights"]} <= {wanted, wanted * 4 / 3}, ran.story()
+        else:
+            assert one["weights"] == one["wanted"], ran.story()
 
 
 def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SCRIPT) -> Ran:
