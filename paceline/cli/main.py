@@ -18,6 +18,9 @@ COMMANDS = {
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 
+_FILES = {"profile": "profiling"}
+"""Where a command is not in the file of its name: a script in this folder would find it instead of Python's module."""
+
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command in ``arguments``; ends the process with the command's exit code."""
@@ -44,7 +47,7 @@ def _application(given: list[str]) -> typer.Typer:
         if wanted is None:
             app.command(name, help=summary)(_nothing)
         elif name == wanted:
-            module: Any = importlib.import_module(f"paceline.cli.{name}")
+            module: Any = importlib.import_module(f"paceline.cli.{_FILES.get(name, name)}")
             settings = {"token_normalize_func": _with_dashes, **module.CONTEXT}
             app.command(name, help=summary + module.MORE_HELP, context_settings=settings)(module.command)
     return app
