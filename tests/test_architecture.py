@@ -88,3 +88,9 @@ check()
 """
     ended = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_commands_do_not_hide_modules_of_python() -> None:
+    """The demo's script is run from their folder, where Python looks first."""
+    files = {path.stem for path in (Path(paceline.__file__).parent / "cli").glob("*.py")}
+    assert not files & sys.stdlib_module_names
