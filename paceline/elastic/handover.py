@@ -8,13 +8,12 @@ from typing import Any, TypeAlias
 
 import torch
 
-from paceline.comm.views import aligned
+from paceline.comm.views import aligned, kinds_of, room_of, views_of
 from paceline.comm.world import Message, World
 
 _TAG = 1 << 29
 _PIECE_BYTES = 1 << 26
 _WINDOW_BYTES = 1 << 22
-Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
 
 
 @dataclass(frozen=True)
@@ -40,22 +39,13 @@ def hand_over(world: World, donor: int, behind: list[int], load: Load | None) ->
     Raises:
         WorkerLost: a worker was lost meanwhile; nothing has been changed.
     """
-    kinds = None if load is None else {name: (value.dtype, value.shape) for name, value in load.tensors.items()}
+    kinds = None if load is None else kinds_of(load.tensors)
     told = world.gather(None if load is None else (kinds, load.rest), "handing over")
     kinds, rest = told[donor]
-    total = max(1, sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in kinds.values()))
+    total = max(1, room_of(kinds))
     way = _over_network if world.memory is None else _through_memory
     flat = way(world, donor, behind, load, total)
-    return None if flat is None else Load(_views(flat, kinds), rest)
-
-
-def _views(flat: torch.Tensor, kinds: Kinds) -> dict[str, torch.Tensor]:
-    tensors, start = {}, 0
-    for name, (dtype, shape) in kinds.items():
-        size = shape.numel() * dtype.itemsize
-        tensors[name] = flat[start : start + size].view(dtype).view(shape)
-        start += aligned(size)
-    return tensors
+    return None if flat is None else Load(views_of(flat, kinds), rest)
 
 
 def _through_memory(world: World, donor: int, behind: list[int], load: Load | None, total: int) -> torch.Tensor | None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import torch
 
 from paceline.checkpoint.state import put_optimizer_state, tensors_of
+from paceline.comm.views import Kinds, kinds_of, room_of, views_of
 from paceline.comm.world import Message
 from paceline.strategies.base import Job
 
-Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
 _TAG = (1 << 26) - 1
 
 
@@ -32,11 +31,10 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     held = [everything if part is None else part for part in holds]
     own = held[world.rank].difference(*held[: world.rank])
     mine = {name: value for name, value in state.items() if _bare(name) in own}
-    kinds = {name: (value.dtype, value.shape) for name, value in mine.items()}
-    parts: list[Kinds] = world.gather(kinds, "settling")
+    parts: list[Kinds] = world.gather(kinds_of(mine), "settling")
     world.await_group()
-    flats = [torch.empty(_size(part), dtype=torch.uint8, device=world.device) for part in parts]
-    for name, view in _views(flats[world.rank], parts[world.rank]).items():
+    flats = [torch.empty(room_of(part), dtype=torch.uint8, device=world.device) for part in parts]
+    for name, view in views_of(flats[world.rank], parts[world.rank]).items():
         view.copy_(mine[name])
     peers = [rank for rank in range(world.size) if rank != world.rank]
     sends = [Message(flats[world.rank], peer, _TAG) for peer in peers if parts[world.rank]]
@@ -45,7 +43,7 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
         transfer.wait()
     whole: dict[str, torch.Tensor] = {}
     for flat, part in zip(flats, parts, strict=True):
-        whole.update(_views(flat, part))
+        whole.update(views_of(flat, part))
     with torch.no_grad():
         for name, value in state.items():
             if name in whole and name not in mine and not name.startswith("optimizer/"):
@@ -58,20 +56,3 @@ def _bare(name: str) -> str:
     """The parameter or buffer that a tensor of the state belongs to."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest
-
-
-def _size(part: Kinds) -> int:
-    return sum(_aligned(shape.numel() * dtype.itemsize) for dtype, shape in part.values())
-
-
-def _views(flat: torch.Tensor, part: Kinds) -> dict[str, torch.Tensor]:
-    views, start = {}, 0
-    for name, (dtype, shape) in part.items():
-        size = shape.numel() * dtype.itemsize
-        views[name] = flat[start : start + size].view(dtype).view(shape)
-        start += _aligned(size)
-    return views
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 64) * 64
