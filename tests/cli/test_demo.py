@@ -1,4 +1,7 @@
 import importlib.util
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,14 @@ def test_the_demo_fails_when_the_hashes_differ(
     result = paceline("demo", "-n", 2)
     assert result.code == 1
     assert "differ" in result.err
+
+
+def test_the_script_of_the_demo_reads_digits(tmp_path: Path) -> None:
+    """As it is started: Python looks for modules in its folder first."""
+    result = tmp_path / "result.json"
+    ended = subprocess.run([sys.executable, demo.SCRIPT, result], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(result.read_text())["epochs"][-1]["accuracy"] > 0.9
 
 
 def test_without_scikit_learn(paceline: Paceline, monkeypatch: pytest.MonkeyPatch) -> None:
