@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -66,14 +66,39 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
         raise ConfigError(f"{where}: there is no setting {key!r}.{hint} The settings are: {', '.join(known)}.")
 
 
-def parse_value(text: str) -> object:
-    """A value as written on the command line: TOML's numbers and booleans, ``none``, or else the text."""
+def _parsed(values: Mapping[str, str] | None) -> dict[str, object]:
+    return {key: parse_value(value, _is_texts(key)) for key, value in (values or {}).items()}
+
+
+def _is_texts(key: str) -> bool:
+    """Whether the value of a dotted key is a list of texts."""
+    head, _, tail = key.partition(".")
+    group = GROUPS.get(head) if tail else Settings
+    field = group.model_fields.get(tail or head) if group else None
+    kind = tuple[str, ...]
+    return field is not None and (field.annotation == kind or kind in get_args(field.annotation))
+
+
+def parse_value(text: str, texts: bool = False) -> object:
+    """A value as written on the command line: TOML's numbers and booleans, ``none``, or else the text.
+
+    Args:
+        text: as written.
+        texts: it is to be a list of texts: only what is written as a list or in quotes is read as TOML. A layer may
+            have the name 0.10.
+    """
     if text.lower() == "none":
         return None
+    if texts:
+        return _toml(text, parse_float=str) if text.lstrip().startswith(("[", '"', "'")) else text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    return _toml(text, parse_float=float)
+
+
+def _toml(text: str, parse_float: Callable[[str], object]) -> object:
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        value = tomllib.loads(f"value = {text}", parse_float=parse_float)["value"]
     except tomllib.TOMLDecodeError:
         return text
     return value if isinstance(value, int | float | str | list) else text
@@ -135,8 +160,8 @@ def resolve(
     layers: list[tuple[str, Mapping[str, object]]] = [
         ("script", _flatten(arguments)),
         ("plan file", plan or {}),
-        ("environment", {key: parse_value(value) for key, value in (environment or {}).items()}),
-        ("command line", {key: parse_value(value) for key, value in (command_line or {}).items()}),
+        ("environment", _parsed(environment)),
+        ("command line", _parsed(command_line)),
     ]
     sources = dict.fromkeys(flat_keys(), "default")
     values: dict[str, Any] = {}

@@ -7,6 +7,7 @@ With a line to the roster a lost worker does not end it: what was under way is d
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import os
@@ -30,7 +31,7 @@ from paceline.data.feed import Piece
 from paceline.elastic.recovery import Recovery, Standing
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.strategies.base import Job, Outcome, Strategy
-from paceline.strategies.registry import strategy_for
+from paceline.strategies.registry import fitting, strategy_for
 from paceline.testing import points
 
 _T = TypeVar("_T")
@@ -81,6 +82,8 @@ class Course:
         self._asked = 0, 0
         self._reached = 0
         self._laid_out = False
+        self._cold: dict[Any, Any] | None = None
+        """Of a spare that has made itself warm: the state of the optimizer before."""
         self._doing = "starting", time.monotonic(), False
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._closed = False
@@ -114,7 +117,9 @@ class Course:
 
     def _begin(self) -> int:
         """Nobody has a state: agree, and load the checkpoint if there is one to go on from."""
-        self._job.update.optimizer.state.clear()  # of a spare that made itself warm
+        if self._cold is not None:
+            self._job.update.optimizer.state.clear()
+            self._job.update.optimizer.state.update(self._cold)
         check(self._job.world, self._facts)
         resume = self._resume
         if resume is None and self._job.world.generation > 0 and self._keeper.able:
@@ -126,6 +131,7 @@ class Course:
         if not self.strategy.replicated and not self.strategy.cuts and self._job.world.line is not None:
             self.standing.apart = self._job.world.line.number + 1
         self._laid_out = True
+        self._cold = None
         self.views += 1
 
     def _line_up(self, line: Line) -> None:
@@ -142,12 +148,14 @@ class Course:
             "port": world.open_store(line.address),
         }
         facts = {key: value for key, value in self._facts.items() if not key.startswith("initial")}
-        line.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE)
+        fits = fitting(self._job.settings, self._job.order.microbatches)
+        line.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE, fits)
 
     def _warm_up(self) -> None:
         """Take a step for nothing, so that the others need not wait for what a process does only once."""
         compute, parameters = self._job.compute, self._job.update.parameters
         before = {name: value.detach().clone() for name, value in parameters.items()}
+        self._cold = {key: copy.deepcopy(value) for key, value in self._job.update.optimizer.state.items()}
         compute.buffers.begin()
         try:
             (piece,) = self._job.feed.load(0, [range(1)])

@@ -94,12 +94,12 @@ def job_of(
         name: hash_of(value).hex()[:16]
         for name, value in [*given.model.named_parameters(), *given.model.named_buffers()]
     }
-    recompute(given.model, settings.recompute)
-    if settings.compile:
-        given.model.compile()
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
     facts = _facts(settings, order, update, threads, initial)
     compute = Compute(given.model, forward, settings.seed, settings.autocast)
+    recompute(given.model, settings.recompute, compute.buffers)
+    if settings.compile:
+        given.model.compile()
     feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate)
     keys = tuple(key for key, source in resolved.sources.items() if source != "default")
     return Job(compute, update, order, settings, world, events, feed, given.collate, given=keys), facts

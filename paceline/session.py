@@ -151,8 +151,8 @@ def start(
     line = Line(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place) if enrolled else None
     job, facts = jobs.job_of(given, resolved, who, log, line, enrolled.largest if enrolled else 0)
     atexit.register(log.close)
+    _count = place  # also if it fails: the others have heard of it
     session = Session(job, facts, run, place, progress, by_loss=loss is not None)
-    _count = place
     if line is not None:
         atexit.register(line.finish)
     profile_to = env.profile_report()
@@ -198,6 +198,7 @@ class Session:
         _sessions.append(self._course)
         if self._keeper.able or job.world.line is not None:
             catch_notices(job.world)
+        job.events.mark("start", strategy=job.settings.strategy, workers=job.world.size)
         warnings = jobs.warnings(job)
         self._notes = (*jobs.notes(job), *warnings)
         for note in self._notes:

@@ -83,7 +83,7 @@ class LocalSettings(BaseModel):
 class PipelineSettings(BaseModel):
     """Models across workers."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     schedule: Literal["layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"] = Field(
         "1f1b", description="in which order the stages compute the microbatches"
@@ -113,6 +113,8 @@ class PipelineSettings(BaseModel):
     @field_validator("cut", "replicas", mode="before")
     @classmethod
     def _parts(cls, value: object) -> object:
+        if isinstance(value, int | float) and not isinstance(value, bool):  # one number is a list of one
+            return (str(value),)
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 

@@ -1,11 +1,16 @@
 import os
 import random
+import signal
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the background without them
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 _SECONDS_TO_END = 5.0
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}

@@ -41,6 +41,7 @@ OPTIONS = {
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
+    "timeline": {"--step", "--output", "--runs-dir"},
     "demo": {"--workers", "-n"},
 }
 

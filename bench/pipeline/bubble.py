@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from launched import run
 from sleeping import FORWARD, INPUT, WEIGHT, sleepers, targets
-from timelines import timeline_of
 
 import paceline
+from paceline.observe.pipelines import operations_of, pipelines_of
+from paceline.observe.timelines import measured
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
@@ -48,7 +49,6 @@ def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
     torch.manual_seed(0)
     width = given["width"]
     seconds = alone(given, schedule)
-    begin = time.time()
     training = paceline.start(
         model=sleepers([given["base"]] * LAYERS, width),
         optimizer=partial(torch.optim.SGD, lr=0.01),
@@ -70,7 +70,6 @@ def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
         ends.append(time.monotonic())
     return {
         "schedule": schedule,
-        "session": [begin, time.time()],
         "ends": ends,
         "alone": seconds,
         "processor": (time.process_time() - used) / given["steps"],
@@ -173,15 +172,15 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
             f"{median(bubbles):8.1%} {timeline.bubble:10.1%} "
             f"{1e3 * sum(told[places[0]]['processor'] for told in done.told):13.1f}"
         )
-        results[schedule]["drawing"] = _drawn(done, options, schedule, places[-1], timeline)
+        results[schedule]["drawing"] = _drawn(done, options, places[-1], timeline)
     for schedule in options.draw:
         print(f"\n{schedule}, predicted above measured\n{results[schedule]['drawing']}")
     return results
 
 
-def _drawn(done: Any, options: Namespace, schedule: str, place: int, timeline: Timeline) -> str:
+def _drawn(done: Any, options: Namespace, place: int, timeline: Timeline) -> str:
     """The last step of a session below what was predicted, to the same scale."""
-    begins, ends = zip(*(told[place]["session"] for told in done.told), strict=True)
-    measured = timeline_of(done.events, options.workers, (min(begins), max(ends)), WARM + options.steps - 1)
+    pipeline = pipelines_of(done.events)[place]
+    step = measured(pipeline, operations_of(done.events, pipeline), WARM + options.steps - 1)
     column = min(end - begin for spans in timeline.workers for one, begin, end in spans if one.kind is Kind.FORWARD)
-    return f"{draw(timeline, column)}\n\n{draw(measured, column)}"
+    return f"{draw(timeline, column)}\n\n{draw(step, column)}"

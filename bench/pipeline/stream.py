@@ -1,13 +1,15 @@
 """PipeDream: how busy its workers are when the pipeline has filled up, and what the older weights do to the loss.
 
-Busy is a worker during forward and backward passes, of layers that sleep, and updates, as its events say. The loss is
-that of a small transformer on characters, over the last steps, after as many samples as a synchronous pipeline.
+Busy is a worker during forward and backward passes, of layers that sleep, and updates, as its events say, from its
+first forward pass of one step to that of another. The loss is that of a small transformer on characters, over the last
+steps, after as many samples as a synchronous pipeline.
 """
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,9 +19,9 @@ import torch
 from bubble import LAYERS, MICROBATCHES, SAMPLES
 from launched import run
 from sleeping import sleepers, targets
-from timelines import span_of
 
 import paceline
+from paceline.observe.pipelines import span_of
 from paceline.schedule.operations import Kind
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
@@ -110,13 +112,18 @@ def busy(folder: Path, options: Namespace) -> list[float]:
     done = run(folder, "stream", options.workers, {"base": options.base, "workers": options.workers})
     shares = []
     for rank in range(options.workers):
-        events = [event for event in done.events if event["rank"] == rank]
-        middle = [event for event in events if STEPS // 4 <= event.get("step", -1) < STEPS * 3 // 4]
-        spans = [span for event in middle if (span := span_of(event)) and span.operation.kind in WORK]
-        elapsed = max(span.end for span in spans) - min(span.begin for span in spans)
-        shares.append(sum(span.end - span.begin for span in spans) / elapsed)
+        spans = [span for event in done.events if event["rank"] == rank and (span := span_of(event))]
+        begin, end = (_first_forward(done.events, rank, step) for step in (STEPS // 4, STEPS * 3 // 4))
+        work = [(max(one.begin, begin), min(one.end, end)) for one in spans if one.operation.kind in WORK]
+        shares.append(sum(last - first for first, last in work if last > first) / (end - begin))
     print(
         f"\npipedream, {options.workers} workers, layers asleep for {1e3 * options.base:g} ms three times each: busy "
         f"in steps {STEPS // 4} to {STEPS * 3 // 4 - 1}: " + ", ".join(f"{share:.1%}" for share in shares)
     )
     return shares
+
+
+def _first_forward(events: Sequence[dict[str, Any]], rank: int, step: int) -> float:
+    """When a worker began with the microbatches of a step."""
+    of_step = (event for event in events if event["rank"] == rank and event.get("step") == step)
+    return min(span.begin for event in of_step if (span := span_of(event)) and span.operation.kind is Kind.FORWARD)

@@ -11,7 +11,7 @@ beside each result. The parts:
     task       time to a loss on pictures of digits: loss against seconds and samples
     quotas     steps that really compute, under CPU quotas of the kernel (control groups; needs the right to set them)
 
-    python bench/stragglers                                    # steps and overhead of a few rules: 3 minutes
+    python bench/stragglers                                    # steps and overhead of a few rules: 9 minutes
     python bench/stragglers steps --strategies all --steps 30
     python bench/stragglers task --models mlp --seeds 5 --output plots
 """
@@ -49,13 +49,14 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--strategies", default="allreduce,backup-1,stealing", help=f"all, or some of {', '.join(RULES)}"
     )
-    parser.add_argument("--steps", type=int, default=20, help="of each run of the part steps (20)")
+    parser.add_argument("--steps", type=int, default=16, help="of each run of the part steps (16)")
     parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=16, help="of each worker in a step (16)")
-    parser.add_argument("--base", type=float, default=0.02, help="seconds of a microbatch (0.02)")
+    parser.add_argument("--base", type=float, default=0.1, help="seconds of a microbatch (0.1)")
     parser.add_argument("--period", type=int, help="steps until another worker is slow (200; less in short runs)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=1, help="part task: how many, from --seed on (1)")
+    parser.add_argument("--rounds", type=int, help="of the part overhead (7 asleep, 18 computing)")
     parser.add_argument("--models", default="mlp", help="part task: of mlp, conv (mlp)")
     parser.add_argument("--data", type=Path, help="part task: MNIST's files instead of scikit-learn's digits")
     parser.add_argument("--output", type=Path, help="folder for results.json and the plots (none)")
@@ -66,6 +67,8 @@ def options_of(arguments: list[str]) -> argparse.Namespace:
     options.parts = _some(parser, ",".join(options.parts) or "steps,overhead", PARTS)
     if options.steps < 4 or options.workers < 2:
         parser.error(f"at least 4 steps and 2 workers are needed, not {options.steps} and {options.workers}")
+    if options.rounds is not None and options.rounds < 2:
+        parser.error(f"quartiles need at least 2 rounds, not {options.rounds}")
     return options
 
 

@@ -1,7 +1,8 @@
-"""What stealing costs when nobody is slow: it and all-reduce take turns in the same processes, one step each.
+"""What stealing costs when nobody is slow: it and all-reduce take turns, a few steps in a session of their own each.
 
 Twice: with computing asleep, as everywhere here, and with a real perceptron on as many workers as the machine has
-cores. The ratio is taken of the two steps of a turn; printed is the median.
+cores. In each round both have a session in the same processes, and the other one begins than in the round before. The
+ratio is that of the median steps of a round; printed is the median of all rounds.
 """
 
 from __future__ import annotations
@@ -19,20 +20,22 @@ from runs import HERE
 
 from paceline.testing.ranks import run
 
-ASLEEP = {"turns": 30, "microbatches": 16, "samples": 2, "width": 32, "inputs": 16, "seconds": 0.02}
-AWAKE = {"turns": 80, "microbatches": 16, "samples": 64, "width": 512, "inputs": 256, "seconds": 0.0}
+ASLEEP = {"rounds": 7, "steps": 6, "microbatches": 16, "samples": 2, "width": 32, "inputs": 16, "seconds": 0.02}
+AWAKE = {"rounds": 18, "steps": 16, "microbatches": 16, "samples": 64, "width": 512, "inputs": 256, "seconds": 0.0}
 WARM = 8
-"""Turns until the shares have had their chance to follow the speeds."""
+"""First steps of a session, which are left out: until the shares have had their chance to follow the speeds."""
+STRATEGIES = "allreduce", "stealing"
 
 
 def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """The ratios of stealing to all-reduce."""
-    print("\nstealing over all-reduce when nobody is slow, median of the ratios of turns (quartiles)")
+    print("\nstealing over all-reduce when nobody is slow, median of the ratios of rounds (quartiles)")
     cores = len(os.sched_getaffinity(0))
     results = {}
     for name, case, workers in (("asleep", ASLEEP, options.workers), ("computing", AWAKE, cores)):
         home = folder / f"overhead-{name}"
         home.mkdir()
+        case = {**case, "rounds": options.rounds or case["rounds"]}
         ended = run(Path(__file__), workers, home, environment={"STRAGGLERS_CASE": json.dumps(case)}, deadline=600)
         assert ended[0].code == 0, ended[0].err
         pairs = json.loads(ended[0].out.splitlines()[-1])
@@ -42,7 +45,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
         results[name] = {"workers": workers, "ratio": middle, "quartiles": [low, high], "allreduce_seconds": plain}
         print(
             f"{name:10} {workers} workers, {1e3 * plain:.1f} ms a step: {middle:.4f} ({low:.4f} to {high:.4f}), "
-            f"{len(ratios)} turns",
+            f"{len(ratios)} rounds",
             flush=True,
         )
     return results
@@ -62,8 +65,8 @@ def work(case: dict[str, Any]) -> None:
     sharpen_sleep()
     torch.manual_seed(0)
     workers = int(os.environ["WORLD_SIZE"])
-    batch = case["samples"] * case["microbatches"] * workers
-    inputs = torch.randn(8 * batch, case["inputs"])
+    size = case["samples"] * case["microbatches"] * workers
+    inputs = torch.randn(8 * size, case["inputs"])
     data = torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1))
     emulation = Emulation(Pattern("none", workers), case["seconds"], None)
 
@@ -75,9 +78,10 @@ def work(case: dict[str, Any]) -> None:
             sleep_until(begin + seconds / 3)
         return loss
 
-    def session_of(strategy: str) -> paceline.Session:
-        width = case["width"]
-        return paceline.start(
+    def seconds_of(strategy: str) -> float:
+        """The median step of a session."""
+        width, seconds = case["width"], []
+        session = paceline.start(
             model=torch.nn.Sequential(
                 torch.nn.Linear(case["inputs"], width),
                 torch.nn.Tanh(),
@@ -88,25 +92,24 @@ def work(case: dict[str, Any]) -> None:
             optimizer=partial(torch.optim.SGD, lr=0.01),
             forward=forward,
             data=data,
-            batch=batch,
+            batch=size,
             microbatches=case["microbatches"] * workers,
             threads=1,
             strategy=strategy,
         )
-
-    sessions = [session_of("allreduce"), session_of("stealing")]
-    loops = [session.batches(epochs=10_000) for session in sessions]
-    pairs = []
-    for turn in range(case["turns"] + WARM):
-        seconds = [0.0, 0.0]
-        for place in (0, 1) if turn % 2 else (1, 0):
+        for batch in session.batches(steps=WARM + case["steps"]):
             dist.barrier()
             begin = time.perf_counter()
-            sessions[place].step(next(loops[place]))
-            seconds[place] = time.perf_counter() - begin
-        pairs.append(seconds)
-    if sessions[0].rank == 0:
-        print(json.dumps(pairs[WARM:]), flush=True)
+            session.step(batch)
+            seconds.append(time.perf_counter() - begin)
+        return median(seconds[WARM:])
+
+    pairs = []
+    for turn in range(case["rounds"]):
+        took = {strategy: seconds_of(strategy) for strategy in STRATEGIES[:: -1 if turn % 2 else 1]}
+        pairs.append([took[strategy] for strategy in STRATEGIES])
+    if os.environ["RANK"] == "0":
+        print(json.dumps(pairs), flush=True)
     dist.barrier()
 
 

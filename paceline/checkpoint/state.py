@@ -33,8 +33,8 @@ def check_savable(optimizer: Optimizer) -> None:
             if isinstance(owner, nn.Parameter) and isinstance(value, torch.Tensor | int | float | bool | None):
                 continue
             raise CheckpointError(
-                f"The state of {type(optimizer).__name__} cannot be saved: {key!r} is a {type(value).__name__}, "
-                f"neither a tensor nor a number of a parameter."
+                f"The state of {type(optimizer).__name__} cannot be saved, or given to another worker: {key!r} is a "
+                f"{type(value).__name__}, neither a tensor nor a number of a parameter."
             )
 
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "config": "Show each setting of a script and where it came from.",
     "verify": "Check that a script trains the same on any number of workers.",
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
+    "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 

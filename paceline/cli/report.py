@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from paceline.launch.base import Launch, Request
     from paceline.launch.local import Outcome
 
-_PROGRESS = ("lost", "joined")
+_PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
 
 

@@ -200,6 +200,8 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
     alerts = alerts_of(roster.watch, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
     agent = HostAgent(launch, request, roster)
+    for _ in range(request.workers):
+        roster.expect_soon()
     try:
         with Workers(launch, shown.show, agent) as workers, shown:
             outcome = workers.wait()

@@ -1,7 +1,7 @@
 """Tensors that go from one worker to another in a known order, such as what crosses the border between two stages.
 
 Their types and shapes are told once for each number of samples, ahead of the first tensors; from then on the receiver
-is ready before they come.
+is ready before they come. Between workers of one machine small ones go through memory that both see.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from paceline.comm.lane import LARGEST_BYTES, Lane
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import InputError
 
@@ -43,13 +44,15 @@ class Outlet:
         peer: the rank that receives.
         tag: the first tag to use.
         what: is sent, for an error.
+        lane: through memory that both workers see, if there is one.
     """
 
-    def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
+    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag
         self._what = what
+        self._lane = lane
         self._forms: dict[int, Forms] = {}
         self._leaving: deque[list[Transfer]] = deque()
 
@@ -76,18 +79,22 @@ class Outlet:
             length = torch.tensor([len(letter)])
             transfers += self._post(length.to(self._world.device), 0) + self._post(letter.to(self._world.device), 1)
         if self._forms[samples] != forms:
+            before, now = _differing(self._forms[samples], forms)
             raise InputError(
-                f"{self._what} changed between microbatches of {samples} samples from {_told(self._forms[samples])} "
-                f"to {_told(forms)}. All microbatches must give the same shapes here: pad the samples to one length."
+                f"{self._what} changed between microbatches of {samples} samples from {_told(before)} to {_told(now)}. "
+                f"All microbatches must give the same types and shapes here: pad the samples to one length."
             )
-        size = 0
-        for place, value in enumerate(values):
-            if value is not None:
-                transfers += self._post(value.detach().contiguous(), 2 + place)
-                size += value.numel() * value.element_size()
-        self._leaving.append(transfers)
-        while len(self._leaving) > _UNDER_WAY:
-            _await(self._leaving.popleft())
+        plain = {2 + place: _plain(value) for place, value in enumerate(values) if value is not None}
+        size = sum(value.nbytes for value in plain.values())
+        with self._world.awaits("take", self._what):
+            if self._lane is not None and size <= LARGEST_BYTES:
+                self._lane.send([*plain.values()])
+            else:
+                for place, value in plain.items():
+                    transfers += self._post(value, place)
+            self._leaving.append(transfers)
+            while len(self._leaving) > _UNDER_WAY:
+                _await(self._leaving.popleft())
         return size
 
     def finish(self) -> None:
@@ -96,8 +103,9 @@ class Outlet:
         Raises:
             WorkerLost: the receiver is gone.
         """
-        while self._leaving:
-            _await(self._leaving.popleft())
+        with self._world.awaits("take", self._what):
+            while self._leaving:
+                _await(self._leaving.popleft())
 
     def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
         return self._world.post([Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}")
@@ -111,13 +119,15 @@ class Inlet:
         peer: the rank that sends.
         tag: the first tag of the outlet.
         what: is received, for an error.
+        lane: that of the outlet.
     """
 
-    def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
+    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag
         self._what = what
+        self._lane = lane
         self._forms: dict[int, Forms] = {}
         self._expected: deque[_Arrival] = deque()
 
@@ -133,11 +143,17 @@ class Inlet:
             WorkerLost: the sender is gone, or silent for the timeout.
         """
         first = self._expected[0]
-        if not first.ready:
-            self._forms[first.samples] = self._ask()
-            self._make_ready()
-        self._expected.popleft()
-        _await(first.transfers)
+        with self._world.awaits("send", self._what):
+            if not first.ready:
+                self._forms[first.samples] = self._ask()
+                self._make_ready()
+            self._expected.popleft()
+            _await(first.transfers)
+            if self._lane is not None and first.through_lane:
+                self._lane.take([value for value in first.values if value is not None])
+        for value, form in zip(first.values, self._forms[first.samples], strict=True):
+            if value is not None and form is not None:
+                value.requires_grad_(form.trained)
         return first.values
 
     def _make_ready(self) -> None:
@@ -149,13 +165,15 @@ class Inlet:
             if forms is None:
                 return
             arrival.ready = True
-            for place, form in enumerate(forms):
-                value = None
-                if form is not None:
-                    value = torch.empty(form.shape, dtype=form.dtype, device=self._world.device)
+            arrival.values = [
+                None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._world.device)
+                for form in forms
+            ]
+            size = sum(value.nbytes for value in arrival.values if value is not None)
+            arrival.through_lane = self._lane is not None and size <= LARGEST_BYTES
+            for place, value in enumerate(arrival.values):
+                if value is not None and not arrival.through_lane:
                     arrival.transfers += self._post(value, 2 + place)
-                    value.requires_grad_(form.trained)
-                arrival.values.append(value)
 
     def _ask(self) -> Forms:
         length = torch.zeros(1, dtype=torch.int64, device=self._world.device)
@@ -173,6 +191,7 @@ class _Arrival:
     def __init__(self, samples: int) -> None:
         self.samples = samples
         self.ready = False
+        self.through_lane = False
         self.values: list[torch.Tensor | None] = []
         self.transfers: list[Transfer] = []
 
@@ -182,8 +201,20 @@ def _await(transfers: list[Transfer]) -> None:
         transfer.wait()
 
 
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """The numbers alone, one after the other."""
+    return value.detach().resolve_conj().resolve_neg().contiguous()
+
+
 def _form(value: torch.Tensor) -> Form:
     return Form(value.dtype, tuple(value.shape), value.requires_grad)
+
+
+def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:
+    """Both without the places where both have nothing."""
+    empty = {place for place, pair in enumerate(zip(left, right, strict=False)) if pair == (None, None)}
+    before, now = (tuple(form for place, form in enumerate(forms) if place not in empty) for forms in (left, right))
+    return before, now
 
 
 def _told(forms: Forms) -> str:

@@ -106,8 +106,10 @@ class Line:
         generation = self.generation
         return frozenset().union(*(lost for told, lost in list(self._lost.items()) if told > generation))
 
-    def greet(self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, local: bool) -> None:
-        """Say that the model is built, and what this worker is."""
+    def greet(
+        self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, local: bool, fits: Sequence[int]
+    ) -> None:
+        """Say that the model is built, what this worker is, and how many workers can train together."""
         self._send(
             {
                 "type": "hello",
@@ -117,6 +119,7 @@ class Line:
                 "hang_seconds": hang_seconds,
                 "timeout_seconds": self._seconds,
                 "local": local,
+                "fits": fits,
                 "session": self._session,
             }
         )

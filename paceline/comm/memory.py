@@ -38,6 +38,7 @@ _TOKEN_BYTES = 16
 _ARENA_BYTES = 1 << 42
 _LETTERS_AT = 1 << 41
 _LETTER_BYTES = 1 << 36
+_PLACES_AT = _LETTERS_AT + (1 << 40)
 _MET, _GAVE_UP, _LETTER, _BELL = 0, 1, 2, 3
 """The first flags: in which generation a worker was met, whether it gave up, how often it compared notes, and how often
 it announced anything."""
@@ -57,7 +58,12 @@ class Arena:
         weakref.finalize(self, os.close, self.file)
 
     def begin(self) -> None:
-        """Take back all announcements but the first; the workers that may still read them are gone or have left."""
+        """Take back all announcements but the first; the workers that may still read them are gone or have left.
+
+        What was on its way between workers (``comm.lane``) takes no memory any more.
+        """
+        os.ftruncate(self.file, _PLACES_AT)
+        os.ftruncate(self.file, _ARENA_BYTES)
         os.pwrite(self.file, bytes((_SLOTS - 1) * 8), mmap.PAGESIZE + 8)
 
     def meet(self, generation: int, able: bool) -> None:
@@ -173,6 +179,20 @@ class Memory:
         sizes = [struct.unpack("<q", os.pread(file, 8, place))[0] for file in self._files]
         return [os.pread(file, size, place + 8) for file, size in zip(self._files, sizes, strict=True)]
 
+    def write(self, place: int, data: memoryview) -> int:
+        """Put bytes into a place of this worker's, of those that are not part of a block; returns how many."""
+        done = 0
+        while done < len(data):
+            done += os.pwrite(self._files[self._world.rank], data[done:], _PLACES_AT + place + done)
+        return done
+
+    def read(self, rank: int, place: int, into: memoryview) -> int:
+        """What a worker wrote in a place; returns how many bytes."""
+        done = 0
+        while done < len(into):
+            done += os.preadv(self._files[rank], [into[done:]], _PLACES_AT + place + done)
+        return done
+
     def give_up(self) -> None:
         """Tell the others that this worker announces nothing more."""
         self._flags[self._world.rank][_GAVE_UP] = 1
@@ -265,7 +285,7 @@ class Memory:
         if self._world.calls is not None:
             self._world.calls.look()
         for rank in waiting:
-            gone = self._gone(rank)
+            gone = self.gone(rank)
             if gone and self._flags[rank][slot] < value:
                 lost = WorkerLost(
                     f"Rank {self._world.rank} lost rank {rank}: {gone}. The cause stands in the output of rank {rank}."
@@ -275,13 +295,15 @@ class Memory:
         if waited > self._world.timeout:
             ranks = waiting or [rank for rank in range(self._world.size) if rank != self._world.rank]
             named, are = ranks_in_words(ranks), "it is" if len(ranks) == 1 else "they are"
+            verb, what = self._world.awaited
+            wanted = f" to {verb} {what}" if what else ""
             silent = WorkerSilent(
-                f"Rank {self._world.rank} waited {waited:.0f} s for {named} (timeout_seconds). "
+                f"Rank {self._world.rank} waited {waited:.0f} s for {named}{wanted} (timeout_seconds). "
                 f"Look at the output of {named}: {are} stopped, or busy with something else."
             )
             raise self._explained(silent)
 
-    def _gone(self, rank: int) -> str:
+    def gone(self, rank: int) -> str:
         """Why a worker will announce nothing more; empty if it may.
 
         A worker that is told of a loss still waits for those who live: so either all of them finish a step, or none.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pickle
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from paceline import env
 from paceline.comm import collectives
 from paceline.comm.calls import Calls
 from paceline.comm.group import Group
+from paceline.comm.lane import Lanes, can_have
 from paceline.comm.line import Line, Seat, View
 from paceline.comm.meeting import Meeting, reason_of
 from paceline.comm.memory import Arena, Memory, can_share, memory_of, shared_memory
@@ -60,6 +62,8 @@ class World:
         self.line = line
         self.leaving = False
         self.exchanging = "", 0
+        self.awaited = "", ""
+        self._lanes: dict[int, Lanes] = {}
         self._comparing = self.transferring = False
         self._arena: Arena | None = None
         self.waiting: tuple[tuple[int, ...], float] = ((), 0.0)
@@ -133,6 +137,8 @@ class World:
             self.memory.give_up()
         self.memory = self.calls = None
         self.waits_for(())
+        self.exchanging = "", 0
+        self._lanes = {}
         self._group.leave()
 
     def arena_handle(self) -> tuple[int, str] | None:
@@ -186,6 +192,26 @@ class World:
         """Remember whom this worker waits for; nobody when it goes on."""
         self.waiting = (tuple(ranks), time.monotonic())
 
+    @contextmanager
+    def awaits(self, verb: str, what: str) -> Iterator[None]:
+        """Say what others are to do meanwhile, such as ``"send", "the output of stage 0"``."""
+        self.awaited = verb, what
+        try:
+            yield
+        finally:
+            self.awaited = "", ""
+
+    def lanes(self, count: int) -> Lanes | None:
+        """So many lanes from each worker to each, always the same; none if they are on several machines, or too many.
+
+        All workers call this together.
+        """
+        if self.memory is None or not can_have(self.size, count):
+            return None
+        if count not in self._lanes:
+            self._lanes[count] = Lanes(self.memory, self.size, count)
+        return self._lanes[count]
+
     def open_store(self, address: str) -> int:
         """Open the store at which a view meets whose first worker this is; returns its port."""
         return self._group.open_store(address)
@@ -193,6 +219,9 @@ class World:
     def doing(self) -> str:
         """What this worker does while it waits for others."""
         what, bucket = self.exchanging
+        verb, waited_for = self.awaited
+        if verb:
+            return f"waiting for others to {verb} {waited_for}"
         if not what:
             return "where all workers compare notes" if self._comparing else "in the exchange of losses"
         return f"in the all-reduce of bucket {bucket} of the {what}"

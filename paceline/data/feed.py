@@ -87,7 +87,7 @@ class Feed:
         for step in range(start, stop):
             parts = self._order.parts_of(step)
             yield [
-                Piece(piece, parts[piece[-1]].stop - parts[piece[0]].start, self._to_device(next(items)))
+                Piece(piece, parts[piece[-1]].stop - parts[piece[0]].start, self._to_device(_next(items)))
                 for piece in pieces_asked(step)
             ]
             del asked[step]
@@ -114,6 +114,21 @@ class Feed:
 
     def _to_device(self, data: Any) -> Any:
         return data if self._device.type == "cpu" else to_device(data, self._device)
+
+
+def _next(items: Iterator[Any]) -> Any:
+    """The next item of a loader.
+
+    Raises:
+        RuntimeError: a process that loads has ended; torch says so in most cases, but not in the middle of an item.
+    """
+    try:
+        return next(items)
+    except (EOFError, ConnectionError) as error:
+        raise RuntimeError(
+            "A process that loads the data (workers_per_loader) ended while it handed over samples: somebody killed "
+            "it, or the kernel did for want of memory. Let fewer processes load, or none (workers_per_loader=0)."
+        ) from error
 
 
 class Rows(NamedTuple):

@@ -12,12 +12,11 @@ was stopped and comes back late finds out that training went on without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.comm.names import ranks_in_words
-from paceline.elastic.words import Bounds, Lost
+from paceline.elastic.words import Bounds, Lost, Worker
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
 Message = dict[str, Any]
@@ -28,30 +27,6 @@ _FRUITLESS = 10
 _LAST_WORDS_SECONDS = 5.0
 _LAST_CALL_SECONDS = 30.0
 """How long the first view waits for the rest once the minimum is there."""
-
-
-@dataclass
-class Worker:
-    """What the roster knows of one worker process.
-
-    ``state`` is ``starting``, ``ready`` (waits for the next view), ``training``, or ``gone``.
-    ``progress`` are the steps and evaluations whose result it holds, and what sets it apart from those with another
-    state (``recovery.Standing``); none before it has a state. ``session`` counts how
-    often its script has called ``paceline.start``: workers of one view are in the same session. ``joined``: it has been
-    in a view.
-    """
-
-    number: int
-    state: str = "starting"
-    progress: tuple[int, ...] | None = None
-    session: int = 1
-    leaving: bool = False
-    finished: bool = False
-    refused: bool = False
-    joined: bool = False
-    told: bool = False
-    about: dict[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Membership:
@@ -73,8 +48,11 @@ class Membership:
         self._send = send
         self._note = note
         self._changing = False
+        self._waits = False
         self._fenced = False
         self._hopes = 0
+        self._unseen: set[int] = set()
+        """Others say that these have ended; their launcher has not seen it yet, and may start new ones then."""
         self._since: float | None = None
         self._fruitless = 0
         self._session = 1
@@ -87,7 +65,7 @@ class Membership:
         return self._changing
 
     def hope(self) -> None:
-        """A worker process is about to be started."""
+        """A worker process is to be started."""
         self._hopes += 1
 
     def expect(self, number: int) -> None:
@@ -95,8 +73,15 @@ class Membership:
         self._hopes = max(0, self._hopes - 1)
         self.workers.setdefault(number, Worker(number))
 
-    def greet(self, number: int, about: dict[str, Any], facts: Mapping[str, Any], session: int = 1) -> None:
-        """A worker has built its model."""
+    def greet(
+        self,
+        number: int,
+        about: dict[str, Any],
+        facts: Mapping[str, Any],
+        session: int = 1,
+        fits: Sequence[int] = (),
+    ) -> None:
+        """A worker has built its model; ``fits``: how many workers can train together, none: any number."""
         worker = self.workers.setdefault(number, Worker(number))
         worker.about, worker.facts, worker.session = about, facts, session
         if self._facts is not None and session == self._session:
@@ -106,6 +91,7 @@ class Membership:
                     worker.state, worker.refused = "gone", True
                     self._send(number, {"type": "refused", "key": key, "here": there, "there": here})
                     return
+        worker.fits = fits
 
     def ready(
         self, number: int, progress: tuple[int, ...] | None, now: float, leaving: bool = False, planned: bool = False
@@ -131,6 +117,7 @@ class Membership:
 
     def leave(self, number: int, now: float) -> None:
         """A worker's process has ended in good order, to be resumed."""
+        self._unseen.discard(number)
         worker = self.workers.get(number)
         if worker is not None and worker.state == "training":
             self.lose(Lost(number, self.view.index(number), f"worker {number} left"), now)
@@ -138,11 +125,16 @@ class Membership:
             worker.state = "gone"
             self.settle(now)
 
-    def lose(self, lost: Lost, now: float) -> None:
-        """A worker's process has ended, or it stayed silent for too long."""
+    def lose(self, lost: Lost, now: float, seen: bool = True) -> None:
+        """A worker's process has ended, or it stayed silent for too long; ``seen``: not only others say so."""
         worker = self.workers.get(lost.worker)
+        if seen and lost.worker in self._unseen:
+            self._unseen.discard(lost.worker)
+            self.settle(now)
         if worker is None or worker.state == "gone" or worker.finished:
             return
+        if not seen and self.bounds.patience:
+            self._unseen.add(lost.worker)
         was_member = lost.worker in self.view
         worker.state = "gone"
         if not was_member or self.over is not None:
@@ -171,6 +163,8 @@ class Membership:
         """A worker's script came to its end."""
         worker = self.workers.get(number)
         if worker is None or worker.state == "gone":
+            self._unseen.discard(number)
+            self.settle(now)
             return
         worker.finished = True
         worker.state = "gone"
@@ -245,8 +239,18 @@ class Membership:
             self._form_first(now)
         elif self._changing:
             self._form_next(now)
-        elif len(self.view) < self.bounds.wanted and self._spares():
+        elif self._fitting(min(self.bounds.wanted, len(self.view) + len(self._spares()))) > len(self.view):
             self._announce(urgent=False, now=now, why="a worker joins")
+
+    def _fitting(self, count: int) -> int:
+        """The most workers among so many that can train together; 0 if none can."""
+        return max((fit for fit in self._fits if fit <= count), default=0) if self._fits else count
+
+    @property
+    def _fits(self) -> Sequence[int]:
+        """How many can train together, as those say who train, or the first to be ready; empty: any number."""
+        told = [*(self.workers[number] for number in self.view), *self._spares()]
+        return next((one.fits for one in told if one.state in ("ready", "training")), ())
 
     def _spares(self) -> list[Worker]:
         session = self._latest()
@@ -276,7 +280,9 @@ class Membership:
         ready = sorted(one.number for one in self._spares())
         if ready:
             self._since = self._since if self._since is not None else now
-        if len(ready) < self.bounds.least:
+        most = self._fitting(self.bounds.wanted)
+        there = self._fitting(min(len(ready), most))
+        if there < self.bounds.least:
             if self.bounds.replaces and self._since is not None and now - self._since > self.bounds.patience:
                 self.end(
                     StartError.exit_code,
@@ -286,11 +292,11 @@ class Membership:
                     kind="not-started",
                 )
             return
-        first = alive[: self.bounds.wanted]
-        if set(first) <= set(ready):
-            self._publish(first)
+        first = alive[:most]
+        if set(first) <= set(ready) and (len(first) == most or not self._hopes):
+            self._publish(first[:there])
         elif self._since is not None and now - self._since > _LAST_CALL_SECONDS:
-            self._publish(ready[: self.bounds.wanted])
+            self._publish(ready[:there])
 
     def _form_next(self, now: float) -> None:
         members = [self.workers[member] for member in self.view]
@@ -316,15 +322,20 @@ class Membership:
         spares = [one.number for one in self._spares() if not one.leaving]
         chosen = [*left, *spares[: max(0, self.bounds.wanted - len(left))]]
         holders = [number for number in [*left, *leaving] if self.workers[number].progress is not None]
-        kept = not holders or any(self.workers[number].progress is not None for number in chosen)
-        if len(chosen) >= self.bounds.least and kept:
-            self._publish(chosen, dismissed=leaving)
+        count = self._fitting(len(chosen))  # fewer spares if need be
+        kept = not holders or any(self.workers[number].progress is not None for number in chosen[:count])
+        needed = 0 if leaving else len(left)  # who leaves has given the others its part of the state before
+        if count >= max(self.bounds.least, needed) and kept:
+            self._publish(chosen[:count], dismissed=leaving)
         elif leaving:
             self.end(PREEMPTED, "preempted", now, save=True)
         elif not self._hope():
             self._end_short(len(chosen), now)
         elif self._since is not None and now - self._since > self.bounds.patience:
             self._end_short(len(chosen), now, f" within {self.bounds.patience:.0f} s")
+        elif not self._waits and not self._unseen:
+            self._waits = True
+            self._note("short", text=f"{self._short(len(chosen))}; waiting for more")
 
     def overdue(self, now: float, seconds: float) -> list[int]:
         """The members for whom others have waited so long in order to gather, whatever they do."""
@@ -335,7 +346,8 @@ class Membership:
 
     def _hope(self) -> bool:
         """Whether somebody is on the way, or may be started."""
-        return self.bounds.replaces or self._hopes > 0 or any(one.state == "starting" for one in self.workers.values())
+        starting = any(one.state == "starting" for one in self.workers.values())
+        return self.bounds.replaces or self._hopes > 0 or starting or bool(self._unseen)
 
     def _end_short(self, there: int, now: float, when: str = "") -> None:
         last = self.lost[-1].what if self.lost else "a worker is gone"
@@ -343,14 +355,21 @@ class Membership:
         late = [lost.worker for lost in gone if lost.runs]
         hang = bool(late) and len(late) == len(gone)
         about: dict[str, Any] = {"kind": "hang", "workers": late} if hang else {}
-        reason = f"{last}; {there} of at least {self.bounds.least} workers are left{when}"
+        reason = f"{last}; {self._short(there)}{when}"
         self.end(DEADLINE_PASSED if hang else WorkerLost.exit_code, reason, now, save=True, **about)
+
+    def _short(self, there: int) -> str:
+        """Why so many workers do not go on, in words."""
+        if there >= self.bounds.least and self._fits and there not in self._fits:
+            counts = [str(count) for count in self._fits if self.bounds.least <= count <= self.bounds.most]
+            return f"these settings are for {' or '.join(counts)} workers, and {there} are left"
+        return f"{there} of at least {self.bounds.least} workers are left"
 
     def _publish(self, chosen: list[int], dismissed: list[int] | None = None) -> None:
         before = self.view
         self.generation += 1
         self.view = chosen
-        self._changing = False
+        self._changing = self._waits = False
         self._since = None
         members = []
         for number in chosen:

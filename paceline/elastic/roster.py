@@ -88,7 +88,7 @@ class Roster:
             self.members.expect(number)
 
     def expect_soon(self) -> None:
-        """A worker is about to be started."""
+        """A worker is to be started."""
         with self._lock:
             self.members.hope()
 
@@ -218,7 +218,7 @@ class Roster:
             self._links[peer.worker] = peer.connection
             self.watch.hang_seconds = message.get("hang_seconds")
             self.watch.timeout_seconds = message.get("timeout_seconds")
-            self.members.greet(peer.worker, message["about"], message["facts"], message["session"])
+            self.members.greet(peer.worker, message["about"], message["facts"], message["session"], message["fits"])
         elif kind == "ready" and peer.worker is not None:
             progress = message["progress"]
             self._heard.pop(peer.worker, None)
@@ -248,7 +248,7 @@ class Roster:
             worker = self.members.workers.get(number)
             if worker is not None and number < BLOCK and worker.about and is_ending(worker.about["pid"]):
                 lost = Lost(number, self.rank_of(number), f"{self._name(number)} ended")
-                self.members.lose(lost, now)
+                self.members.lose(lost, now, seen=False)
 
     def _take_end(self, message: Message, now: float) -> None:
         """How a worker of another machine ended, as its agent saw it."""

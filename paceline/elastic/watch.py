@@ -32,7 +32,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Alert:
-    """One thing that happened: ``late``, ``absent``, ``lost`` or ``joined``; the workers that it is about."""
+    """One thing that happened: ``late``, ``absent``, ``lost``, ``short``, ``joined``; the workers that it is about."""
 
     kind: str
     text: str
@@ -88,6 +88,8 @@ class Watch:
             if fields["rank_lost"] is not None:
                 self._scenes.setdefault(number, scene(places, fields["rank_lost"]))
             self.alerts.append(Alert("lost", fields["reason"], (number,)))
+        elif event == "short":
+            self.alerts.append(Alert("short", fields["text"]))
         elif event == "view" and fields["generation"] > 0 and fields["joined"]:
             joined = fields["joined"]
             self._joined += len(joined)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -41,3 +43,28 @@ class Lost:
     rank: int | None
     what: str
     runs: bool = False
+
+
+@dataclass
+class Worker:
+    """What the roster knows of one worker process.
+
+    ``state`` is ``starting``, ``ready`` (waits for the next view), ``training``, or ``gone``.
+    ``progress`` are the steps and evaluations whose result it holds, and what sets it apart from those with another
+    state (``recovery.Standing``); none before it has a state. ``session`` counts how
+    often its script has called ``paceline.start``: workers of one view are in the same session. ``joined``: it has been
+    in a view. ``fits``: how many workers can train together with its settings; empty: any number.
+    """
+
+    number: int
+    state: str = "starting"
+    progress: tuple[int, ...] | None = None
+    session: int = 1
+    leaving: bool = False
+    finished: bool = False
+    refused: bool = False
+    joined: bool = False
+    told: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    fits: Sequence[int] = ()

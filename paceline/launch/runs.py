@@ -6,6 +6,7 @@ runs/<name>/
   events/rank-<r>.jsonl  what happened (see paceline.events)
   errors/rank-<r>.json   why a worker failed
   failure.txt, .json     why the run failed, if it did: in words, and as data
+  timeline.html          what `paceline timeline` has drawn
   checkpoints/step-*/    a checkpoint is complete when its manifest.json is there
 """
 
@@ -50,6 +51,28 @@ def _named(runs: Path, name: str, resumes: bool) -> Path:
     if run.exists() and not resumes:
         raise ConfigError(f"The run {run} exists already. Continue it with --resume auto, or choose another --name.")
     return run
+
+
+def found(runs: Path, run: str | None) -> Path:
+    """The directory of a run that is there.
+
+    Args:
+        runs: where the directories of the runs stand.
+        run: the name of one of them, or any directory of a run; none: the one that was started last.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    started = sorted(runs.glob("*/launch.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = [path.parent for path in started]
+    if run is None and newest:
+        return newest[0]
+    for folder in (runs / run, Path(run)) if run else ():
+        if folder.is_dir():
+            return folder
+    there = f"There are {', '.join(path.name for path in newest)}" if newest else f"There are no runs in {runs}"
+    missing = "" if run is None else f"There is no run {run!r}. "
+    raise ConfigError(f"{missing}{there}; --runs-dir says where they stand.")
 
 
 def newest_resumable(runs: Path, script: Path) -> Path | None:

@@ -95,7 +95,11 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
     """
     workers = stages if cluster.workers is None else cluster.workers
     if not 1 <= stages <= len(layers):
-        raise ConfigError(f"{stages} stages: a model of {len(layers)} layers can be cut into 1 to {len(layers)}.")
+        raise ConfigError(
+            f"{stages} stages need as many layers, but the model has {len(layers)}: "
+            f"{', '.join(layer.name for layer in layers)}. Use fewer stages (pipeline.stages, by default one for each "
+            f"worker), or fewer workers."
+        )
     if workers < stages:
         raise ConfigError(f"{stages} stages need as many workers, but there are {workers}: use fewer stages.")
     prices = Prices(layers, cluster)

@@ -154,10 +154,10 @@ def drain(stream: Stream, end: int) -> Schedule:
     for stage in range(stream.stages):
         for microbatch in range(max(0, end - stream.lag(stage)), end):
             orders[stream.worker(stage, microbatch)] += _backward(stream, stage, microbatch)
-        whole, rest = divmod(end, stream.every)
-        for last in range((whole + 1) * stream.every - stream.replicas[stage], (whole + 1) * stream.every):
+        full, rest = divmod(end, stream.every)
+        for last in range((full + 1) * stream.every - stream.replicas[stage], (full + 1) * stream.every):
             if rest and last >= end:
-                orders[stream.worker(stage, last)] += _update(stream, stage, whole + 1)
+                orders[stream.worker(stage, last)] += _update(stream, stage, full + 1)
     return _schedule(stream, end, orders)
 
 
@@ -180,7 +180,12 @@ def _schedule(stream: Stream, end: int, orders: list[Order]) -> Schedule:
     return Schedule(stream.name, stream.stages, end, workers)
 
 
-def _whole(stream: Stream, microbatches: int) -> Schedule:
+def stream_schedule(stream: Stream, microbatches: int) -> Schedule:
+    """From an empty pipeline to an empty pipeline: one window, then drained.
+
+    Raises:
+        ConfigError: no microbatches.
+    """
     at_least(1, microbatches=microbatches)
     parts = window(stream, 0, microbatches), drain(stream, microbatches)
     workers = tuple(first + rest for first, rest in zip(*(part.workers for part in parts), strict=True))
@@ -206,7 +211,7 @@ def pipedream(
     Raises:
         ConfigError: as of ``pipedream_stream``, or no microbatches.
     """
-    return _whole(pipedream_stream(stages, every, vertical_sync, replicas), microbatches)
+    return stream_schedule(pipedream_stream(stages, every, vertical_sync, replicas), microbatches)
 
 
 def two_buffered(stages: int, microbatches: int, every: int, replicas: int | tuple[int, ...] = 1) -> Schedule:
@@ -221,4 +226,4 @@ def two_buffered(stages: int, microbatches: int, every: int, replicas: int | tup
     Raises:
         ConfigError: as of ``two_buffered_stream``, or no microbatches.
     """
-    return _whole(two_buffered_stream(stages, every, replicas), microbatches)
+    return stream_schedule(two_buffered_stream(stages, every, replicas), microbatches)

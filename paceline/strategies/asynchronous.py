@@ -110,7 +110,9 @@ class Asynchronous(Strategy):
 
     def settle(self, steps: int) -> None:
         if self._together:
-            return
+            if not self._job.books.get(BOOK, {}).get("open"):
+                return
+            self._set_out(steps)  # a worker was lost as they settled: what it had taken is free again
         self._drain(steps)
         self._await_others(steps)
         self._leave_state(self._claims.look())
@@ -126,7 +128,7 @@ class Asynchronous(Strategy):
             table = self._claims.close()
             while True:  # one update may have been on its way
                 self._take_state(table, settled=False)
-                before, table = table, self._claims.look()
+                before, table = table, self._claims.last()
                 if table.version == before.version:
                     break
             self._remember(table)

@@ -100,6 +100,17 @@ class Strategy(ABC):
         """The keys in ``reads`` that it reads only with other settings than these."""
         return ()
 
+    @classmethod
+    def fits(cls, settings: Settings, workers: int, microbatches: int) -> bool:
+        """Whether it can go on with so many workers when some were lost or have joined.
+
+        Args:
+            settings: with which training began.
+            workers: two or more.
+            microbatches: of a batch.
+        """
+        return True
+
     @property
     def decided(self) -> bool:
         """Whether :meth:`pieces` can be asked for steps to come; it may become true after the first step."""

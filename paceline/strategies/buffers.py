@@ -92,6 +92,16 @@ class Buffers:
                 self._all[name].put_back()
         self._dirty = False
 
+    def of(self, module: nn.Module) -> frozenset[str]:
+        """The names of the buffers of a module and of those in it."""
+        inside = set(module.modules())
+        return frozenset(name for name, buffer in self._all.items() if buffer.module in inside)
+
+    def copies(self, part: Container[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Copies of the changing buffers of a part of the model as they are now, each with its module and its key."""
+        buffers = [self._all[name] for name in self.names_in(part)]
+        return [(buffer.module, buffer.key, buffer.now().detach().clone()) for buffer in buffers]
+
     def collect(self, samples: int, part: Container[str] | None = None) -> list[torch.Tensor]:
         """What a microbatch made of the buffers, or those of a part of the model, times its samples.
 

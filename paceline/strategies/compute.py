@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -137,7 +137,40 @@ def pair_of(data: Any) -> tuple[Any, Any]:
     return features, target
 
 
-def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:
+Context = AbstractContextManager[object]
+
+
+def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Context]:
+    """The ``context_fn`` of a checkpoint: what is computed again draws the same numbers, and sees the same buffers.
+
+    Args:
+        buffers: of the model.
+        part: the names of those that it uses.
+    """
+    first, again = drawn_again()
+    return first, _Again(again, buffers.copies(part))
+
+
+class _Again:
+    """In which a part of a model is computed again; it leaves nothing behind, and may be entered several times."""
+
+    def __init__(self, drawing: Context, buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        self._drawing = drawing
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        self._drawing.__enter__()
+        self._now = [module._buffers[key] for module, key, _ in self._buffers]
+        for module, key, before in self._buffers:
+            module._buffers[key] = before.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        for (module, key, _), now in zip(self._buffers, self._now, strict=True):
+            module._buffers[key] = now
+        self._drawing.__exit__(*error)
+
+
+def recompute(model: nn.Module, classes: tuple[str, ...], buffers: Buffers) -> None:
     """Let modules of these classes compute their activations again in the backward pass (Chen et al. 2016).
 
     Raises:
@@ -147,7 +180,8 @@ def recompute(model: nn.Module, classes: tuple[str, ...]) -> None:
     for module in model.modules():
         if type(module).__name__ in classes:
             found.add(type(module).__name__)
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=drawn_again)
+            contexts = partial(computed_again, buffers, buffers.of(module))
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
     missing = [name for name in classes if name not in found]
     if missing:
         present = sorted({type(module).__name__ for module in model.modules()})

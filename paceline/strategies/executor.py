@@ -20,10 +20,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.lane import Lane
 from paceline.data.feed import Piece
 from paceline.data.keys import (
     STEP,
-    drawn_again,
     generator_states,
     go_on_from,
     packed_states,
@@ -34,7 +34,7 @@ from paceline.data.keys import (
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
-from paceline.strategies.compute import pair_of, sum_and_count
+from paceline.strategies.compute import computed_again, pair_of, sum_and_count
 from paceline.strategies.halves import backward_of_input, backward_of_weights
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
@@ -127,6 +127,7 @@ class Executor:
         self._held = held
         self._last = last
         self._hooks = hooks
+        self._lanes = job.world.lanes(2 * (last + 1))
         self._states = len(packed_states())
         self._drawing: set[int] = set()
         self._watched = {stage for stage in held if stage != last}
@@ -156,14 +157,16 @@ class Executor:
         self.pairs: dict[int, torch.Tensor] = {}
         self.statistics: dict[int, dict[int, dict[str, torch.Tensor]]] = {stage: {} for stage in self._held}
 
-    def enter(self, step: int, pieces: Sequence[Piece], first: int = 0) -> None:
+    def enter(self, step: int, pieces: Sequence[Piece], first: int = 0, scale: float = 1.0) -> None:
         """Let the microbatches of a step in.
 
         Args:
             step: its number.
             pieces: the single microbatches of it that this worker has loaded.
             first: the number of its first microbatch.
+            scale: what the gradients are multiplied with, from the loss on.
         """
+        self._scale = scale
         for piece in pieces:
             self._data[first + piece.microbatches.start] = piece.data
         rank = self._job.world.rank
@@ -233,7 +236,8 @@ class Executor:
         passed = self._passed[place] = Passed([*values] if stage > 0 else [])
         call = partial(held.call, values)
         if self._job.settings.pipeline.recompute:
-            call = partial(checkpoint, held.call, values, use_reentrant=False, context_fn=drawn_again)
+            contexts = partial(computed_again, compute.buffers, held.buffers)
+            call = partial(checkpoint, held.call, values, use_reentrant=False, context_fn=contexts)
         with self._hooks.weights(operation):
             if stage == self._last:
                 passed.outputs = [self._loss(microbatch, call)]
@@ -276,7 +280,7 @@ class Executor:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
         counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
         self.pairs[microbatch] = torch.stack((total.detach().double(), counted))
-        return total
+        return total if self._scale == 1.0 else total * self._scale
 
     def _backward(self, operation: Operation) -> None:
         passed = self._ready(operation)
@@ -348,7 +352,8 @@ class Executor:
         stage, peer = operation.stage, operation.peer
         rank = self._hooks.worker_of(peer, operation.microbatch)
         if (stage, peer, rank) not in self._outlets:
-            outlet = Outlet(self._job.world, rank, _tag(stage, peer), _what(stage, peer))
+            lane = self._lane(stage, peer, self._job.world.rank, rank)
+            outlet = Outlet(self._job.world, rank, _tag(stage, peer), _what(stage, peer), lane)
             self._outlets[stage, peer, rank] = outlet
         return self._outlets[stage, peer, rank]
 
@@ -356,12 +361,23 @@ class Executor:
         stage, peer = operation.stage, operation.peer
         rank = self._hooks.worker_of(peer, operation.microbatch)
         if (stage, peer, rank) not in self._inlets:
-            self._inlets[stage, peer, rank] = Inlet(self._job.world, rank, _tag(peer, stage), _what(peer, stage))
+            lane = self._lane(peer, stage, rank, self._job.world.rank)
+            inlet = Inlet(self._job.world, rank, _tag(peer, stage), _what(peer, stage), lane)
+            self._inlets[stage, peer, rank] = inlet
         return self._inlets[stage, peer, rank]
+
+    def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Lane | None:
+        """From a stage on a worker to a stage on another."""
+        return None if self._lanes is None else self._lanes.lane(worker, other, _way(sender, receiver))
 
 
 def _tag(sender: int, receiver: int) -> int:
-    return _TAGS + (2 * sender + (receiver > sender)) * TAGS
+    return _TAGS + _way(sender, receiver) * TAGS
+
+
+def _way(sender: int, receiver: int) -> int:
+    """A number for each way between neighbouring stages."""
+    return 2 * sender + (receiver > sender)
 
 
 def _what(sender: int, receiver: int) -> str:

@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import torch
 
 from paceline.comm.exchange import Divisor, Exchange
 from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
-from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.data.keys import UPDATE, generator_states, same_states, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
 from paceline.strategies.base import Job, Outcome
+from paceline.strategies.dependence import check_optimizer
 from paceline.strategies.drift import Drift
 from paceline.strategies.executor import Hooks
 from paceline.strategies.outcome import judge
@@ -40,6 +43,7 @@ class Flushed(Hooks):
         self._job = job
         self._say = say
         self._plans: dict[int, Schedule] = {}
+        self._updated = False
         self._parameters = job.update.parameters
         rows = job.order.microbatches + HEADER
         self._losses = Notes(job.world, LOSSES, ROW_BYTES * rows)
@@ -56,9 +60,10 @@ class Flushed(Hooks):
         self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
         self._statistics: Exchange | None = None
         self._drift: Drift | None = None
-        seconds, one_each = self.staged.cut.seconds, len(self.staged.held) == 1
-        if seconds is not None and one_each:
-            self._drift = Drift(seconds, self.staged.cut.bounds, self.staged.workers_of)
+        borders, one_each = self.staged.cut, len(self.staged.held) == 1
+        if borders.times is not None and not borders.stays and one_each:
+            seconds = [forward + backward for forward, backward in borders.times]
+            self._drift = Drift(seconds, borders.bounds, self.staged.workers_of)
 
     def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> Exchange | None:
         team = self.staged.team
@@ -80,19 +85,10 @@ class Flushed(Hooks):
         job = self._job
         job.world.check()
         job.world.await_group()
-        microbatches = len(job.order.parts_of(step))
-        self._now = plan = self._plan(microbatches)
+        if not self.staged.known:
+            self.staged.learn()
+        self._run(step, pieces)
         exact = job.settings.exact
-        self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
-        self._without: dict[int, set[str]] = {}
-        self._seen: dict[str, int] = {}
-        job.compute.buffers.begin()
-        job.update.check_frozen()
-        for parameter in self._parameters.values():
-            parameter.grad = None
-        self._executor.clear()
-        self._executor.enter(step, pieces)
-        self._executor.run([one for one in plan.workers[job.world.rank] if one.kind not in (Kind.REDUCE, Kind.UPDATE)])
         pairs = self._executor.pairs
         starts, missing = sorted(pairs), any(self._without.values())
         losses = Losses(
@@ -114,16 +110,37 @@ class Flushed(Hooks):
         if skipped is not None:
             self._heed(losses.notice)
             return skipped
-        loss, norm = mean_loss(parts, exact), self._norm()
+        loss, norm = mean_loss(parts, exact), self._norm()  # so all know that all have their mean gradients
         job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
+        before = None if self._updated else generator_states()
         _, rate = job.update.apply(step, norm=norm)
+        if before is not None:
+            self._updated = True
+            check_optimizer(job, drew=not same_states(before, generator_states()))
         self.staged.moved()
         with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
             self.staged.tied.spread(self._parameters)
             self._watch(losses.seconds)
             self._heed(losses.notice)
         return Outcome(loss, norm, rate, notice=losses.notice)
+
+    def _run(self, step: int, pieces: list[Piece]) -> None:
+        """Carry out the forward and backward passes."""
+        job = self._job
+        self._now = plan = self._plan(len(job.order.parts_of(step)))
+        exact = job.settings.exact
+        self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
+        self._without: dict[int, set[str]] = {}
+        self._seen: dict[str, int] = {}
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._executor.clear()
+        self._scale = 1.0 if exact else _scale_for(job.order.samples_of(step))
+        self._executor.enter(step, pieces, scale=self._scale)
+        self._executor.run([one for one in plan.workers[job.world.rank] if one.kind not in (Kind.REDUCE, Kind.UPDATE)])
 
     def _heed(self, notice: int) -> None:
         """The world is to change, or the run to end: who leaves must not take the only copy of a stage along."""
@@ -140,17 +157,19 @@ class Flushed(Hooks):
         self.staged.settle()
         before = self.staged.cut
         try:
-            self._lay_out(Borders(verdict.bounds, before.seconds))
+            self._lay_out(replace(before, bounds=verdict.bounds))
         except InputError:  # two stages would change one buffer
             self._lay_out(before)
             self._drift = None
+        self._job.world.gather(None, "settling")  # nobody's next step begins before the cut is recorded
 
     def settle(self) -> None:
         """See :meth:`Strategy.settle`."""
         self.staged.settle()
 
     def close(self) -> None:
-        """Let go of the gradients."""
+        """Let go of the gradients, and make room for the parameters that other workers have."""
+        self.staged.close()
         for parameter in self._parameters.values():
             parameter.grad = None
 
@@ -226,7 +245,7 @@ class Flushed(Hooks):
                 alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
                 self._sums[stage].push(0, [alone.get(name) for name in names])
         sums = _side_by_side(self._sums[stage].values() for stage in self.staged.held)
-        means = self._total(self._exchange, sums, losses.count)
+        means = self._total(self._exchange, sums, lambda: losses.count() * self._scale)
         for name, value in zip(self._own, means, strict=True):
             self._parameters[name].grad = value
 
@@ -237,8 +256,8 @@ class Flushed(Hooks):
             held = list(zip(nodes[0], sums, strict=True)) or [(Node(0, 0), [])]
             means = total(held, add)
             given = [value for value in means if value is not None]
-            if given:
-                torch._foreach_div_(given, divisor())
+            if given and (rest := divisor()) != 1.0:
+                torch._foreach_div_(given, rest)
             return means
         exchange.begin(nodes, divisor)
         members = range(exchange.members)
@@ -277,19 +296,22 @@ class Flushed(Hooks):
 
     def _norm(self) -> torch.Tensor:
         """The global norm of the gradients of all stages, by way of the norm of each parameter."""
-        job, owner = self._job, self.staged.team.rank == 0
+        job = self._job
         own = torch.full((len(self._parameters),), _NOT_MINE, dtype=torch.float64)
-        kinds: dict[str, torch.dtype] = {}
-        for place, (name, parameter) in enumerate(self._parameters.items()):
-            kinds[name] = parameter.dtype
-            if parameter.grad is not None and owner:
-                own[place] = torch.linalg.vector_norm(parameter.grad).double().cpu()
+        for place, parameter in enumerate(self._parameters.values()):
+            if parameter.grad is not None and self.staged.team.rank == 0:
+                own[place] = torch.linalg.vector_norm(parameter.grad).double()
         told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
         mine = told != _NOT_MINE
         norms = told.where(mine, 0.0).sum(0)[mine.any(0)]
-        dtype = functools.reduce(torch.promote_types, kinds.values())
+        dtype = functools.reduce(torch.promote_types, (one.dtype for one in self._parameters.values()))
         norm: torch.Tensor = torch.linalg.vector_norm(norms.to(dtype)).to(job.world.device)
         return norm
+
+
+def _scale_for(samples: int) -> float:
+    """The power of two next to what gradients are mostly divided by: it changes no digit, and often is the divisor."""
+    return 2.0 ** -round(math.log2(samples))
 
 
 def _side_by_side(sums: Iterable[list[Values]]) -> list[Values]:

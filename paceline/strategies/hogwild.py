@@ -15,6 +15,9 @@ it finds out whether it may compute microbatches in one pass (``strategies.joini
 
 The optimizer's state is each worker's own; when they settle, all take that of rank 0. Buffers are each worker's own
 while it computes; the last update's win.
+
+When a worker is lost, the others part only when none of them is in the middle of an update: so the weights that they
+take with them have each update that the table says is made, and no other.
 """
 
 from __future__ import annotations
@@ -65,26 +68,29 @@ class HogWild(Asynchronous):
     def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
         if not self._private:
             self._share()
-        outcome = self._judge(step, pieces, parts)
-        if outcome is None:
-            table = self._claims.look()
+        skipped = self._judge(step, pieces, parts)
+        if skipped is not None:
+            with self._claims.change() as table:
+                self._finish(table, step, skipped)
+            return
+        with self._claims.updating() as table:
             self._schedule_to(table.version)
             outcome = self._apply(step, parts, changed, table.done)
             self._scheduled += 1
             self._shard.write_buffers(0)
-        with self._claims.change() as table:
-            delay = table.version - self._pulled
-            self._finish(table, step, outcome)
-        if outcome.applied:
+            self._claims.made(step)
+            with self._claims.change() as table:
+                delay = table.version - self._pulled
+                self._finish(table, step, outcome)
             self._delays.add(delay)
-            self._job.events.mark(
-                "update",
-                step=step,
-                version=table.version,
-                pulled=self._pulled,
-                delay=delay,
-                learning_rate=outcome.learning_rate,
-            )
+        self._job.events.mark(
+            "update",
+            step=step,
+            version=table.version,
+            pulled=self._pulled,
+            delay=delay,
+            learning_rate=outcome.learning_rate,
+        )
 
     def _schedule_to(self, version: int) -> None:
         """Let the schedule catch up with the updates of others."""

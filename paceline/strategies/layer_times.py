@@ -110,7 +110,7 @@ class _Probe:
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
+            return tensor.detach()  # an operation that keeps its own output would else keep itself for ever
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             made = self.compute()

@@ -21,7 +21,7 @@ from torch import nn
 
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
-from paceline.schedule.choice import STREAMED, shape_of
+from paceline.schedule.choice import STREAMED, shape_of, stream_for
 from paceline.settings import Settings
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.flushed import Flushed
@@ -61,6 +61,17 @@ class Pipeline(Strategy):
                 f"recompute = {list(settings.recompute)} names modules, which strategy 'pipeline' cuts: use "
                 f"pipeline.recompute = true, which computes whole stages again."
             )
+
+    @classmethod
+    def fits(cls, settings: Settings, workers: int, microbatches: int) -> bool:
+        try:
+            if settings.pipeline.schedule in STREAMED:
+                stream_for(settings.pipeline, workers, microbatches)
+            else:
+                shape_of(settings.pipeline, workers)
+        except ConfigError:
+            return False
+        return True
 
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:

@@ -49,6 +49,14 @@ def strategy_for(name: str, workers: int) -> type[Strategy]:
     return strategy_named(name) if workers > 1 else strategy_named(name).alone or Single
 
 
+def fitting(settings: Settings, microbatches: int) -> list[int]:
+    """With how many workers training can go on; empty if with any number up to that of the microbatches of a batch."""
+    strategy = strategy_named(settings.strategy)
+    every = range(1, microbatches + 1)
+    found = [count for count in every if count == 1 or strategy.fits(settings, count, microbatches)]
+    return [] if len(found) == len(every) else found
+
+
 def unread(settings: Settings, given: Iterable[str]) -> list[str]:
     """The keys among these that the strategy at work does not read, while other strategies do."""
     own = strategy_named(settings.strategy)

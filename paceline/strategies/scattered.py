@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.checkpoint.state import put_optimizer_state, tensors_of
+from paceline.checkpoint.state import check_savable, put_optimizer_state, tensors_of
 from paceline.comm.views import Kinds, kinds_of, room_of, views_of
 from paceline.comm.world import Message
 from paceline.strategies.base import Job
@@ -23,8 +23,10 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
             have all; what several have is taken from the first.
 
     Raises:
+        CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
         WorkerLost: a worker was lost meanwhile; nothing has been changed.
     """
+    check_savable(job.update.optimizer)
     world = job.world
     state = tensors_of(job.compute.model, job.update.optimizer)
     everything = frozenset(map(_bare, state))

@@ -43,6 +43,14 @@ class Layers(ABC):
     def stage(self, begin: int, end: int) -> Stage:
         """The layers from ``begin`` to ``end - 1``."""
 
+    @property
+    def known(self) -> bool:
+        """Whether stages can run the model as it is now: its modules may have gone from training to evaluation."""
+        return True
+
+    def learn(self) -> None:  # noqa: B027 - for layers that are not always known
+        """Get to know the model as it is now; all its parameters must be there."""
+
 
 def names_of(model: nn.Module) -> dict[int, str]:
     """The one name of each parameter and buffer, by the identity of the tensor."""

@@ -17,9 +17,12 @@ from paceline.schedule.balance import Cluster, LayerCost, balance, check_memory
 from paceline.schedule.operations import Schedule
 from paceline.strategies.base import Job
 from paceline.strategies.compute import pair_of, sum_and_count
+from paceline.strategies.dependence import check_loss
+from paceline.strategies.elsewhere import Elsewhere
 from paceline.strategies.executor import Executor, Held, Hooks
 from paceline.strategies.layer_times import measure
 from paceline.strategies.layers import bounds_of, layers_of
+from paceline.strategies.modes import Modes
 from paceline.strategies.scattered import bring_together
 from paceline.strategies.stage import Layers
 from paceline.strategies.tied import Tied
@@ -31,11 +34,13 @@ class Borders:
 
     Attributes:
         bounds: the first layer of each stage, and the one after its last.
-        seconds: that each layer was measured to take; none if the cut must stay.
+        times: seconds that each layer was measured to take, forward and backward; none if it was not measured.
+        stays: no other cut may take its place.
     """
 
     bounds: Sequence[tuple[int, int]]
-    seconds: Sequence[float] | None = None
+    times: Sequence[tuple[float, float]] | None = None
+    stays: bool = True
 
 
 _REPEATS = 3
@@ -54,6 +59,7 @@ class Staged:
         cut: where it is cut, and why there.
         held: the stages of this worker.
         team: the workers that hold the same stages.
+        modes: in which the model is, and was.
         tied: the parameters that several stages use.
         names: for each stage held the trained parameters whose update is made here, in the order of the model.
     """
@@ -62,16 +68,18 @@ class Staged:
         self._job = job
         self.stages = schedule.stages
         world, model = job.world, job.compute.model
+        self.modes = Modes(model)
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
         with kept_states():
             (piece,) = job.feed.load(0, [range(1)])
-            layers = layers_of(model, pair_of(piece.data)[0])
+            self._layers = layers = layers_of(model, pair_of(piece.data)[0])
+            self._learn_all()
         self.cut = cut or self._agree(layers, piece)
-        if world.rank == 0:
-            job.events.mark("cut", stages=[layers.names[begin:end] for begin, end in self.cut.bounds])
         stages = [layers.stage(begin, end) for begin, end in self.cut.bounds]
         self._buffers = [stage.buffers for stage in stages]
         self.check_buffers()
+        if world.rank == 0:
+            self._record([layers.names[begin:end] for begin, end in self.cut.bounds], again=cut is not None)
         users: dict[str, list[int]] = {}
         for number, stage in enumerate(stages):
             for name in stage.parameters:
@@ -92,14 +100,40 @@ class Staged:
             for number, held in self.held.items()
         }
         self.team = Team(world, self.workers_of[own[0]])
-        self._all = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
-        elsewhere = users.keys() | {name for stage in stages for name in stage.buffers}
+        every = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        idle = every - users.keys() - {name for stage in stages for name in stage.buffers}  # all have these
         mine = {name for name, used in users.items() if used[0] in own}
         mine |= {name for number in own for name in stages[number].buffers}
-        self._holds = frozenset(mine | (self._all - elsewhere))
+        self._holds = frozenset(mine | idle)
         self._whole = True
+        used = idle.union(*(stages[number].parameters for number in own))
+        updated = idle.union(*self.names.values())
+        self._elsewhere = Elsewhere(model, job.update.optimizer, used, updated)
         if job.compute.buffers.settled:
             job.compute.buffers.restrict({name for held in self.held.values() for name in held.buffers})
+
+    def _learn_all(self) -> None:
+        """Get to know the model in the modes of all workers: those of one that joins are those of the start."""
+        for mode in self._job.world.gather(self.modes.now(), "start"):
+            with self.modes.being(mode):
+                self._layers.learn()
+
+    def _record(self, stages: list[Sequence[str]], again: bool) -> None:
+        """All that a reader of the events must know to predict a step; ``again``: in the middle of a loop."""
+        job, times = self._job, None
+        if self.cut.times is not None:
+            parts = [self.cut.times[begin:end] for begin, end in self.cut.bounds]
+            times = [[sum(forward for forward, _ in part), sum(backward for _, backward in part)] for part in parts]
+        job.events.mark(
+            "cut",
+            stages=stages,
+            times=times,
+            again=again,
+            device=job.world.device.type,
+            workers=job.world.size,
+            microbatches=job.order.microbatches,
+            pipeline=job.settings.pipeline.model_dump(mode="json"),
+        )
 
     def _agree(self, layers: Layers, piece: Piece) -> Borders:
         """Where the first worker cuts the model, as no two measure the same."""
@@ -116,18 +150,19 @@ class Staged:
         return told
 
     def _decide(self, layers: Layers, piece: Piece) -> Borders:
+        check_loss(self._job.compute, piece)
         settings = self._job.settings.pipeline
         if settings.cut is not None and settings.memory_gigabytes is None:
             return Borders(bounds_of(layers, self.stages, settings.cut))
         bytes_each = settings.memory_gigabytes and settings.memory_gigabytes * 1e9
         cluster = Cluster(memory_bytes=bytes_each, microbatches=self._job.order.microbatches)
         costs = self._costs(layers, piece)
+        times = [(cost.forward, cost.backward) for cost in costs]
         if settings.cut is None:
-            seconds = [cost.forward + cost.backward for cost in costs] if bytes_each is None else None
-            return Borders(balance(costs, self.stages, cluster).bounds, seconds)
+            return Borders(balance(costs, self.stages, cluster).bounds, times, stays=bytes_each is not None)
         bounds = bounds_of(layers, self.stages, settings.cut)
         check_memory(costs, bounds, cluster)
-        return Borders(bounds)
+        return Borders(bounds, times)
 
     def _costs(self, layers: Layers, piece: Piece) -> list[LayerCost]:
         compute = self._job.compute
@@ -166,9 +201,20 @@ class Staged:
         mine = {one.microbatch for one in schedule.workers[self._job.world.rank] if one.stage in wanted}
         return [range(microbatch, microbatch + 1) for microbatch in sorted(mine) if microbatch >= 0]
 
+    @property
+    def known(self) -> bool:
+        """Whether the stages can run the model as it is now; see :class:`Layers`."""
+        return self._layers.known
+
+    def learn(self) -> None:
+        """Get to know the model as it is now; all call this together."""
+        self.settle()
+        self._layers.learn()
+
     def moved(self) -> None:
         """An update was made: the workers' states differ from now on."""
         self._whole = False
+        self._elsewhere.release()
 
     @property
     def holds(self) -> frozenset[str] | None:
@@ -178,5 +224,10 @@ class Staged:
     def settle(self) -> None:
         """Bring all workers to the same state; all call this together."""
         if not self._whole:
+            self._elsewhere.make_room()
             bring_together(self._job, self._job.world.gather(self._holds, "settling"))
             self._whole = True
+
+    def close(self) -> None:
+        """The model is whole again in shape: what comes next fills in the values."""
+        self._elsewhere.make_room()

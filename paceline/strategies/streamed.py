@@ -26,6 +26,7 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import drain, window
 from paceline.schedule.tree import Node
 from paceline.strategies.base import Job, Outcome
+from paceline.strategies.dependence import check_optimizer
 from paceline.strategies.executor import Hooks
 from paceline.strategies.lent import Lent
 from paceline.strategies.staged import Staged
@@ -98,6 +99,12 @@ class Streamed(Hooks):
         job, begin = self._job, self._entered
         job.world.check()
         job.world.await_group()
+        if self.staged.modes.changed:
+            self._run_empty()
+            begin = 0
+        if not self.staged.known:
+            self.staged.learn()
+        self.staged.modes.note()
         if begin % self._turns:  # after a short batch it would be another replica's turn
             self._run_empty()
             begin = 0
@@ -129,7 +136,8 @@ class Streamed(Hooks):
         self.staged.settle()
 
     def close(self) -> None:
-        """Let go of the gradients."""
+        """Let go of the gradients, and make room for the parameters that other workers have."""
+        self.staged.close()
         for parameter in self._parameters:
             parameter.grad = None
 
@@ -200,6 +208,8 @@ class Streamed(Hooks):
         norm = torch.tensor(math.sqrt(self._squares + sum(self._heard.values())), device=job.world.device)
         _, rate = job.update.apply(self._updates, norm=norm)
         self._outcome = replace(self._outcome, norm=norm, learning_rate=rate)
+        if not self._updates:
+            check_optimizer(job, drew=False)  # nobody promises bits
         for parameter in self._parameters:
             parameter.grad = None
         self._lent.give_back(job.update.parameters)
@@ -263,7 +273,8 @@ class Streamed(Hooks):
         """Do what is left to do for the microbatches under way, and count from the start again."""
         if not self._entered:
             return
-        self._executor.run(self._operations(drain(self._stream, self._entered)))
+        with self.staged.modes.being(self.staged.modes.last):
+            self._executor.run(self._operations(drain(self._stream, self._entered)))
         self._executor.finish()
         self._lent.finish(self._job.update.parameters)
         self._executor.clear()

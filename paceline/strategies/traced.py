@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from paceline.data.keys import kept_states
 from paceline.errors import InputError
+from paceline.strategies.modes import Mode, Modes
 from paceline.strategies.program import WAY_OUT, Program
 from paceline.strategies.stage import Layers, Stage
 from paceline.strategies.trace import Trace
@@ -36,8 +37,8 @@ class Traced(Layers):
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = model
         self._example = example
-        self._modules = list(model.modules())
-        self._traces: dict[tuple[bool, ...], Trace] = {}
+        self._modes = Modes(model)
+        self._traces: dict[Mode, Trace] = {}
         self.names = self.trace().names
         self.parameters = [name for name, _ in model.named_parameters()]
         self.buffers = [name for name, _ in model.named_buffers()]
@@ -46,9 +47,17 @@ class Traced(Layers):
     def stage(self, begin: int, end: int) -> Stage:
         return _TracedStage(self, begin, end)
 
-    def mode(self) -> tuple[bool, ...]:
+    @property
+    def known(self) -> bool:
+        return self.mode() in self._traces
+
+    def learn(self) -> None:
+        self._check_hooks()
+        self.trace()
+
+    def mode(self) -> Mode:
         """Which modules train, and which do not."""
-        return tuple([module.training for module in self._modules])
+        return self._modes.now()
 
     def trace(self) -> Trace:
         """The trace of the model as it is."""
@@ -72,6 +81,14 @@ class Traced(Layers):
                 f"give other numbers than the model itself. {WAY_OUT}"
             )
 
+    def _check_hooks(self) -> None:
+        for name, module in self._model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise InputError(
+                    f"The module {name or type(self._model).__name__!r} has a backward hook, which torch.export "
+                    f"does not list among the operations, so it would not be called. {WAY_OUT}"
+                )
+
     def _outcome(self, forward: Callable[[Any], Any]) -> list[torch.Tensor]:
         """What a forward pass returns, and what it makes of the buffers."""
         with untouched(self._model), kept_states(), torch.enable_grad():
@@ -88,7 +105,7 @@ class _TracedStage(Stage):
     def __init__(self, layers: Traced, begin: int, end: int) -> None:
         self._layers = layers
         self._bounds = begin, end
-        self._graphs: dict[tuple[bool, ...], _Runnable] = {}
+        self._graphs: dict[Mode, _Runnable] = {}
         graph = self._graph()
         self.parameters = [name for name in layers.parameters if name in graph.names]
         self.buffers = [name for name in layers.buffers if name in graph.names]
@@ -227,8 +244,8 @@ class _Inputs:
             example = tree_unflatten(self._example, self._spec)[0][0]
             raise InputError(
                 f"{self._model} was traced with {_shown(example)}, and is given {_shown(values)}. A model that is cut "
-                f"by a trace takes inputs that differ in the number of samples only, and only if its forward does not "
-                f"depend on that. {WAY_OUT}"
+                f"by a trace takes inputs that differ in the number of samples only: pad the samples to one size. If "
+                f"its forward depends on the number of samples: {WAY_OUT[0].lower()}{WAY_OUT[1:]}"
             )
         return leaves
 

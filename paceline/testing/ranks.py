@@ -30,7 +30,7 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for some workers as soon as a text stands in what a worker prints.
+    """SIGKILL for some workers, at once, as soon as a text stands in what a worker prints.
 
     Attributes:
         text: what to look for in the standard output.
@@ -187,9 +187,9 @@ def _wait(
     failed = False
     while any(process.poll() is None for process in processes):
         if kill is not None and any(kill.text in one.out.read_text() for one in workers if one.rank == kill.by):
-            for worker, process in zip(workers, processes, strict=True):
-                if kill.ranks is None or worker.rank in kill.ranks:
-                    process.send_signal(kill.signal)
+            pairs = zip(workers, processes, strict=True)
+            chosen = [process for worker, process in pairs if kill.ranks is None or worker.rank in kill.ranks]
+            _send(kill.signal, chosen)
             kill = None
         if after_failure is not None and not failed and any(process.poll() for process in processes):
             failed, until = True, min(until, time.monotonic() + after_failure)
@@ -198,6 +198,13 @@ def _wait(
             return [worker.rank for worker, process in pairs if process.poll() is None]
         time.sleep(_LOOK_SECONDS)
     return []
+
+
+def _send(number: signal.Signals, processes: Sequence[Process]) -> None:
+    """Send a signal to all; none of those that are killed sees that another one is gone."""
+    for each in [signal.SIGSTOP, number] if number == signal.SIGKILL and len(processes) > 1 else [number]:
+        for process in processes:
+            process.send_signal(each)
 
 
 @contextlib.contextmanager

@@ -19,10 +19,20 @@ from paceline.testing.faults import Fault
 _ALTERNATION_SECONDS = 0.02
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
-# Stops and continues its parent, which cannot do it for itself; ends with it, or when it is told to.
+# Stops and continues its parent, which cannot do it for itself; ends with it, or when it is told to. A parent that
+# stops once does so itself: the time counts from then on.
 _HELPER = """
-import os, select, signal, sys
+import os, select, signal, sys, time
 pid, run, pause, again = int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3]), sys.argv[4] == "True"
+def runs():
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(") ")[2][0] != "T"
+    except OSError:
+        return False
+until = time.monotonic() + 60
+while not again and runs() and os.getppid() == pid and time.monotonic() < until:
+    time.sleep(0.005)
 while not select.select([0], [], [], run)[0]:
     if again:
         os.kill(pid, signal.SIGSTOP)

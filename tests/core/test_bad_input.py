@@ -253,13 +253,18 @@ go(steps=20, microbatches=8, loss=only(lambda: RANK == 1 and (calls.append(1) or
 
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_a_worker_that_stays_silent(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
+    """Rank 1 says nothing until rank 0 has ended."""
     body = """
+from pathlib import Path
+import peers
+folder = Path(__file__).parent
 def accident():
-    time.sleep(7)
+    peers.await_end(folder, [0])
 calls = []
-go(steps=20, microbatches=8, timeout_seconds=2, loss=only(lambda: RANK == 1 and (calls.append(1) or len(calls) == 25)))
+peers.note(folder, RANK)
+go(steps=20, microbatches=8, timeout_seconds=6, loss=only(lambda: RANK == 1 and (calls.append(1) or len(calls) == 25)))
 """
-    ended = ranks(HEAD + body, 2, tmp_path, deadline=60, one_machine=one_machine)
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=120, one_machine=one_machine)
     assert [one.code for one in ended] == [124, 5]
     said = message(ended[0], "WorkerSilent")
     assert "rank 1" in said
@@ -338,12 +343,12 @@ def test_a_port_in_use(ranks: Run, tmp_path: Path) -> None:
     ("absent", "words"), [((1,), "rank 1 of 3"), ((1, 2), "ranks 1, 2 of 3"), ((0,), "reach rank 0")]
 )
 def test_workers_that_do_not_come(ranks: Run, tmp_path: Path, absent: tuple[int, ...], words: str) -> None:
-    ended = ranks(HEAD + "go(timeout_seconds=2)", 3, tmp_path, absent=absent, deadline=60)
+    ended = ranks(HEAD + "go(timeout_seconds=5)", 3, tmp_path, absent=absent, deadline=60)
     assert len(ended) == 3 - len(absent)
     assert [one.code for one in ended] == [3] * len(ended)
     said = [message(one, "StartError") for one in ended]
     assert words in said[0]
-    assert "2 s" in said[0]
+    assert "5 s" in said[0]
 
 
 SKIPPED = """

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -132,7 +133,7 @@ def test_a_stop_that_does_not_end_is_a_lost_worker(crew: Run) -> None:
     ended = crew(faults.stop(rank=1, step=2), environment={"TIMEOUT": "6"}, kill=kill)
     assert [one.code for one in ended[:2]] == [124, -9]
     assert ended[2].code in (124, 5)  # its own deadline, or it saw that rank 1 was killed when rank 0 gave up
-    assert "waited 6 s for rank 1" in ended[0].err and "rank 1" in ended[2].err
+    assert re.search(r"waited \d+ s for rank 1", ended[0].err) and "rank 1" in ended[2].err
     assert steps_of(ended[1]) == [0, 1]
 
 
@@ -156,7 +157,8 @@ def test_a_process_that_loads_is_killed(crew: Run) -> None:
     """Not the worker: it finds out, and says so."""
     ended = crew(faults.kill(rank=1, step=4, point="in the loader"), environment={"LOADERS": "1"})
     assert [ended[0].code, ended[2].code] == [5, 5]
-    assert ended[1].code != 0 and "killed by signal: Killed" in ended[1].err
+    in_an_item = "A process that loads the data (workers_per_loader) ended"
+    assert ended[1].code != 0 and any(words in ended[1].err for words in ("killed by signal: Killed", in_an_item))
 
 
 @pytest.mark.parametrize("how", [{"seconds": 0.01}, {"factor": 3}], ids=str)

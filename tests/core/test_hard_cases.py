@@ -53,6 +53,18 @@ class Noisy(torch.optim.SGD):
                 value.grad.add_(torch.randn_like(value), alpha=0.01)
         return super().step(closure)
 
+class FromTheStart(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            for value in group["params"]:
+                self.state[value]["start"] = value.detach().clone()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for value in group["params"]:
+                value.grad.add_(value.detach() - self.state[value]["start"], alpha=0.1)
+        return super().step(closure)
+
 class Sometimes(nn.Module):
     def __init__(self):
         super().__init__()
@@ -77,6 +89,7 @@ session = start(Rebound)
 found["rebound buffer"] = trained(session)
 assert session._job.compute.model.narrow.isfinite().all()
 found["random optimizer"] = trained(start(optimizer=partial(Noisy, lr=0.1)))
+found["optimizer with a state from the start"] = trained(start(optimizer=partial(FromTheStart, lr=0.1)))
 found["sometimes unused"] = trained(start(Sometimes, missing_gradient="zero"))
 session = start(Watched)
 trained(session)
@@ -89,6 +102,13 @@ assert len(set(seen)) == len(seen)
 found["frozen part"] = trained(start(lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))))
 found["channels last"] = trained(start(lambda: nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 8, 1),
     nn.Flatten(), nn.Linear(8, 3)).to(memory_format=torch.channels_last)))
+normal = nn.utils.parametrizations.spectral_norm
+def normed():
+    twice = normal(nn.Linear(4, 4))
+    return nn.Sequential(twice, nn.Tanh(), twice, normal(nn.Linear(4, 3)))
+found["output that depends on a changed buffer"] = trained(start(normed))
+again = trained(start(normed, recompute=["ParametrizedLinear"]))
+assert again == found["output that depends on a changed buffer"]
 tell(**found)
 """
 

@@ -110,7 +110,7 @@ tell(fingerprint=session.fingerprint(), values=values, weights=session._job.comp
 """
 
 
-@pytest.mark.parametrize("slow", ["0", "0.004,0"])
+@pytest.mark.parametrize("slow", ["0.02,0.02,0.02", "0.004,0"])
 def test_each_row_is_updated_as_often_as_its_sample_is_used(told: Told, tmp_path: Path, slow: str) -> None:
     """No two samples have a row in common, so nothing is lost although nothing is locked."""
     everyone = told(COUNTED, 3, tmp_path, environment={"SLOW": slow, "PACELINE_RUN": str(tmp_path)})

@@ -163,28 +163,32 @@ for name, case in json.loads(os.environ["CASES"]).items():
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], tuple[list[dict[str, Any]], Path]]:
-    known: dict[int, tuple[list[dict[str, Any]], Path]] = {}
-    failed: set[int] = set()
+def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
+    known: dict[tuple[int, bool], tuple[list[dict[str, Any]], Path]] = {}
+    failed: set[tuple[int, bool]] = set()
 
-    def of(workers: int) -> tuple[list[dict[str, Any]], Path]:
-        assert workers not in failed, f"see the first test with {workers} workers"
-        if workers not in known:
-            failed.add(workers)
+    def of(workers: int, one_machine: bool = True) -> tuple[list[dict[str, Any]], Path]:
+        run = workers, one_machine
+        assert run not in failed, f"see the first test with {workers} workers"
+        if run not in known:
+            failed.add(run)
             cases = {name: case for name, case in CASES.items() if case.workers == workers}
             folder = tmp_path_factory.mktemp("pipedream")
             environment = {"CASES": json.dumps(cases), "PACELINE_RUN": str(folder)}
-            known[workers] = told(SCRIPT, workers, folder, environment=environment), folder
-            failed.remove(workers)
-        return known[workers]
+            known[run] = told(SCRIPT, workers, folder, environment=environment, one_machine=one_machine), folder
+            failed.remove(run)
+        return known[run]
 
     return of
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_each_stage_uses_the_weights_of_the_forward_pass(results: Any, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "one_machine"),
+    [*((name, True) for name in CASES), *((name, False) for name, case in CASES.items() if case.workers == 3)],
+)
+def test_each_stage_uses_the_weights_of_the_forward_pass(results: Any, name: str, one_machine: bool) -> None:
     """With the newest weights in the backward pass the result would be another one."""
-    everyone, _ = results(CASES[name].workers)
+    everyone, _ = results(CASES[name].workers, one_machine=one_machine)
     assert len({one[name]["fingerprint"] for one in everyone}) == 1
     for one in everyone:
         assert one[name]["stashed"] < 1e-10

@@ -42,6 +42,7 @@ EXACT = [
     way("nested values, random numbers", 2, "zb-h1"),
     way("nested values, random numbers", 2, "gpipe", recompute=True),
     way("bfloat16", 2, "1f1b"),
+    way("counted tokens", 2, "zb-v"),
     way("tied weights", 3, "zb-h1", cut=["blocks.1", "output"]),
     way("tied weights", 3, "1f1b", replicas=[1, 2]),
     way("batch norm", 3, "gpipe", replicas=[2, 1]),
@@ -62,6 +63,9 @@ EXACT = [
     way("tied weights", 6, "gpipe", replicas=[2, 3, 1]),
 ]
 ROUNDED = [
+    way("counted tokens", 2, "1f1b"),
+    way("counted tokens", 3, "zb-h1", cut=["blocks.1", "output"]),
+    way("counted tokens", 3, "1f1b", replicas=[2, 1]),
     way("tied weights", 2, "zb-v"),
     way("batch norm", 2, "1f1b"),
     way("skips", 2, "zb-h1"),
@@ -82,30 +86,32 @@ for place, (case, settings, exact) in json.loads(os.environ["WAYS"]):
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Way, bool, int], list[dict[str, Any]]]:
+def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
     """What all workers found in some way; all ways with as many workers are tried at once."""
-    known: dict[int, list[dict[str, Any]]] = {}
-    failed: set[int] = set()
+    known: dict[tuple[int, bool], list[dict[str, Any]]] = {}
+    failed: set[tuple[int, bool]] = set()
 
-    def of(one: Way, exact: bool, workers: int) -> list[dict[str, Any]]:
+    def of(one: Way, exact: bool, workers: int, one_machine: bool = True) -> list[dict[str, Any]]:
+        run = workers, one_machine
         every = [(one, True) for one in EXACT] + [(one, False) for one in ROUNDED]
         wanted = {
             _key(one, exact, workers): (one.case, one.settings if workers > 1 else {}, exact)
             for one, exact in every
             if workers in (1, one.workers)
         }
-        assert workers not in failed, f"see the first test with {workers} workers"
-        if workers not in known:
-            failed.add(workers)
-            known[workers] = told(
+        assert run not in failed, f"see the first test with {workers} workers"
+        if run not in known:
+            failed.add(run)
+            known[run] = told(
                 SCRIPT.replace("STRATEGY", "pipeline" if workers > 1 else "single"),
                 workers,
                 tmp_path_factory.mktemp("pipeline"),
                 environment={"WAYS": json.dumps([*wanted.items()])},
                 deadline=200,
+                one_machine=one_machine,
             )
-            failed.remove(workers)
-        return [found[_key(one, exact, workers)] for found in known[workers]]
+            failed.remove(run)
+        return [found[_key(one, exact, workers)] for found in known[run]]
 
     return of
 
@@ -125,10 +131,21 @@ def test_the_bits_are_those_of_one_process(results: Any, one: Way) -> None:
             assert found[what] == alone[what], what
 
 
-@pytest.mark.parametrize("one", ROUNDED, ids=str)
-def test_else_the_result_differs_by_rounding_only(results: Any, one: Way) -> None:
+@pytest.mark.parametrize("one", [one for one in EXACT if one.workers == 3], ids=str)
+def test_the_bits_are_the_same_over_the_network(results: Any, one: Way) -> None:
+    (alone,) = results(one, True, 1)
+    for found in results(one, True, 3, one_machine=False):
+        assert found["fingerprint"] == alone["fingerprint"]
+
+
+@pytest.mark.parametrize(
+    ("one", "one_machine"),
+    [*((one, True) for one in ROUNDED), *((one, False) for one in ROUNDED if one.workers == 3)],
+    ids=str,
+)
+def test_else_the_result_differs_by_rounding_only(results: Any, one: Way, one_machine: bool) -> None:
     (alone,) = results(one, False, 1)
-    for found in results(one, False, one.workers):
+    for found in results(one, False, one.workers, one_machine=one_machine):
         for what in ("losses", "norms"):
             values, expected = ([float.fromhex(value) for value in many[what]] for many in (found, alone))
             assert values == pytest.approx(expected, rel=1e-9, abs=0)

@@ -40,7 +40,9 @@ def small(model, **changes):
 """
 TEN = "0, 1, 2, 3, 4, 5, 6, 7, 8, 9"
 REFUSED = {
-    "more stages than layers": Bad("small(layers())", "ConfigError", 2, ["3 stages", "2 layers"], workers=3),
+    "more stages than layers": Bad(
+        "small(layers())", "ConfigError", 2, ["3 stages", "has 2: 0, 1", "pipeline.stages"], workers=3
+    ),
     "more stages than layers, cut": Bad(
         "small(layers(), pipeline={'cut': ['1', '2']})", "ConfigError", 2, ["3 stages", "has 2: 0, 1"], workers=3
     ),
@@ -105,6 +107,28 @@ REFUSED = {
         ["'pipeline' cuts the model", "loss(output, target)"],
     ),
     "compiling": Bad("go(compile=True)", "ConfigError", 2, ["compile=True", "'pipeline'"]),
+    "a loss that uses weights": Bad(
+        "model = layers(nn.Linear(12, 12))\n"
+        "small(model, loss=lambda output, target: functional.cross_entropy(output, target) + model[0].weight.norm())",
+        "InputError",
+        2,
+        ["parameter '0.weight'", "weight_decay"],
+    ),
+    "a loss that uses frozen weights": Bad(
+        "model = layers(nn.Linear(12, 12).requires_grad_(False))\n"
+        "small(model, loss=lambda output, target: functional.cross_entropy(output + model[1].bias.mean(), target))",
+        "InputError",
+        2,
+        ["parameter '1.bias'", "another strategy"],
+    ),
+    "a backward hook in a traced model": Bad(
+        "given['model'] = Skips()\n"
+        "given['model'].second.register_full_backward_hook(lambda module, given, made: (2 * given[0],))\n"
+        "go(data=classes(96), loss=functional.cross_entropy)",
+        "InputError",
+        2,
+        ["'second' has a backward hook", "nn.Sequential"],
+    ),
     "classes to recompute": Bad(
         "go(recompute=['Conv2d'])", "ConfigError", 2, ["recompute = ['Conv2d']", "pipeline.recompute = true"]
     ),
@@ -241,6 +265,39 @@ small(layers(nn.Tanh()), loss=loss, pipeline={"schedule": "pipedream", "update_e
     check_ended(ended, "InputError", ["count 0", "pipeline.update_every"])
 
 
+def test_an_optimizer_that_draws_random_numbers(ranks: Run, tmp_path: Path) -> None:
+    body = """
+class Noisy(torch.optim.SGD):
+    def step(self, closure=None):
+        for value in (value for group in self.param_groups for value in group["params"] if value.grad is not None):
+            value.grad.add_(torch.randn_like(value), alpha=0.01)
+        return super().step(closure)
+small(layers(nn.Tanh()), optimizer=lambda parameters: Noisy(parameters, lr=0.1), exact=EXACT, pipeline={"cut": ["1"]})
+"""
+    ended = ranks(HEAD + body.replace("EXACT", "True"), 2, tmp_path, deadline=60)
+    check_ended(ended, "InputError", ["Noisy draws random numbers", "exact=True"])
+    ended = ranks(HEAD + body.replace("EXACT", "False"), 2, tmp_path, deadline=60)
+    assert [one.code for one in ended] == [0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_state_that_cannot_be_given_to_others(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    """Else it would be lost whenever the workers bring the model together."""
+    body = f"""
+class Listing(torch.optim.SGD):
+    def step(self, closure=None):
+        for value in (value for group in self.param_groups for value in group["params"] if value.grad is not None):
+            self.state[value].setdefault("norms", []).append(value.norm())
+        return super().step(closure)
+small(layers(nn.Tanh()), optimizer=lambda parameters: Listing(parameters, lr=0.1),
+      pipeline={{"cut": ["1"], "schedule": {schedule!r}}})
+"""
+    ended = ranks(HEAD + body, 2, tmp_path, deadline=60)
+    for one in ended:
+        assert one.code == 4
+        assert "'norms' is a list" in message(one, "CheckpointError")
+
+
 ACCIDENT = """
 class Fatal(nn.Module):
     calls = 0
@@ -275,13 +332,24 @@ def test_a_worker_is_lost_in_the_middle_of_a_step(
         assert re.search(r"output of ranks? ([02], )?1\b", message(one, "WorkerLost"))
 
 
+@pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_a_worker_stays_silent_in_the_middle_of_a_step(ranks: Run, tmp_path: Path, schedule: str) -> None:
-    ended = ranks(script_of("time.sleep(5)", schedule, 2), 3, tmp_path, deadline=60)
+def test_a_worker_stays_silent_in_the_middle_of_a_step(
+    ranks: Run, tmp_path: Path, schedule: str, one_machine: bool
+) -> None:
+    """Rank 1 says nothing until the others have ended."""
+    noted = "import peers\nfrom pathlib import Path\nfolder = Path(__file__).parent\npeers.note(folder, RANK)\n"
+    script = script_of("peers.await_end(folder, [0, 2])", schedule, 6).replace(HEAD, HEAD + noted)
+    ended = ranks(script, 3, tmp_path, deadline=120, one_machine=one_machine)
     assert all(one.code in (5, 124) for one in ended) and 124 in [one.code for one in ended]
     for one in ended:
         if one.code == 124:
             said = message(one, "WorkerSilent")
-            assert one.rank != 1 and "rank 1 sent nothing for 2 s" in said and "stage" in said
+            words = (
+                r"waited \d+ s for rank 1 to send the"
+                if one_machine
+                else r"rank 1 sent nothing for \d+ s .* while it sent the"
+            )
+            assert one.rank != 1 and re.search(words + r" (output|gradient) of stage \d", said)
         else:
             assert "rank" in message(one, "WorkerLost")

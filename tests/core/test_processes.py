@@ -11,6 +11,7 @@ import unittest
 from pathlib import Path
 from typing import Any
 
+import peers
 import pytest
 
 from paceline.errors import ConfigError
@@ -56,43 +57,47 @@ class Unit(unittest.TestCase):
 
 
 @processes(3)
-def one_fails(worker: Worker) -> None:
+def one_fails(worker: Worker, folder: Path) -> None:
     wanted = 1
     print("here is", worker.rank)
+    peers.note(folder, worker.rank)
+    peers.await_all(folder, worker.size)
     if worker.rank == wanted:
         assert worker.rank == wanted + 1
     time.sleep(60)
 
 
-def test_the_traceback_of_the_one_that_failed_comes_first() -> None:
+def test_the_traceback_of_the_one_that_failed_comes_first(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed) as caught:
-        one_fails()
+        one_fails(folder=tmp_path)
     lines = str(caught.value).splitlines()
     assert lines[0] == "rank 1 of 3: AssertionError"
     assert lines[2].endswith("in one_fails")
     assert lines[3].strip() == "assert worker.rank == wanted + 1"
     text = str(caught.value)
-    assert "where\n  worker = Worker(rank=1, size=3)\n  wanted = 1\n" in text
+    assert "where\n  worker = Worker(rank=1, size=3)\n  folder = " in text and "\n  wanted = 1\n" in text
     assert "rank 0 of 3 still ran 3 s later" in text
     assert "-- output of rank 2\nhere is 2" in text
 
 
 @processes(2)
-def all_fail(worker: Worker) -> None:
-    time.sleep(worker.rank / 2)
+def all_fail(worker: Worker, folder: Path) -> None:
+    peers.note(folder, worker.rank)
+    peers.await_all(folder, worker.size)
+    peers.await_end(folder, range(worker.rank))
     raise ValueError(f"wrong on {worker.rank}")
 
 
-def test_all_that_failed_are_told_in_the_order_of_time() -> None:
+def test_all_that_failed_are_told_in_the_order_of_time(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
-        all_fail()
+        all_fail(folder=tmp_path)
     assert re.findall(r"^rank \d of 2: .*", str(caught.value), re.MULTILINE) == [
         "rank 0 of 2: ValueError: wrong on 0",
         "rank 1 of 2: ValueError: wrong on 1",
     ]
 
 
-@processes(2, deadline=6)
+@processes(2, deadline=6, start="fork")
 def one_hangs(worker: Worker) -> None:
     if worker.rank == 1:
         wait_for_nobody()

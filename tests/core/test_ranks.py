@@ -2,11 +2,13 @@
 
 import os
 import signal
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from paceline.testing.ranks import Kill, run
+from paceline.testing.ranks import Kill, Process, Worker, run, start_new
 
 WAITING = """
 import os, sys, time
@@ -25,9 +27,16 @@ print([name for name in os.environ if name.startswith("PACELINE")], os.environ["
 """
 
 
+def until(true: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_one_is_killed_and_all_is_told(tmp_path: Path) -> None:
     kill = Kill("rank 1 of", ranks=(1,), by=1)
-    ended = run(WAITING.replace("60", "0.5"), 3, tmp_path, kill=kill, deadline=30)
+    ended = run(WAITING.replace("60", '60 if rank == "1" else 0.5'), 3, tmp_path, kill=kill, deadline=30)
     assert [one.code for one in ended] == [0, -signal.SIGKILL, 2]
     assert [one.signal for one in ended] == ["", "SIGKILL", ""]
     assert [one.out for one in ended] == [f"rank {rank} of 3\n" for rank in range(3)]
@@ -40,8 +49,15 @@ def test_all_are_killed(tmp_path: Path) -> None:
 
 
 def test_who_is_late_is_ended_and_named(tmp_path: Path) -> None:
+    def start(workers: list[Worker]) -> Sequence[Process]:
+        """The deadline counts from the return."""
+        processes = start_new(workers)
+        until(lambda: processes[1].poll() is not None)
+        until(lambda: all(workers[rank].out.read_text().endswith("\n") for rank in (0, 2)))
+        return processes
+
     with pytest.raises(TimeoutError, match=r"Still running after 1 s: ranks 0, 2\.\n-- rank 0\nrank 0 of 3"):
-        run(WAITING, 3, tmp_path, environment={"SHORT": "1"}, deadline=1)
+        run(WAITING, 3, tmp_path, environment={"SHORT": "1"}, start=start, deadline=1)
 
 
 def test_what_a_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from paceline.observe.comparison import compare
+from paceline.schedule.operations import Kind
+
 Told = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
@@ -45,6 +48,10 @@ def test_layers_move_away_from_a_slow_worker(told: Told, tmp_path: Path) -> None
     cuts = [[len(stage) for stage in line["stages"]] for line in lines if line["event"] == "cut"]
     assert len(cuts) == 2 and cuts[1][0] > cuts[0][0]
     assert any(line["event"] == "drift" and line["stage"] == 1 for line in lines)
+    for step, layers in ((19, cuts[0]), (20, cuts[1])):
+        found = compare(tmp_path, step)
+        assert found.planned and [len(stage) for stage in found.pipeline.stages] == layers
+        assert sum(one.operation.kind is Kind.FORWARD for one in found.measured.workers[1]) == 4
     for one in both:
         assert (one["loss"], one["fingerprint"]) == (alone["loss"], alone["fingerprint"])
         assert any("stage 1 takes" in note for note in one["notes"])

@@ -83,13 +83,13 @@ def test_the_bits_are_those_of_one_process(train: Train, tmp_path: Path, case: s
     for one in everyone:
         assert (one["fingerprint"], one["losses"]) == (alone["fingerprint"], alone["losses"])
     assert {steal["share"] for steal in steals} >= {1}
-    assert all(steal["rank"] != steal["share"] for steal in steals)
+    assert all(steal["rank"] != steal["share"] for steal in steals if not steal["again"])
 
 
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_each_sample_is_computed_once(train: Train, tmp_path: Path, one_machine: bool) -> None:
     """But for those of microbatches that were not back in time."""
-    everyone = train(3, slow=[0.002, 0.02, 0.002], steps=8, one_machine=one_machine)
+    everyone = train(3, slow=[0.01, 0.06, 0.01], steps=8, one_machine=one_machine)
     read = [sample for one in everyone for sample in one["read"]]
     again = sum(steal["again"] for steal in events_of(tmp_path, "steal"))
     assert len(everyone[0]["read"]) > len(everyone[1]["read"])  # the slow one has done less
@@ -98,15 +98,16 @@ def test_each_sample_is_computed_once(train: Train, tmp_path: Path, one_machine:
 
 
 def test_shares_follow_the_speed(train: Train, tmp_path: Path) -> None:
-    train(2, slow=[0.01, 0.03], steps=8)
+    train(2, slow=[0.01, 0.06], steps=8)
     counts = [event["counts"] for event in events_of(tmp_path, "shares")]
     assert counts and all(fast > slow for fast, slow in counts)
 
 
 def test_even_shares_stay_even(train: Train, tmp_path: Path) -> None:
-    train(2, slow=[0.01, 0.03], steps=8, shares="even")
+    train(2, slow=[0.01, 0.06], steps=8, shares="even")
     assert events_of(tmp_path, "shares") == []
-    assert {event["share"] for event in events_of(tmp_path, "steal")} == {1}
+    stolen = [event["share"] for event in events_of(tmp_path, "steal") if not event["again"]]
+    assert stolen.count(1) > 4 * stolen.count(0)  # on a busy machine the fast one may be the slow one for a while
 
 
 def test_shares_that_processes_load_ahead(train: Train) -> None:
@@ -116,29 +117,38 @@ def test_shares_that_processes_load_ahead(train: Train) -> None:
     assert first["fingerprint"] == second["fingerprint"] == alone["fingerprint"]
 
 
+# rank 1 does not give back the first microbatch of its own share until another one has computed it, too
 STUCK = """
-import os, time
+import time
 from subjects import CASES, tell
 import paceline
+from paceline.comm.leases import Leases
 
 given = CASES["batch norm, dropout, short batch"]() | {"strategy": "stealing", "microbatches": 8, "exact": True}
 loss = given.pop("loss")
-computed = 0
+lease, stuck, next_lease = None, [], Leases.next
+
+def noted(leases):
+    global lease
+    lease = next_lease(leases)
+    return lease
 
 def forward(model, microbatch):
-    global computed
-    computed += 1
-    if session.workers > 1:
-        time.sleep(0.02)
-        if session.rank == 1 and computed == 9:
-            time.sleep(1.0)
+    time.sleep(0.02 if session.workers > 1 else 0)
+    if lease is not None and session.rank == lease.share == 1 and not lease.again and not stuck:
+        stuck[:] = session.position, lease.microbatch
+        until = time.monotonic() + 30
+        while not session._course.strategy._leases.overtaken(lease.microbatch):
+            assert time.monotonic() < until
+            time.sleep(0.005)
     features, target = microbatch
     return loss(model(features), target)
 
+Leases.next = noted
 session = paceline.start(**given, forward=forward)
 for batch in session.batches(steps=6):
     session.step(batch)
-tell(fingerprint=session.fingerprint())
+tell(fingerprint=session.fingerprint(), stuck=stuck)
 """
 
 
@@ -147,7 +157,8 @@ def test_a_microbatch_that_is_not_back_is_computed_again(told: Told, tmp_path: P
     again = [event for event in events_of(tmp_path, "steal") if event["again"]]
     (alone,) = told(STUCK, 1, tmp_path)
     assert [one["fingerprint"] for one in everyone] == [alone["fingerprint"]] * 3
-    assert {event["rank"] for event in again} <= {0, 2} and again
+    assert len(everyone[1]["stuck"]) == 2
+    assert any(event["rank"] != 1 and [event["step"], event["microbatch"]] == everyone[1]["stuck"] for event in again)
 
 
 def test_a_parameter_that_some_microbatches_do_not_use(train: Train) -> None:

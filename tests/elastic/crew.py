@@ -65,12 +65,21 @@ def leave(session: paceline.Session, batch: paceline.Batch, rank: int, step: int
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+_ending: list[int] = []
+
+
 def end_launcher(session: paceline.Session, batch: paceline.Batch, step: int) -> None:
-    """The launcher is told to end; the workers hear it in some later step."""
-    if batch.step == step and session.rank == 0 and "ALONE" not in os.environ:
-        os.kill(os.getppid(), signal.SIGTERM)
-    if batch.step > step:
-        time.sleep(0.1)
+    """The launcher is told to end; no worker that was there then begins a step after it before it has heard of that."""
+    world = session._job.world
+    if batch.step == step and "ALONE" not in os.environ:
+        _ending.append(step)
+        if session.rank == 0:
+            os.kill(os.getppid(), signal.SIGTERM)
+    if _ending and batch.step > step:
+        wait_until(
+            lambda: world.leaving or (world.line is not None and world.line.pending > world.generation),
+            "the end of the launcher",
+        )
 
 
 def await_end_of(number: int) -> None:

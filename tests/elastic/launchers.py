@@ -57,8 +57,15 @@ class Ran:
         return f"exit code {self.code}\n{self.said}\n{logs}\n-- launcher\n{notes}"
 
     def events(self, name: str = "*") -> list[dict[str, Any]]:
-        lines = [line for path in self.run.glob(f"events/{name}.jsonl") for line in path.read_text().splitlines()]
-        return sorted((json.loads(line) for line in lines), key=lambda event: event["time"])
+        """In the order of time; the half line of a killed worker is left out."""
+        found = []
+        for path in self.run.glob(f"events/{name}.jsonl"):
+            for line in path.read_text(errors="replace").splitlines():
+                try:
+                    found.append(json.loads(line))
+                except ValueError:
+                    assert path.stem.startswith("rank-"), f"{path.name}: {line}"
+        return sorted(found, key=lambda event: event["time"])
 
     def launcher(self, event: str | None = None) -> list[dict[str, Any]]:
         return [one for one in self.events("launcher") if event in (None, one["event"])]

@@ -4,6 +4,7 @@ The weights of the task count the samples (``counted``): a step that was lost, o
 """
 
 import json
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -47,11 +48,7 @@ def check(ran: Ran, finishers: int) -> None:
     assert len(told) >= finishers, ran.story()
     assert len({one["fingerprint"] for one in told}) == 1, ran.story()
     for one in told:
-        if len(one["wanted"]) == 1 and ran.launcher("lost"):  # HogWild: an update under way may be there once more
-            (wanted,) = one["wanted"]
-            assert wanted in one["weights"] and {*one["weights"]} <= {wanted, wanted * 4 / 3}, ran.story()
-        else:
-            assert one["weights"] == one["wanted"], ran.story()
+        assert one["weights"] == one["wanted"], ran.story()
 
 
 def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SCRIPT) -> Ran:
@@ -65,8 +62,8 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     check(ran, 2)
     assert ran.views()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
     counted = [sum(one["delays"].values()) for one in ran.events() if one["event"] == "staleness"]
-    if WAYS[way].get("mode") != "sync":  # each may have parted between an update and its count
-        assert STEPS - 3 <= counted[-1] <= STEPS, ran.story()
+    if WAYS[way].get("mode") != "sync":  # at a server each may have parted between an update and its count
+        assert STEPS - (0 if way == "hogwild" else 3) <= counted[-1] <= STEPS, ran.story()
 
 
 POINTS: list[Point] = ["in the loader", "between reduction and update", "after update", "in evaluate"]
@@ -120,6 +117,69 @@ def test_a_run_that_is_not_elastic_is_told_to_end(run: Run, way: str) -> None:
     check(started(run, way, None, "-n", 2, "--resume", "auto"), 2)
 
 
+HELD = """
+import os, signal
+from pathlib import Path
+import crew
+from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.update import Update
+
+made, worker = Path(os.environ["PACELINE_RUN"]) / "made", os.environ["PACELINE_WORKER"]
+apply, compute = Update.apply, Asynchronous._compute
+
+def apply_and_wait(update, done, *more):
+    told = apply(update, done, *more)
+    if worker == "0" and done >= 3 and not made.exists():
+        made.touch()
+        crew.wait_until(lambda: session._course.strategy._claims._words[0], "the others to part")
+    return told
+
+def compute_and_die(strategy, step):
+    if worker == "2":
+        crew.wait_until(made.exists, "an update to be made")
+        os.kill(os.getpid(), signal.SIGKILL)
+    compute(strategy, step)
+
+Update.apply, Asynchronous._compute = apply_and_wait, compute_and_die
+"""
+
+
+def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None:
+    ran = started(run, "hogwild", None, script=HELD + SCRIPT)
+    check(ran, 2)
+    assert ran.views()[:2] == [[0, 1, 2], [0, 1]]
+    updates = [one for one in ran.events() if one["event"] == "update"]
+    assert sorted(one["step"] for one in updates) == list(range(STEPS)), ran.story()
+    assert sorted(one["version"] for one in updates) == list(range(1, STEPS + 1)), ran.story()
+    *_, counted = [one["delays"] for one in ran.events() if one["event"] == "staleness"]
+    assert counted == Counter(str(one["delay"]) for one in updates), ran.story()
+
+
+SETTLING = """
+import os, signal
+import crew
+from paceline.strategies.asynchronous import Asynchronous
+
+compute = Asynchronous._compute
+
+def compute_and_die(strategy, step):
+    if os.environ["PACELINE_WORKER"] == "2" and step > 9:
+        look = strategy._claims.look
+        crew.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to settle")
+        os.kill(os.getpid(), signal.SIGKILL)
+    compute(strategy, step)
+
+Asynchronous._compute = compute_and_die
+"""
+
+
+@pytest.mark.parametrize("way", ["hogwild", "async", "dedicated"])
+def test_a_step_that_was_lost_as_all_settled_at_the_end_is_computed(run: Run, way: str) -> None:
+    ran = started(run, way, None, script=SETTLING + SCRIPT)
+    check(ran, 2)
+    assert ran.views()[:2] == [[0, 1, 2], [0, 1]]
+
+
 STOPPING = """
 import os, signal, torch
 from functools import partial
@@ -135,9 +195,12 @@ class Stopping(torch.optim.SGD):
 """
 
 
-@pytest.mark.parametrize("way", ["async", "sync"])
+@pytest.mark.parametrize("way", ["hogwild", "async", "sync"])
 def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
-    """In ``async`` it has the lock that every update needs: who waits for that waits for it."""
+    """In ``async`` it has the lock that every update needs: who waits for that waits for it.
+
+    In ``hogwild`` it is about to change the weights: those of its workers, not of those that go on without it.
+    """
     script = SCRIPT.replace("counted.start(", "counted.start(hang_seconds=1, ")
     plan = None
     if way == "sync":
@@ -149,3 +212,45 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
     assert ran.views() == [[0, 1, 2], [0, 2]], ran.story()
     (lost,) = ran.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
+
+
+WAKING = """
+import os, signal, torch
+from functools import partial
+from pathlib import Path
+import crew
+
+run, worker = Path(os.environ["PACELINE_RUN"]), os.environ["PACELINE_WORKER"]
+stopped, woken = run / "stopped", run / "woken"
+
+class Waking(torch.optim.SGD):
+    def step(self):
+        stops = worker == "1" and session._job.world.generation > 0 and not stopped.exists()
+        if stops:
+            told = run / "told"
+            told.write_text(f"{os.getpid()} {session._job.world.generation}")
+            told.rename(stopped)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().step()
+        if stops:
+            woken.touch()
+
+def wake(session):
+    if worker == "0" and session._job.world.generation > 0 and session.position > 9 and not woken.exists():
+        crew.wait_until(stopped.exists, "the other one to stop")
+        process, generation = map(int, stopped.read_text().split())
+        if session._job.world.generation > generation:
+            os.kill(process, signal.SIGCONT)
+            crew.wait_until(woken.exists, "the late update")
+"""
+
+
+def test_a_stopped_worker_that_comes_back_in_an_update_changes_old_weights(run: Run) -> None:
+    """A loss comes before: the memory of later generations is laid out alike."""
+    given = "counted.start(hang_seconds=1, optimizer=partial(Waking, lr=2.0**-6), "
+    script = SCRIPT.replace("counted.start(", given).replace("position == 9", "position in (9, 16)")
+    script = script.replace("(batch))\n", "(batch))\n    wake(session)\n")
+    ran = started(run, "hogwild", faults.kill(rank=2, step=2), *ELASTIC, script=WAKING + script)
+    check(ran, 2)
+    assert "late" in ran.launcher("lost")[-1]["reason"], ran.story()
+    assert (ran.run / "woken").exists(), ran.story()

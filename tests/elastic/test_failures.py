@@ -104,7 +104,7 @@ def test_killed_and_replaced_is_no_failure(run: Run) -> None:
     ids=["stopped", "busy"],
 )
 def test_a_hang(run: Run, here: str, says: str) -> None:
-    ran = run(script(here), *FIXED, "--set", "hang_seconds=1", "--set", "timeout_seconds=4")
+    ran = run(script(here), *FIXED, "--set", "hang_seconds=1", "--set", "timeout_seconds=10")
     told = check(ran, 124, "hang", says)
     assert "\nstill waiting: ranks 0, 2 have waited" in ran.said, ran.story()
     assert ran.said.count("still waiting: ") >= 2, ran.story()

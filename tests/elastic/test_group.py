@@ -7,6 +7,7 @@ import pytest
 from paceline.testing import run
 
 # The last worker ends when it has told its address, so that the others wait for it to connect, five times the timeout.
+# The first one, which holds the store, ends after the second.
 SCRIPT = """
 import os, threading, time
 from datetime import timedelta
@@ -22,6 +23,7 @@ class Dying(dist.Store):
     def set(self, key, value):
         self._store.set(key, value)
         if key.endswith("/2"):
+            store.add("gone", 1)
             os.kill(os.getpid(), 9)
     def get(self, key):
         return self._store.get(key)
@@ -33,21 +35,35 @@ class Dying(dist.Store):
 rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
 store = TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
 own = group.Group(device("cpu"), 60.0)
+
+def until(key, number):
+    while store.add(key, 0) < number:
+        time.sleep(0.01)
+
+def until_they_wait():
+    until("gone", 1)
+    time.sleep(1.0)
+
+store.add("here", 1)
+until("here", 3)
 if rank == 2:
     before = group.PrefixStore
     group.PrefixStore = lambda prefix, store: Dying(before(prefix, store))
     own.join(("127.0.0.1", port), rank, 3, 1)
 if os.environ["WAY"] == "in the background":
     own.join_soon(("127.0.0.1", port), rank, 3, 1)
-    time.sleep(1.0)
+    until_they_wait()
 else:
-    threading.Timer(1.0, own.interrupt).start()
+    threading.Thread(target=lambda: (until_they_wait(), own.interrupt())).start()
     try:
         own.join(("127.0.0.1", port), rank, 3, 1)
     except RuntimeError:
         pass
 own.leave()
 print("left", flush=True)
+store.add("left", 1)
+if rank == 0:
+    until("left", 2)
 os._exit(0)
 """
 

@@ -96,7 +96,8 @@ class Hosts:
     def events(self) -> list[dict[str, Any]]:
         found = []
         for file in (self.folder / "0" / "runs" / "job" / "events").glob("*.jsonl"):
-            found += [json.loads(line) for line in file.read_text().splitlines()]
+            lines, _, _ = file.read_text().rpartition("\n")  # one may be on its way
+            found += map(json.loads, lines.splitlines())
         return found
 
     def worker(self, place: int) -> int:

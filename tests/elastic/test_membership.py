@@ -1,48 +1,9 @@
 """The decisions of the roster, driven by hand."""
 
-from typing import Any
-
 import pytest
+from hand import Hand
 
-from paceline.elastic.membership import Membership
 from paceline.elastic.words import Bounds, Lost
-
-
-class Hand:
-    """A membership, what it told to whom, and what it noted."""
-
-    def __init__(self, least: int = 1, most: int = 3, wanted: int = 3, patience: float = 60.0) -> None:
-        self.told: dict[int, list[dict[str, Any]]] = {}
-        self.notes: list[str] = []
-        bounds = Bounds(least, most, wanted, patience=patience)
-        self.of = Membership(bounds, self._send, lambda event, **_: self.notes.append(event))
-        self.now = 0.0
-
-    def _send(self, number: int, message: dict[str, Any]) -> None:
-        self.told.setdefault(number, []).append(message)
-
-    def come(self, *numbers: int, **facts: Any) -> None:
-        """New workers start and are ready."""
-        for number in numbers:
-            self.of.expect(number)
-        for number in numbers:
-            self.of.greet(number, {"pid": number}, facts)
-            self.of.ready(number, None, self.now)
-
-    def ready(self, *numbers: int, steps: int = 5, **how: bool) -> None:
-        for number in numbers:
-            self.of.ready(number, (steps, 0), self.now, **how)
-
-    def lose(self, number: int) -> None:
-        view = self.of.view
-        rank = view.index(number) if number in view else None
-        self.of.lose(Lost(number, rank, f"rank {rank} was killed"), self.now)
-
-    def last(self, number: int) -> dict[str, Any]:
-        return self.told[number][-1]
-
-    def kinds(self, number: int) -> list[str]:
-        return [message["type"] for message in self.told.get(number, [])]
 
 
 @pytest.fixture
@@ -60,6 +21,15 @@ def test_the_first_view(three: Hand) -> None:
         assert [member["worker"] for member in view["members"]] == [0, 1, 2]
         assert [member["progress"] for member in view["members"]] == [None] * 3
         assert view["joined"] == [0, 1, 2] and view["lost"] == []
+
+
+def test_a_fixed_number_of_workers_does_not_wait_for_its_launcher() -> None:
+    hand = Hand(least=2, most=2, wanted=2, patience=0.0)
+    hand.come(0, 1)
+    hand.of.lose(Lost(1, 1, "rank 1 ended"), hand.now, seen=False)
+    hand.ready(0)
+    assert hand.of.over is not None
+    assert hand.of.over["reason"] == "rank 1 ended; 1 of at least 2 workers are left"
 
 
 def test_the_first_view_waits_for_all_and_not_without_end() -> None:
@@ -366,3 +336,43 @@ def test_the_first_reason_to_end_stays(three: Hand) -> None:
     three.of.end(1, "two", three.now)
     assert three.of.over is not None and three.of.over["reason"] == "one"
     assert all(three.kinds(number) == ["view", "end"] for number in range(3))
+
+
+def test_a_loss_that_the_launcher_has_not_seen_yet(three: Hand) -> None:
+    """It may start a new process when it sees it: too few workers wait until then."""
+    three.of.bounds = Bounds(3, 3, 3)
+    three.of.lose(Lost(1, 1, "rank 1 ended"), three.now, seen=False)
+    three.ready(0, 2)
+    assert three.of.over is None and three.of.changing
+    three.of.hope()
+    three.lose(1)
+    three.come(3)
+    assert three.of.view == [0, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["lost", "left", "finished"])
+def test_a_loss_after_which_nobody_comes(three: Hand, how: str) -> None:
+    three.of.bounds = Bounds(3, 3, 3)
+    three.of.lose(Lost(1, 1, "rank 1 ended"), three.now, seen=False)
+    three.ready(0, 2)
+    if how == "lost":
+        three.lose(1)
+    elif how == "left":
+        three.of.leave(1, three.now)
+    else:
+        three.of.finish(1, three.now)
+    assert three.of.over is not None
+    assert three.of.over["reason"] == "rank 1 ended; 2 of at least 3 workers are left"
+
+
+def test_the_first_view_waits_for_those_that_are_to_be_started() -> None:
+    """The first process may be ready before the launcher has started the second one."""
+    hand = Hand()
+    for _ in range(3):
+        hand.of.hope()
+    hand.come(0)
+    assert hand.of.view == []
+    hand.come(1)
+    assert hand.of.view == []
+    hand.come(2)
+    assert hand.of.view == [0, 1, 2]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from launchers import Ran, Run
 
+from paceline.observe.comparison import compare
 from paceline.testing import faults
 
 STEPS = 10
@@ -44,12 +45,26 @@ def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: 
     assert not went_back(ran), ran.story()
 
 
+@pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: Any, victim: int, point: str) -> None:
+    """Those that have their means by then must not update before all have."""
+    ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5, point=point))
+    check(ran, undisturbed(SCRIPT), 3)
+    assert not went_back(ran), ran.story()
+
+
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undisturbed: Any, victim: int) -> None:
     """The steps since then are taken again, by two workers with another cut."""
     ran = run(SCRIPT, *SAVED, faults=faults.kill(rank=victim, step=5))
     check(ran, undisturbed(SCRIPT), 2)
     assert went_back(ran) == [3, 3], ran.story()
+    for step in (3, STEPS - 1):  # the lost one has taken its last records along
+        found = compare(ran.run, step)
+        assert found.pipeline.generation > 0
+        assert len(found.measured.workers) == len(ran.views()[found.pipeline.generation])
+        assert all(found.measured.busy) and all(found.predicted.busy)
 
 
 def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
@@ -62,6 +77,64 @@ def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
 def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
     ran = run(SCRIPT, *SAVED, "--standby", 1, faults=faults.kill(rank=2, step=4))
     check(ran, undisturbed(SCRIPT), 2)
+
+
+def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run, undisturbed: Any) -> None:
+    """Three stages were asked for, so two workers cannot go on, though MIN is two."""
+    ran = run(SCRIPT, *SAVED, "--set", "pipeline.stages=3", faults=faults.kill(rank=1, step=5))
+    check(ran, undisturbed(SCRIPT), 3)
+    assert ran.views() == [[0, 1, 2], [0, 2, 3]] and went_back(ran) == [3, 3, 3], ran.story()
+    (short,) = ran.launcher("short")
+    assert short["text"] == "these settings are for 3 workers, and 2 are left; waiting for more"
+
+
+def test_stages_that_do_not_fit_the_workers_left_end_the_run_when_nobody_comes(run: Run) -> None:
+    script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
+    ran = run(script, *SAVED, "--set", "pipeline.stages=3")
+    assert ran.code == 75, ran.story()
+    assert ran.saved()[-1] >= 4, ran.story()
+
+
+AGAIN = SCRIPT.replace(
+    "session =",
+    """import paceline
+try:
+    crew.begin(strategy="pipeline", microbatches=8, pipeline={"cut": ["none of this name"]})
+except paceline.ConfigError:
+    print("refused")
+session =""",
+)
+
+
+def test_another_start_after_one_that_was_refused(run: Run, undisturbed: Any) -> None:
+    ran = run(AGAIN, "-n", 2)
+    check(ran, undisturbed(SCRIPT), 2)
+    assert all("refused" in text for text in ran.logs.values())
+
+
+MODES = f"""
+import crew
+from cuts import CUT
+import paceline
+
+given = CUT["skips"]()
+session = paceline.start(**given, strategy="pipeline", timeout_seconds=30)
+for batch in session.batches(steps={STEPS}):
+    given["model"].train(batch.step < 6)
+    crew.say(session, session.step(batch))
+crew.end(session)
+"""
+
+
+def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
+    """It comes from the start of the script, where the model still trains; the others have it in evaluation."""
+    settings = "checkpoint.every=4", "checkpoint.background=false", "pipeline.stages=3"
+    words = [word for setting in settings for word in ("--set", setting)]
+    ran = run(MODES, "-n", 3, "--elastic", "2:3", *words, faults=faults.kill(rank=1, step=7))
+    assert ran.code == 0, ran.story()
+    assert ran.views() == [[0, 1, 2], [0, 2, 3]], ran.story()  # nobody has waited in vain
+    assert went_back(ran) == [4, 4, 4], ran.story()
+    assert len(ran.told()) == 3 and len({one["fingerprint"] for one in ran.told()}) == 1, ran.story()
 
 
 STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"

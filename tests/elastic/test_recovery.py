@@ -114,7 +114,7 @@ def test_an_exit_in_the_last_step(run: Run, undisturbed: Any) -> None:
 def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     """New workers go on from the newest checkpoint."""
     plan = faults.kill(rank=0, step=6) + faults.kill(rank=1, step=6) + faults.kill(rank=2, step=6)
-    ran = run(MORE, *ELASTIC, faults=plan)
+    ran = run(MORE, *ELASTIC, "--set", "checkpoint.background=false", faults=plan)
     assert ran.code == 0, ran.story()
     for told in ran.told():
         assert told["fingerprint"] == undisturbed(MORE)["fingerprint"]

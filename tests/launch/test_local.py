@@ -65,8 +65,14 @@ def test_one_failure_ends_all(prepare: Callable[..., Launch]) -> None:
         prepare(
             """
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            if os.environ["RANK"] == "1":
+            run, rank = os.environ["PACELINE_RUN"], os.environ["RANK"]
+            if rank == "1":
+                until = time.monotonic() + 60
+                while not all(os.path.exists(f"{run}/up-{other}") for other in (0, 2)):
+                    assert time.monotonic() < until
+                    time.sleep(0.01)
                 sys.exit(3)
+            open(f"{run}/up-{rank}", "w").close()
             time.sleep(600)
             """,
             workers=3,

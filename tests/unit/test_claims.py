@@ -3,14 +3,16 @@
 import mmap
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import paceline.comm.claims
 from paceline.comm.claims import FREE, Claims, Table
 from paceline.comm.lock import Lock, Look
 from paceline.errors import WorkerLost
@@ -35,6 +37,9 @@ class Memory:
         if waited > 20:
             raise WorkerLost("the lock was not given back")
 
+    def gone(self, rank: int) -> bool:
+        return rank in self.world.gone
+
 
 @pytest.fixture
 def name(tmp_path: Any) -> Iterator[str]:
@@ -56,8 +61,8 @@ def forked(act: Callable[[], object]) -> int:
     return child
 
 
-def claims_of(name: str, rank: int = 0, size: int = 4) -> Claims:
-    world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None, waits_for=lambda ranks: None)
+def claims_of(name: str, rank: int = 0, size: int = 4, gone: Collection[int] = ()) -> Claims:
+    world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None, waits_for=lambda ranks: None, gone=gone)
     memory: Any = Memory(name, world)
     return Claims(world, memory)
 
@@ -130,6 +135,98 @@ def test_a_process_that_is_stopped_in_a_change_holds_nobody_up_for_long(name: st
     os.kill(child, signal.SIGCONT)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1  # what it was about to change is refused
     assert claims.look().version == 0
+
+
+def _update(name: str, before: Callable[[], object], after: Callable[[], object] = lambda: None) -> None:
+    """What rank 1 does: step 5 is its own, which it makes in place, and writes into the table."""
+    claims = claims_of(name, 1)
+    with claims.updating():
+        before()
+        claims.made(5)
+        after()
+        with claims.change() as table:
+            del table.open[5]
+            table.version += 1
+
+
+def _stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def begun(name: str, gone: Collection[int] = ()) -> Claims:
+    claims = claims_of(name, gone=gone)
+    claims.begin(Table(6, {5: 1}, 5))
+    return claims
+
+
+def test_who_parts_waits_for_an_update_that_is_being_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paceline.comm.claims, "_UPDATE_SECONDS", 30.0)
+    claims = begun(name)
+    child = forked(lambda: _update(name, _stop))
+    os.waitpid(child, os.WUNTRACED)
+    resumer = threading.Timer(0.3, os.kill, (child, signal.SIGCONT))
+    resumer.start()
+    assert claims.close() == Table(6, {}, 6)
+    resumer.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with pytest.raises(WorkerLost, match="parted"), claims_of(name, 2).updating():
+        raise AssertionError("it may not begin one any more")
+
+
+@pytest.mark.parametrize("gone", [[1], []], ids=["dropped", "silent"])
+def test_a_process_that_is_stopped_in_an_update_holds_nobody_up_for_long(
+    name: str, gone: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paceline.comm.claims, "_UPDATE_SECONDS", 30.0 if gone else 0.1)
+    claims = begun(name, gone)
+    child = forked(lambda: _update(name, _stop))
+    os.waitpid(child, os.WUNTRACED)
+    before = time.monotonic()
+    assert claims.close() == Table(6, {5: 1}, 5)
+    assert time.monotonic() - before < 10
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_an_update_of_a_process_that_is_killed_counts_if_it_was_made(name: str) -> None:
+    claims = begun(name, [1])
+    os.waitpid(forked(lambda: _update(name, _die)), 0)
+    assert claims.close() == Table(6, {5: 1}, 5)
+    claims = begun(name, [1])
+    os.waitpid(forked(lambda: _update(name, lambda: None, _die)), 0)
+    assert claims.close() == Table(6, {}, 6)
+    assert claims.look() == Table(6, {5: 1}, 5)
+
+
+def _hold(name: str) -> None:
+    with claims_of(name, 1).change():
+        _stop()
+        time.sleep(0.2)
+
+
+def test_who_has_made_an_update_waits_for_the_lock_though_another_one_was_lost(name: str) -> None:
+    claims = begun(name)
+    claims._world.check = lambda: pytest.fail("it would part, and its step be computed again")
+    with claims.updating():
+        child = forked(lambda: _hold(name))
+        os.waitpid(child, os.WUNTRACED)
+        claims.made(5)
+        os.kill(child, signal.SIGCONT)
+        with claims.change() as table:
+            del table.open[5]
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert claims.look().open == {}
+
+
+def test_an_update_that_fails_was_not_made(name: str) -> None:
+    claims = begun(name)
+    with pytest.raises(ZeroDivisionError), claims.updating() as table:
+        table.version = 1 // 0
+    assert claims_of(name, 1).close() == Table(6, {5: 1}, 5)
 
 
 def _count_without_end(name: str) -> None:

@@ -94,3 +94,34 @@ def test_a_plan_file(tmp_path: Path) -> None:
 def test_every_setting_is_an_argument_and_is_described() -> None:
     assert set(Arguments.__annotations__) == set(Settings.model_fields)
     assert all(describe(key) for key in flat_keys())
+
+
+@pytest.mark.parametrize("text", ["6", '["6"]', "6,", " 6 "])
+def test_a_single_border_on_the_command_line(text: str) -> None:
+    assert resolve({}, command_line={"pipeline.cut": text}).settings.pipeline.cut == ("6",)
+    assert resolve({}, command_line={"pipeline.replicas": text}).settings.pipeline.replicas == (6,)
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        ("0.1", ("0.1",)),
+        ("0.10", ("0.10",)),
+        ("0.1,1.10", ("0.1", "1.10")),
+        ("0x10", ("0x10",)),
+        ("true", ("true",)),
+        ("1e3", ("1e3",)),
+        ("[1, 2]", ("1", "2")),
+        ("[0.10]", ("0.10",)),
+        ('"6"', ("6",)),
+        ("none", None),
+    ],
+)
+def test_borders_on_the_command_line_are_texts(text: str, cut: object) -> None:
+    for where in ("command_line", "environment"):
+        assert resolve({}, **{where: {"pipeline.cut": text}}).settings.pipeline.cut == cut  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("cut", [[6, 7], (6, 7), ("6", 7), "6,7"])
+def test_borders_in_the_script_may_be_numbers(cut: object) -> None:
+    assert resolve({"pipeline": {"cut": cut}}).settings.pipeline.cut == ("6", "7")

@@ -1,0 +1,54 @@
+"""``paceline timeline``: a step of a pipeline as it was predicted, above what was measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+CONTEXT: dict[str, object] = {}
+MORE_HELP = """ It reads the events of a run with strategy pipeline, which may still be under way.
+
+The drawing is one HTML file that needs no network.
+"""
+
+
+def command(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="The step to draw.", show_default="a usual one")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Where to write the page.", metavar="FILE", show_default="timeline.html of the run"),
+    ] = None,
+    runs_dir: Annotated[Path, typer.Option(help="Where the directories of the runs stand.")] = Path("runs"),
+) -> None:
+    """Draw a step of a pipeline, predicted above measured."""
+    from paceline.cli import table
+    from paceline.errors import ConfigError
+    from paceline.launch.runs import found
+    from paceline.observe import summary
+    from paceline.observe.comparison import compare
+    from paceline.observe.page import html
+
+    folder = found(runs_dir, run)
+    comparison = compare(folder, step)
+    page = output or folder / "timeline.html"
+    try:
+        page.write_text(html(comparison), encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{page} cannot be written: {error.strerror}. Name another file with --output.") from None
+    print(summary.headline(comparison))
+    print()
+    print("\n".join(table.lines(summary.totals(comparison))))
+    print()
+    print("\n".join(table.lines(summary.workers(comparison))))
+    print()
+    sentences = summary.waiting(comparison), summary.duration(comparison), summary.clocks(comparison), comparison.source
+    for sentence in sentences:
+        if sentence:
+            print(sentence)
+    print(f"Written to {page}")

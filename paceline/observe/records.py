@@ -1,0 +1,83 @@
+"""The records of a run, from its event files (:mod:`paceline.events`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from paceline.errors import InputError
+
+Record: TypeAlias = Mapping[str, Any]
+
+_EVENT = re.compile(rb'"event": "([^"]*)"')
+_STEP = re.compile(rb'"step": (\d{1,18})\b')
+_LARGE = 1e15
+
+
+def read(run: Path, events: Container[str], steps: Container[int] | None = None) -> Iterator[Record]:
+    """The records of some events, each rank's in their order.
+
+    Only the lines that are wanted are decoded: a long run has millions of others. A line that is not whole, as a killed
+    worker may leave it, is passed over.
+
+    Args:
+        run: the folder of the run.
+        events: their names.
+        steps: if given, records about other steps are passed over. One about no step, as an update of PipeDream, goes
+            with the one before it of the same rank.
+
+    Raises:
+        InputError: a file cannot be read.
+    """
+    for path in sorted((run / "events").glob("rank-*.jsonl")):
+        try:
+            with path.open("rb") as file:
+                for line in _about(file, events, steps):
+                    if (record := parsed(line)) is not None:
+                        yield record
+        except OSError as error:
+            raise InputError(f"The event file {path} cannot be read: {error.strerror}.") from None
+
+
+def _about(lines: Iterable[bytes], events: Container[str], steps: Container[int] | None) -> Iterator[bytes]:
+    """The lines of one rank that are wanted."""
+    wanted = steps is None
+    for line in lines:
+        event = _EVENT.search(line)
+        if event is None or event[1].decode(errors="replace") not in events:
+            continue
+        if steps is not None and (step := _STEP.search(line)) is not None:
+            wanted = int(step[1]) in steps
+        if wanted:
+            yield line
+
+
+def parsed(line: bytes | str) -> Record | None:
+    """A record; none if the line is not a whole one, or what each has is of the wrong kind.
+
+    >>> parsed('{"time": 1.5, "event": "note", "rank": 0, "generation": 0, "text": "hello"}')["text"]
+    'hello'
+    >>> parsed('{"time": 1.5, "event": "no')
+    >>> parsed('{"time": null, "event": "note", "rank": 0, "generation": 0}')
+    """
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict) or number(record.get("time")) is None or not isinstance(record.get("event"), str):
+        return None
+    return record if {type(record.get("rank")), type(record.get("generation"))} == {int} else None
+
+
+def number(value: object) -> float | None:
+    """A finite number of a size that seconds have; none if it is something else.
+
+    >>> [number(value) for value in (3, 2.5, "3", None, True, float("nan"), 10**400)]
+    [3.0, 2.5, None, None, None, None, None]
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LARGE:
+        return None
+    return float(value)

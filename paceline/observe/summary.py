@@ -1,0 +1,114 @@
+"""A comparison in words and numbers, for the terminal and the page."""
+
+from __future__ import annotations
+
+from paceline.observe.comparison import Comparison
+
+Rows = list[tuple[str, ...]]
+"""The first one names the columns."""
+
+
+def milliseconds(seconds: float) -> str:
+    """To a hundredth.
+
+    >>> milliseconds(1.23456)
+    '1,234.56'
+    """
+    return f"{1000 * seconds:,.2f}"
+
+
+def headline(comparison: Comparison) -> str:
+    """Which step of which run."""
+    pipeline = comparison.pipeline
+    parts = [
+        pipeline.settings.schedule,
+        f"{pipeline.workers} workers",
+        f"{len(pipeline.stages)} stages",
+        f"{pipeline.microbatches} microbatches",
+    ]
+    if pipeline.generation:
+        parts.append(f"generation {pipeline.generation}")
+    return f"Step {comparison.step} of {comparison.run.resolve().name}: {', '.join(parts)}"
+
+
+def totals(comparison: Comparison) -> Rows:
+    """The whole step, predicted and measured."""
+    rows: Rows = [("", "ms", "bubble")]
+    for name, timeline in (("predicted", comparison.predicted), ("measured", comparison.measured)):
+        rows.append((name, milliseconds(timeline.seconds), f"{timeline.bubble:.1%}"))
+    return rows
+
+
+def workers(comparison: Comparison) -> Rows:
+    """Each worker: how much of the step it computes, and for whom it waits."""
+    rows: Rows = [
+        ("rank", "stages", "utilisation", "predicted", "busy ms", "predicted", "idle ms", "kept", "waits for")
+    ]
+    predicted, measured = comparison.predicted, comparison.measured
+    for rank, waits in enumerate(comparison.waits):
+        longest = sorted(waits.items(), key=lambda pair: -pair[1])
+        rows.append(
+            (
+                str(rank),
+                ", ".join(map(str, comparison.stages_of(rank))),
+                f"{1 - measured.bubbles[rank]:.1%}",
+                f"{1 - predicted.bubbles[rank]:.1%}",
+                milliseconds(measured.busy[rank]),
+                milliseconds(predicted.busy[rank]),
+                milliseconds(comparison.idle[rank]),
+                str(comparison.kept[rank]),
+                ", ".join(f"rank {other}: {milliseconds(seconds)} ms" for other, seconds in longest) or "nobody",
+            )
+        )
+    return rows
+
+
+def stages(comparison: Comparison) -> Rows:
+    """Each stage: its layers, and what a microbatch takes in it."""
+    rows: Rows = [("stage", "forward ms", "predicted", "backward ms", "predicted", "layers")]
+    usual, times = comparison.usual, comparison.times
+    for stage, layers in enumerate(comparison.pipeline.stages):
+        rows.append(
+            (
+                str(stage),
+                milliseconds(usual.forward[stage]),
+                milliseconds(times.forward[stage]),
+                milliseconds(usual.input[stage] + usual.weight[stage]),
+                milliseconds(times.input[stage] + times.weight[stage]),
+                layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}",
+            )
+        )
+    return rows
+
+
+def waiting(comparison: Comparison) -> str:
+    """Who waited most, and for whom."""
+    sums = [sum(waits.values()) for waits in comparison.waits]
+    rank = max(range(len(sums)), key=lambda one: sums[one])
+    waits = comparison.waits[rank]
+    if not sums[rank]:
+        return "No worker waited for another one."
+    other = max(waits, key=lambda one: waits[one])
+    some = f", of these {milliseconds(waits[other])} ms" if len(waits) > 1 else ""
+    return (
+        f"Rank {rank} waited most: {milliseconds(sums[rank])} ms{some} for rank {other}, to receive from it and to "
+        f"send to it. Another {milliseconds(comparison.idle[rank])} ms it was idle."
+    )
+
+
+def clocks(comparison: Comparison) -> str:
+    """What the times of operations are, where they are not those of computing; else empty."""
+    if not comparison.launches:
+        return ""
+    return (
+        "The workers computed on GPUs: the boxes of operations are the times of launches, not of computing, which goes "
+        "on beside them. What a launch does not show stands where a worker had to wait for its GPU."
+    )
+
+
+def duration(comparison: Comparison) -> str:
+    """How long the step took with what is not in the drawing; empty if that is not told apart."""
+    if comparison.pipeline.streamed:
+        return ""
+    seconds = comparison.pipeline.steps[comparison.step]
+    return f"With the data, the sums and the update the step took {milliseconds(seconds)} ms."

@@ -1,0 +1,81 @@
+"""What the operations of a stage take: as the layers were measured before training, or in training itself."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from statistics import median
+
+from paceline.observe.pipelines import Done, Pipeline
+from paceline.schedule.clock import Times
+from paceline.schedule.operations import Kind
+
+
+def planned(pipeline: Pipeline) -> Times | None:
+    """From the layers' own times, by which the model was cut; transfers, sums and updates are free.
+
+    Each half of a backward pass counts as half of it; the first stage has the second half only. With ``recompute`` a
+    backward pass begins with a forward pass.
+
+    Returns:
+        none, if the layers were not measured.
+    """
+    if pipeline.times is None:
+        return None
+    forward = tuple(forward for forward, _ in pipeline.times)
+    again = 1.0 if pipeline.settings.recompute else 0.0
+    backward = [backward + again * forward for forward, backward in pipeline.times]
+    halves = [0.0, *(seconds / 2 for seconds in backward[1:])]
+    nothing = (0.0,) * len(forward)
+    return Times(
+        forward=forward,
+        input=tuple(halves),
+        weight=tuple(whole - half for whole, half in zip(backward, halves, strict=True)),
+        transfer=nothing[1:],
+        reduce=nothing,
+        update=nothing,
+    )
+
+
+def usual(done: Iterable[Done], stages: int) -> Times:
+    """The medians of what was measured.
+
+    A transfer takes from the begin of a send to the end of its receive, where the receiver was waiting already.
+    """
+    done = list(done)
+    seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for _, _, (operation, begin, end) in done:
+        seconds[operation.kind, operation.stage].append(end - begin)
+    transfers = _transfers(done)
+
+    def of(kind: Kind) -> tuple[float, ...]:
+        return tuple(_median(seconds[kind, stage]) for stage in range(stages))
+
+    return Times(
+        forward=of(Kind.FORWARD),
+        input=of(Kind.INPUT),
+        weight=tuple(map(max, of(Kind.BACKWARD), of(Kind.WEIGHT))),  # a stage has the one or the other
+        transfer=tuple(_median(transfers.get(border, [])) for border in range(stages - 1)),
+        reduce=of(Kind.REDUCE),
+        update=of(Kind.UPDATE),
+    )
+
+
+def _transfers(done: list[Done]) -> Mapping[int, list[float]]:
+    """For each border between stages the seconds of the transfers over it that were waited for."""
+    sent = {
+        (step, span.operation.stage, span.operation.peer, span.operation.microbatch): span.begin
+        for _, step, span in done
+        if span.operation.kind is Kind.SEND
+    }
+    found: dict[int, list[float]] = defaultdict(list)
+    for _, step, (operation, begin, end) in done:
+        if operation.kind is Kind.RECEIVE:
+            left = sent.get((step, operation.peer, operation.stage, operation.microbatch))
+            if left is not None and begin <= left <= end:
+                found[min(operation.stage, operation.peer)].append(end - left)
+    return found
+
+
+def _median(values: list[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,45 @@
+"""For scripts and tests in which a worker waits until the others are there, or have ended."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+SECONDS = 60.0
+
+
+def note(folder: Path, rank: int) -> None:
+    """Say which process has this rank."""
+    own = folder / f"{rank}.new"
+    own.write_text(str(os.getpid()))
+    own.rename(_file(folder, rank))
+
+
+def await_all(folder: Path, workers: int) -> None:
+    """Until so many workers have said it."""
+    _until(lambda: all(_file(folder, rank).exists() for rank in range(workers)))
+
+
+def await_end(folder: Path, ranks: Sequence[int]) -> None:
+    """Until the processes of these ranks, which have said it, have ended."""
+    processes = [int(_file(folder, rank).read_text()) for rank in ranks]
+    _until(lambda: not any(map(_runs, processes)))
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.pid"
+
+
+def _runs(process: int) -> bool:
+    """Whether it does more than wait to be waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -1,0 +1,97 @@
+"""A pipeline whose stages are given cannot be held by any number of workers: who waits, and who goes on."""
+
+import pytest
+from hand import Hand
+
+from paceline.elastic.words import Bounds
+
+
+@pytest.fixture
+def four() -> Hand:
+    hand = Hand(least=2, most=6, wanted=4)
+    hand.fits = 1, 2, 4, 6
+    hand.come(0, 1, 2, 3)
+    return hand
+
+
+def test_the_others_wait_for_a_replacement(four: Hand) -> None:
+    four.of.expect(4)
+    four.lose(1)
+    four.ready(0, 2, 3)
+    assert four.of.changing and four.of.over is None
+    assert four.notes.count("short") == 1
+    four.come(4)
+    assert four.of.view == [0, 2, 3, 4]
+
+
+def test_without_a_replacement_they_say_what_is_missing(four: Hand) -> None:
+    four.lose(1)
+    four.ready(0, 2, 3)
+    assert four.of.over is not None
+    assert four.of.over["reason"].endswith("; these settings are for 2 or 4 or 6 workers, and 3 are left")
+
+
+def test_another_loss_makes_it_fit(four: Hand) -> None:
+    four.of.expect(4)
+    four.lose(1)
+    four.ready(0, 2, 3)
+    four.lose(0)
+    assert four.of.view == [2, 3]
+
+
+def test_a_joiner_waits_for_another_one(four: Hand) -> None:
+    four.of.want(Bounds(2, 6, 6), four.now)
+    four.come(4)
+    assert not four.of.changing and four.kinds(0) == ["view"]
+    four.come(5)
+    assert four.of.changing
+    four.ready(0, 1, 2, 3, planned=True)
+    assert four.of.view == [0, 1, 2, 3, 4, 5]
+
+
+def test_too_many_joiners(four: Hand) -> None:
+    four.of.want(Bounds(2, 6, 5), four.now)
+    four.come(4)
+    four.lose(0)
+    four.ready(1, 2, 3)
+    assert four.of.view == [1, 2, 3, 4]
+
+
+def test_one_that_is_refused_says_nothing(four: Hand) -> None:
+    four.of.expect(4)
+    four.lose(1)
+    four.ready(0, 2, 3)
+    four.fits = 1, 3
+    four.come(4, other="settings")
+    assert four.last(4)["type"] == "refused"
+    assert four.of.view == [0, 1, 2, 3] and four.of._fits == (1, 2, 4, 6)
+
+
+def test_one_leaves(four: Hand) -> None:
+    """The others have its part of the state: so some go on, and the rest waits until it fits."""
+    four.ready(2, leaving=True, planned=True)
+    four.ready(0, 1, 3, planned=True)
+    assert four.of.view == [0, 1]
+    assert four.last(2)["type"] == "dismissed" and four.kinds(3)[0] == "view"
+    four.come(4)
+    four.ready(0, 1, planned=True)
+    assert four.of.view == [0, 1, 3, 4]
+
+
+def test_more_at_the_start_than_fit() -> None:
+    hand = Hand(least=2, most=6, wanted=5)
+    hand.fits = 1, 2, 4, 6
+    for _ in range(5):
+        hand.of.hope()
+    hand.come(0, 1, 2, 3, 4)
+    assert hand.of.view == [0, 1, 2, 3]
+
+
+def test_the_first_view() -> None:
+    hand = Hand(least=2, most=6, wanted=6)
+    hand.fits = 1, 2, 4, 6
+    hand.of.expect(5)
+    hand.come(0, 1, 2, 3, 4)
+    hand.now = 31.0
+    hand.of.settle(hand.now)
+    assert hand.of.view == [0, 1, 2, 3]

@@ -1,0 +1,50 @@
+"""What is recorded when a model is cut: the borders that are used, and on what."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.comm.team import Team
+from paceline.data.feed import Piece
+from paceline.errors import InputError
+from paceline.schedule.pipeline import one_forward_one_backward
+from paceline.settings import Settings
+from paceline.strategies.base import Job
+from paceline.strategies.staged import Borders, Staged
+
+
+def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> Job:
+    """As the first of two workers sees it."""
+    piece = Piece(range(1), 4, (torch.zeros(4, 6), torch.zeros(4)))
+    buffers = SimpleNamespace(agreed=changing, settled=False)
+    return cast(
+        Job,
+        SimpleNamespace(
+            world=SimpleNamespace(
+                rank=0, size=2, device=torch.device("cuda"), gather=lambda told, during: [told, told]
+            ),
+            compute=SimpleNamespace(model=model, buffers=buffers),
+            update=SimpleNamespace(parameters=dict(model.named_parameters()), optimizer=None),
+            feed=SimpleNamespace(load=lambda step, parts: [piece]),
+            order=SimpleNamespace(microbatches=4),
+            settings=Settings(),
+            events=SimpleNamespace(mark=lambda event, **fields: told.append({"event": event, **fields})),
+        ),
+    )
+
+
+def test_a_cut_is_recorded_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Team, "__init__", lambda *_: None)
+    norm, told = nn.BatchNorm1d(6), list[dict[str, Any]]()
+    model = nn.Sequential(norm, nn.Linear(6, 6), norm, nn.Linear(6, 1))
+    job = job_of(model, ["0.running_mean"], told)
+    with pytest.raises(InputError, match=r"both change the buffer '0.running_mean'"):
+        Staged(job, one_forward_one_backward(2, 4), Borders([(0, 2), (2, 4)]))
+    assert told == []
+    Staged(job, one_forward_one_backward(2, 4), Borders([(0, 3), (3, 4)]))
+    (cut,) = told
+    assert (cut["event"], [len(stage) for stage in cut["stages"]], cut["again"]) == ("cut", [3, 1], True)
+    assert (cut["device"], cut["workers"], cut["microbatches"]) == ("cuda", 2, 4)
