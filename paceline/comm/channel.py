@@ -1,11 +1,12 @@
 """Tensors that go from one worker to another in a known order, such as what crosses the border between two stages.
 
-Their types and shapes are told once for each number of samples, ahead of the first tensors; from then on the receiver
-is ready before they come. Between workers of one machine small ones go through memory that both see.
+Their types, shapes and strides are told once for each number of samples, ahead of the first tensors; from then on the
+receiver is ready before they come. Between workers of one machine small ones go through memory that both see.
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from paceline.comm.lane import LARGEST_BYTES, Lane
+from paceline.comm.layout import Strides, laid_out, one_after_another, strides_of
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import InputError
 
@@ -31,6 +33,7 @@ class Form(NamedTuple):
     shape: tuple[int, ...]
     trained: bool
     """Whether a gradient for it is wanted."""
+    strides: Strides
 
 
 Forms: TypeAlias = "tuple[Form | None, ...]"
@@ -67,6 +70,7 @@ class Outlet:
             InputError: the tensors have other shapes than before for as many samples.
             WorkerLost: the receiver is gone.
         """
+        values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
         forms = tuple(None if value is None else _form(value) for value in values)
         transfers: list[Transfer] = []
         if len(values) > TAGS - 2:
@@ -78,13 +82,17 @@ class Outlet:
             letter = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)
             length = torch.tensor([len(letter)])
             transfers += self._post(length.to(self._world.device), 0) + self._post(letter.to(self._world.device), 1)
-        if self._forms[samples] != forms:
-            before, now = _differing(self._forms[samples], forms)
+        before, now = _differing(self._forms[samples], forms)
+        if before != now:
             raise InputError(
                 f"{self._what} changed between microbatches of {samples} samples from {_told(before)} to {_told(now)}. "
                 f"All microbatches must give the same types and shapes here: pad the samples to one length."
             )
-        plain = {2 + place: _plain(value) for place, value in enumerate(values) if value is not None}
+        plain = {
+            2 + place: one_after_another(value.detach(), form.strides)
+            for place, (value, form) in enumerate(zip(values, self._forms[samples], strict=True))
+            if value is not None and form is not None
+        }
         size = sum(value.nbytes for value in plain.values())
         with self._world.awaits("take", self._what):
             if self._lane is not None and size <= LARGEST_BYTES:
@@ -142,7 +150,7 @@ class Inlet:
         Raises:
             WorkerLost: the sender is gone, or silent for the timeout.
         """
-        first = self._expected[0]
+        first, values = self._expected[0], list[torch.Tensor | None]()
         with self._world.awaits("send", self._what):
             if not first.ready:
                 self._forms[first.samples] = self._ask()
@@ -150,11 +158,13 @@ class Inlet:
             self._expected.popleft()
             _await(first.transfers)
             if self._lane is not None and first.through_lane:
-                self._lane.take([value for value in first.values if value is not None])
-        for value, form in zip(first.values, self._forms[first.samples], strict=True):
-            if value is not None and form is not None:
-                value.requires_grad_(form.trained)
-        return first.values
+                self._lane.take([numbers for numbers in first.numbers if numbers is not None])
+        for numbers, form in zip(first.numbers, self._forms[first.samples], strict=True):
+            if numbers is None or form is None:
+                values.append(None)
+            else:
+                values.append(laid_out(numbers, form.shape, form.strides).requires_grad_(form.trained))
+        return values
 
     def _make_ready(self) -> None:
         """Receive in the order in which it is sent: nothing before what is not known yet."""
@@ -165,15 +175,15 @@ class Inlet:
             if forms is None:
                 return
             arrival.ready = True
-            arrival.values = [
-                None if form is None else torch.empty(form.shape, dtype=form.dtype, device=self._world.device)
-                for form in forms
-            ]
-            size = sum(value.nbytes for value in arrival.values if value is not None)
+            arrival.numbers = [None if form is None else self._room_for(form) for form in forms]
+            size = sum(numbers.nbytes for numbers in arrival.numbers if numbers is not None)
             arrival.through_lane = self._lane is not None and size <= LARGEST_BYTES
-            for place, value in enumerate(arrival.values):
-                if value is not None and not arrival.through_lane:
-                    arrival.transfers += self._post(value, 2 + place)
+            for place, numbers in enumerate(arrival.numbers):
+                if numbers is not None and not arrival.through_lane:
+                    arrival.transfers += self._post(numbers, 2 + place)
+
+    def _room_for(self, form: Form) -> torch.Tensor:
+        return torch.empty(math.prod(form.shape), dtype=form.dtype, device=self._world.device)
 
     def _ask(self) -> Forms:
         length = torch.zeros(1, dtype=torch.int64, device=self._world.device)
@@ -192,7 +202,7 @@ class _Arrival:
         self.samples = samples
         self.ready = False
         self.through_lane = False
-        self.values: list[torch.Tensor | None] = []
+        self.numbers: list[torch.Tensor | None] = []
         self.transfers: list[Transfer] = []
 
 
@@ -201,19 +211,17 @@ def _await(transfers: list[Transfer]) -> None:
         transfer.wait()
 
 
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """The numbers alone, one after the other."""
-    return value.detach().resolve_conj().resolve_neg().contiguous()
-
-
 def _form(value: torch.Tensor) -> Form:
-    return Form(value.dtype, tuple(value.shape), value.requires_grad)
+    return Form(value.dtype, tuple(value.shape), value.requires_grad, strides_of(value))
 
 
 def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:
-    """Both without the places where both have nothing."""
+    """Both without the places where both have nothing, and without strides: others can be laid out like the first."""
     empty = {place for place, pair in enumerate(zip(left, right, strict=False)) if pair == (None, None)}
-    before, now = (tuple(form for place, form in enumerate(forms) if place not in empty) for forms in (left, right))
+    before, now = (
+        tuple(form and form._replace(strides=()) for place, form in enumerate(forms) if place not in empty)
+        for forms in (left, right)
+    )
     return before, now
 
 

@@ -320,16 +320,20 @@ class Executor:
         return passed
 
     def _whole_backward(self, passed: Passed) -> None:
-        if passed.gradients is None:
-            passed.outputs[0].backward()
-            return
-        given = [
+        given: Sequence[torch.Tensor | None] = [None] if passed.gradients is None else passed.gradients
+        pairs = [
             (value, gradient)
-            for value, gradient in zip(passed.outputs, passed.gradients, strict=True)
-            if gradient is not None and value.requires_grad
+            for value, gradient in zip(passed.outputs, given, strict=True)
+            if value.requires_grad and (gradient is not None or passed.gradients is None)
         ]
-        if given:
-            torch.autograd.backward([value for value, _ in given], [gradient for _, gradient in given])
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for value in passed.inputs:
+            if value.requires_grad:
+                value.register_hook(partial(_keep, kept, value))
+        if pairs:
+            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+        for value, gradient in kept:
+            value.grad = gradient
 
     def _leave(self, operation: Operation, passed: Passed) -> None:
         """The gradients for the inputs, for the stage before."""
@@ -369,6 +373,12 @@ class Executor:
     def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Lane | None:
         """From a stage on a worker to a stage on another."""
         return None if self._lanes is None else self._lanes.lane(worker, other, _way(sender, receiver))
+
+
+def _keep(kept: list[tuple[torch.Tensor, torch.Tensor]], value: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Keep a gradient as it lies in memory; what goes into ``.grad`` is laid out like the value."""
+    if not (gradient.is_contiguous() and value.is_contiguous()):
+        kept.append((value, gradient))
 
 
 def _tag(sender: int, receiver: int) -> int:
