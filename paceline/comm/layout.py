@@ -25,7 +25,7 @@ def strides_of(value: torch.Tensor) -> Strides:
 
 def one_after_another(value: torch.Tensor, strides: Strides) -> torch.Tensor:
     """The numbers in the order of these strides, of any for its shape; contiguous, of shape [numel]."""
-    return value.permute(_order(value.shape, strides)).reshape(-1)
+    return value.permute(_order(value.shape, strides)).reshape(-1).contiguous()
 
 
 def laid_out(numbers: torch.Tensor, shape: Sequence[int], strides: Strides) -> torch.Tensor:

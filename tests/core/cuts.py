@@ -106,6 +106,28 @@ class Noise(nn.Module):
         return self.layer(values * (1 + drawn)) + 0.1 * torch.rand(())
 
 
+class Turned(nn.Module):
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.transpose(1, 2)
+
+
+class Spread(nn.Module):
+    """Gives every second number, and the mean, which is the same for each place."""
+
+    def forward(self, values: torch.Tensor) -> Any:
+        return values[..., ::2], values.mean(1, keepdim=True).expand(-1, values.shape[1], -1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, values: Any) -> torch.Tensor:
+        some, mean = values
+        return self.second(self.first(some) * mean)[0]
+
+
 def _cosine(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10)
 
@@ -144,6 +166,16 @@ def _list() -> nn.Module:
     return nn.Sequential(Noise(), Twice(), Joined(), *middle, Twice(), Joined(), Noise(), nn.Linear(12, 4))
 
 
+def _strided() -> nn.Module:
+    first = [nn.Linear(8, 16), Turned(), nn.Linear(33, 33), nn.Tanh(), Turned()]
+    return nn.Sequential(*first, Spread(), Recurrent(), Turned(), nn.Linear(33, 33), Turned(), nn.Linear(16, 4))
+
+
+def _rows(length: int) -> TensorDataset:
+    drawn = torch.randn(length, 33, 12, generator=torch.Generator().manual_seed(11))
+    return TensorDataset(drawn[..., :8].contiguous(), drawn[..., 8:].contiguous())
+
+
 # Batches of 32 samples in 8 microbatches; the last one of an epoch is shorter.
 CUT: dict[str, Callable[[], Arguments]] = {
     "counted tokens": lambda: _of_tied(loss=of_counted_tokens, batch=24),  # 20 in the last batch
@@ -161,6 +193,7 @@ CUT: dict[str, Callable[[], Arguments]] = {
     # then 9 samples in 3 microbatches
     "skips": lambda: _of_classes(_seeded(Skips)),
     "nested values, random numbers": lambda: _of_classes(_seeded(_list)),
+    "strides": lambda: _of_classes(_seeded(_strided), data=_rows(68), loss=functional.mse_loss),
 }
 
 
