@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from paceline.checkpoint.state import hash_of
 from paceline.data.feed import KeyedDataset, Request, collated, to_device
-from paceline.errors import InputError
+from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even
 from paceline.strategies.base import Job
 
@@ -35,6 +36,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
 
     Raises:
         InputError: the data set has no length or no samples, or the value is no number.
+        DisagreementError: the bits of the weights are to be the same on all workers, and are not.
     """
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
         raise InputError(
@@ -45,6 +47,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
     own = even(len(chunks), job.world.size)[job.world.rank]
     read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
     collate = job.collate or default_collate
+    hashes = _hashes(job)
     training = {module: module.training for module in job.compute.model.modules()}
     job.compute.model.eval()
     pairs = []
@@ -54,19 +57,38 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
         with torch.no_grad():
             for chunk in chunks[own.start : own.stop]:
                 items = to_device(collated(read.__getitems__(Request(_EPOCH, list(chunk))), collate), job.world.device)
-                with job.compute.precision():
+                with job.compute.precision(), job.compute.keeping_weights():
                     value = forward(job.compute.model, items)
                 pairs.append(_sum_and_count(value, len(chunk)))
                 buffers.put_all_back()
     finally:
         for module, mode in training.items():
             module.training = mode
-    told = job.world.gather((pairs, job.world.notice()), "evaluate")
-    everyone = [pair for pairs, _ in told for pair in pairs]
+    told = job.world.gather((pairs, job.world.notice(), hashes), "evaluate")
+    _check_alike([hashes for *_, hashes in told])
+    everyone = [pair for pairs, *_ in told for pair in pairs]
     count = math.fsum(pair[1] for pair in everyone)
     if count == 0:
         raise InputError("The metric counted nothing in the whole data set: its counts add up to 0.")
-    return math.fsum(pair[0] for pair in everyone) / count, max(notice for _, notice in told)
+    return math.fsum(pair[0] for pair in everyone) / count, max(notice for _, notice, _ in told)
+
+
+def _hashes(job: Job) -> dict[str, bytes]:
+    """Of the weights, if they are to have the same bits everywhere."""
+    if not job.settings.exact or job.world.size == 1:
+        return {}
+    return {name: hash_of(value) for name, value in job.compute.model.named_parameters()}
+
+
+def _check_alike(hashes: Sequence[dict[str, bytes]]) -> None:
+    for rank, others in enumerate(hashes):
+        for name, value in others.items():
+            if value != hashes[0][name]:
+                raise DisagreementError(
+                    f"The parameter {name!r} is not the same on rank {rank} as on rank 0 any more. Look for code that "
+                    f"changes weights on some ranks only, or in the forward pass (through .data), where each worker "
+                    f"has other samples; or an optimizer that does not do the same everywhere."
+                )
 
 
 def _chunk(job: Job) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -40,6 +40,9 @@ class Compute:
         forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
         seed: of the run.
         autocast: the type of the forward pass, or none.
+
+    Attributes:
+        alone: whether this worker computes everything; else no forward pass may change weights.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None) -> None:
@@ -48,6 +51,8 @@ class Compute:
         self.buffers = Buffers(model)
         self._seed = seed
         self._autocast = autocast
+        self._weights = dict(model.named_parameters())
+        self.alone = True
         self.joins: bool | None = None  # whether neighbouring microbatches are computed in one pass; none: not known
         self.watches_random = False
         self.drew_random = False
@@ -72,9 +77,29 @@ class Compute:
         return _pair(total, count)
 
     def _loss(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor | float]:
-        with self.precision():
+        with self.precision(), self.keeping_weights():
             value = self.forward(self.model, piece.data)
         return sum_and_count(value, piece.samples)
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """In which a forward pass must not change weights: each worker would change them for its own samples only.
+
+        Raises:
+            InputError: names one that it has changed.
+        """
+        if self.alone:
+            yield
+            return
+        before = [value._version for value in self._weights.values()]
+        yield
+        for (name, value), version in zip(self._weights.items(), before, strict=True):
+            if value._version != version:
+                raise InputError(
+                    f"The forward pass changes the parameter {name!r} in place, as an embedding with max_norm does. "
+                    f"Each of several workers would change it for its own samples only. Change weights in the loop "
+                    f"after session.step, in the same way on all workers."
+                )
 
     def precision(self) -> AbstractContextManager[object]:
         """The autocast context of the forward pass."""

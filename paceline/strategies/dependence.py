@@ -1,4 +1,4 @@
-"""What loss and optimizer may depend on where each worker has some stages of the model only."""
+"""What a loss may depend on where each worker has some stages of the model only."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from paceline.checkpoint.state import check_savable
 from paceline.data.feed import Piece
 from paceline.data.keys import kept_states
 from paceline.errors import InputError
-from paceline.strategies.base import Job
 from paceline.strategies.compute import Compute, pair_of
 from paceline.strategies.untouched import untouched
 
@@ -41,22 +39,6 @@ def check_loss(compute: Compute, piece: Piece) -> None:
             f"The loss uses the parameter {noting.used[0]!r} of the model, not only the model's output. A model that "
             f"is cut has its loss where its last stage is, without the parameters of the others: use weight_decay of "
             f"the optimizer for a penalty on weights, or another strategy."
-        )
-
-
-def check_optimizer(job: Job, drew: bool) -> None:
-    """Refuse, after its first update, an optimizer that cannot work on stages; ``drew``: random numbers were drawn.
-
-    Raises:
-        InputError: it did, and the bits are to be those of one process.
-        CheckpointError: its state is more than tensors and numbers of parameters.
-    """
-    check_savable(job.update.optimizer)
-    if drew and job.settings.exact:
-        raise InputError(
-            f"The optimizer {type(job.update.optimizer).__name__} draws random numbers. In a pipeline each worker "
-            f"updates its own stages, so they are not those of one process: leave out exact=True, or use another "
-            f"strategy."
         )
 
 

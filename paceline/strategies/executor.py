@@ -238,7 +238,7 @@ class Executor:
         if self._job.settings.pipeline.recompute:
             contexts = partial(computed_again, compute.buffers, held.buffers)
             call = partial(checkpoint, held.call, values, use_reentrant=False, context_fn=contexts)
-        with self._hooks.weights(operation):
+        with self._hooks.weights(operation), compute.keeping_weights():
             if stage == self._last:
                 passed.outputs = [self._loss(microbatch, call)]
             else:

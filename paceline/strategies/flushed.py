@@ -14,16 +14,16 @@ from dataclasses import replace
 
 import torch
 
+from paceline.checkpoint.state import check_savable
 from paceline.comm.exchange import Divisor, Exchange
 from paceline.comm.notes import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
-from paceline.data.keys import UPDATE, generator_states, same_states, seed_of, seed_torch
+from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
 from paceline.strategies.base import Job, Outcome
-from paceline.strategies.dependence import check_optimizer
 from paceline.strategies.drift import Drift
 from paceline.strategies.executor import Hooks
 from paceline.strategies.outcome import judge
@@ -113,11 +113,10 @@ class Flushed(Hooks):
         loss, norm = mean_loss(parts, exact), self._norm()  # so all know that all have their mean gradients
         job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        before = None if self._updated else generator_states()
         _, rate = job.update.apply(step, norm=norm)
-        if before is not None:
+        if not self._updated:
             self._updated = True
-            check_optimizer(job, drew=not same_states(before, generator_states()))
+            check_savable(job.update.optimizer)
         self.staged.moved()
         with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
             self.staged.tied.spread(self._parameters)

@@ -25,7 +25,8 @@ from torch import nn
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.strategies.asynchronous import Alone
+from paceline.strategies.apart import check_apart
+from paceline.strategies.asynchronous import Alone, servers_of
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.push import DedicatedServers, SharedServers
@@ -42,6 +43,8 @@ class ParameterServer(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        if job.world.size > 1 and servers_of(job) > 1:
+            check_apart(job)
         self._mode = _of(job.settings, job.world.size)(job)
         self.remarks = self._mode.remarks
 

@@ -23,6 +23,7 @@ from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.schedule.choice import STREAMED, shape_of, stream_for
 from paceline.settings import Settings
+from paceline.strategies.apart import check_apart
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.flushed import Flushed
 from paceline.strategies.streamed import Streamed
@@ -38,6 +39,7 @@ class Pipeline(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
+        check_apart(job)
         self._at_work: Flushed | Streamed
         if job.settings.pipeline.schedule in STREAMED:
             self._at_work = Streamed(job)

@@ -1,0 +1,113 @@
+"""Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
+
+It is tried on small parameters with random gradients: some steps with the gradients of all, and as many with those of
+every second one only, must move these alike.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.data.keys import generator_states, kept_states, same_states, seed_torch
+from paceline.errors import InputError
+from paceline.strategies.base import Job
+
+_STEPS = 3
+_LARGEST = 2
+"""Of each dimension of the small parameters."""
+
+
+def check_apart(job: Job) -> None:
+    """Refuse an optimizer that cannot work on a part of the parameters; one that cannot be tried is not refused.
+
+    Raises:
+        InputError: its update of a parameter depends on others, or on random numbers where the bits are to be those of
+            one process.
+    """
+    optimizer = job.update.optimizer
+    kind = type(optimizer).__name__
+    split = f"With strategy {job.settings.strategy!r} different workers update different parameters"
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    with kept_states():
+        try:
+            together, drew = _trial(optimizer, range(count))
+        except Exception:  # noqa: BLE001 - it may be of any kind; what it cannot do shows when it is used
+            return
+        if drew:
+            if job.settings.exact:
+                raise InputError(
+                    f"The optimizer {kind} draws random numbers. {split}, so they are not those of one process: leave "
+                    f"out exact=True, or use strategy 'allreduce'."
+                )
+            return
+        for first in (0, 1):
+            places = range(first, count, 2)
+            try:
+                alone, _ = _trial(optimizer, places)
+                alike = all(_same(alone[place], together[place]) for place in places)
+            except Exception:  # noqa: BLE001 - as above
+                alike = False
+            if not alike:
+                raise InputError(
+                    f"The optimizer {kind} updates a parameter in another way when the others have no gradients: it "
+                    f"looks at several at once, such as at the norm of all. {split}. Use strategy 'allreduce', or "
+                    f"another optimizer; clip_norm clips by the norm of all gradients everywhere."
+                )
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _trial(optimizer: Optimizer, places: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
+    """Small parameters after some steps in which those at these places have gradients; whether a step drew numbers."""
+    small, parameters = _small(optimizer)
+    drew = False
+    for step in range(_STEPS):
+        for place, parameter in enumerate(parameters):
+            seed_torch(step * len(parameters) + place)
+            gradient = torch.randn_like(parameter)
+            parameter.grad = gradient if place in places and parameter.requires_grad else None
+        before = generator_states()
+        type(small).step(small)
+        drew = drew or not same_states(before, generator_states())
+    return [parameter.detach() for parameter in parameters], drew
+
+
+def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
+    """The same optimizer of small parameters.
+
+    Its ``step`` may have been replaced by a schedule's, which would step the optimizer itself.
+    """
+    memo: dict[int, Any] = {}
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            seed_torch(len(parameters))
+            small = nn.Parameter(torch.randn_like(_corner(value)), requires_grad=value.requires_grad)
+            memo[id(value)] = small
+            parameters.append(small)
+    kept = {key: value for key, value in vars(optimizer).items() if key not in ("step", "state")}
+    made: Optimizer = object.__new__(type(optimizer))
+    vars(made).update(copy.deepcopy(kept, memo))
+    made.state = defaultdict(dict)
+    for value, state in optimizer.state.items():
+        for key, entry in state.items():
+            alike = isinstance(entry, torch.Tensor) and entry.shape == value.shape
+            made.state[memo[id(value)]][key] = _corner(entry).clone() if alike else copy.deepcopy(entry, memo)
+    for group in made.param_groups:
+        group["lr"] = group.get("lr") or 0.01  # a warm-up may begin with nothing
+    return made, parameters
+
+
+def _corner(value: torch.Tensor) -> torch.Tensor:
+    for axis, size in enumerate(value.shape):
+        value = value.detach().narrow(axis, 0, min(size, _LARGEST))
+    return value.detach()

@@ -1,0 +1,109 @@
+"""What would let the workers' weights part from each other is found, on every worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paceline.testing.ranks import Ended
+
+Run = Callable[..., list[Ended]]
+
+HEAD = """
+import os
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional
+import paceline
+from torch.utils.data import TensorDataset
+
+RANK = int(os.environ["RANK"])
+torch.manual_seed(0)
+tokens = torch.randint(0, 20, (48, 5))
+data = TensorDataset(tokens, tokens.sum(1) % 2)
+given = dict(
+    optimizer=partial(torch.optim.SGD, lr=0.1), loss=functional.cross_entropy, data=data, batch=16, timeout_seconds=30
+)
+"""
+EMBEDDING = """
+model = nn.Sequential(nn.Embedding(20, 4, max_norm=LARGEST), nn.Flatten(), nn.Linear(20, 2))
+session = paceline.start(model=model, **given, strategy=STRATEGY)
+for batch in session.batches(steps=4):
+    session.step(batch)
+print("done", flush=True)
+"""
+
+
+def message(one: Ended) -> str:
+    (line,) = [line for line in one.err.splitlines() if line.startswith(f"paceline: rank {one.rank}: ")]
+    return line
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "stealing", "parameter-server", "hogwild", "local-sgd", "pipeline"])
+def test_a_forward_pass_that_changes_weights(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    body = EMBEDDING.replace("LARGEST", "0.5").replace("STRATEGY", repr(strategy))
+    for one in ranks(HEAD + body, 2, tmp_path, deadline=60):
+        assert one.code != 0
+        assert "done" not in one.out
+    said = [message(one) for one in ranks(HEAD + body, 2, tmp_path, deadline=60)]
+    assert any("InputError: The forward pass changes the parameter '0.weight' in place" in line for line in said)
+
+
+def test_one_process_may_change_weights_in_its_forward_pass(ranks: Run, tmp_path: Path) -> None:
+    body = EMBEDDING.replace("LARGEST", "0.5").replace("STRATEGY", "'allreduce'")
+    (one,) = ranks(HEAD + body, 1, tmp_path, deadline=60)
+    assert (one.code, one.out.strip()) == (0, "done")
+
+
+def test_an_evaluation_finds_weights_that_are_not_alike(ranks: Run, tmp_path: Path) -> None:
+    body = """
+model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 2))
+session = paceline.start(model=model, **given, exact=True)
+for batch in session.batches(steps=3):
+    session.step(batch)
+    if RANK == 2 and batch.step == 1:
+        with torch.no_grad():
+            model[2].weight[0, 0] += 1e-3
+    if batch.step == 0:
+        print("alike", session.evaluate(data) > 0, flush=True)
+session.evaluate(data)
+print("done", flush=True)
+"""
+    for one in ranks(HEAD + body, 3, tmp_path, deadline=60):
+        assert (one.code, one.out.strip()) == (3, "alike True")
+        assert "DisagreementError: The parameter '2.weight' is not the same on rank 2 as on rank 0" in message(one)
+
+
+COUPLED = """
+class Normed(torch.optim.SGD):
+    def step(self, closure=None):
+        gradients = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 2))
+given["optimizer"] = partial(Normed, lr=0.1)
+session = paceline.start(model=model, **given, SETTINGS)
+for batch in session.batches(steps=2):
+    session.step(batch)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "strategy='pipeline'",
+        "strategy='pipeline', pipeline={'schedule': 'pipedream'}",
+        "strategy='parameter-server', server={'count': 2}, exact=True",
+        "strategy='parameter-server', server={'count': 2, 'mode': 'async'}",
+    ],
+)
+def test_an_optimizer_that_looks_at_all_gradients(ranks: Run, tmp_path: Path, settings: str) -> None:
+    for one in ranks(HEAD + COUPLED.replace("SETTINGS", settings), 2, tmp_path, deadline=60):
+        assert (one.code, one.out) == (2, "")
+        assert "InputError: The optimizer Normed updates a parameter in another way" in message(one)

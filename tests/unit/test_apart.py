@@ -1,0 +1,122 @@
+"""An optimizer that cannot update a part of the parameters is found before it does; all others are left as they are."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch._inductor.compiler_bisector  # sets a variable of the environment, once
+from torch import nn, optim
+
+from paceline.errors import InputError
+from paceline.strategies.apart import check_apart
+from paceline.strategies.base import Job
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [*nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Conv2d(3, 4, 3)).parameters()]
+
+
+def job_of(optimizer: optim.Optimizer, exact: bool = True) -> Job:
+    settings = SimpleNamespace(strategy="pipeline", exact=exact)
+    return cast(Job, SimpleNamespace(update=SimpleNamespace(optimizer=optimizer), settings=settings))
+
+
+EACH_BY_ITSELF = {
+    "SGD": partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": partial(optim.AdamW, lr=0.1, amsgrad=True),
+    "AdamW, fused": partial(optim.AdamW, lr=0.1, fused=True),
+    "Adam, for each": partial(optim.Adam, lr=0.1, foreach=True),
+    "Adagrad": partial(optim.Adagrad, lr=0.1),
+    "Adafactor": partial(optim.Adafactor, lr=0.1),
+    "RMSprop": partial(optim.RMSprop, lr=0.1, centered=True),
+    "Rprop": partial(optim.Rprop, lr=0.1),
+    "NAdam": partial(optim.NAdam, lr=0.1),
+}
+
+
+def step(optimizer: optim.Optimizer, values: list[nn.Parameter]) -> None:
+    for value in values:
+        value.grad = torch.ones_like(value)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("make", EACH_BY_ITSELF.values(), ids=EACH_BY_ITSELF)
+def test_the_optimizer_is_left_as_it_is(make: Any) -> None:
+    checked, other = parameters(), parameters()
+    first, second = make(checked), make(other)
+    schedules = [optim.lr_scheduler.LambdaLR(one, lambda number: number / 2) for one in (first, second)]  # from 0 on
+    check_apart(job_of(first))
+    for _ in range(2):
+        step(first, checked)
+        step(second, other)
+        for schedule in schedules:
+            schedule.step()
+        drawn = torch.get_rng_state()
+        check_apart(job_of(first))
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert all(torch.equal(value.grad, torch.ones_like(value)) for value in checked if value.grad is not None)
+    for value, alike in zip(checked, other, strict=True):
+        assert torch.equal(value, alike)
+        assert first.state[value].keys() == second.state[alike].keys()
+
+
+class Normed(optim.SGD):
+    """Makes the norm of all gradients one."""
+
+    def step(self, closure: Any = None) -> None:
+        given = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in given]).norm()
+        for gradient in given:
+            gradient.div_(norm)
+        super().step(closure)
+
+
+class Paced(optim.SGD):
+    """Its learning rate follows what all gradients were before."""
+
+    def __init__(self, values: Any, lr: float) -> None:
+        super().__init__(values, lr=lr)
+        self.sum = 0.0
+
+    def step(self, closure: Any = None) -> None:
+        given = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
+        self.param_groups[0]["lr"] = 0.1 / (1 + self.sum)
+        self.sum += sum(float(gradient.square().sum()) for gradient in given)
+        super().step(closure)
+
+
+class Noisy(optim.SGD):
+    """Adds noise to the gradients."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for value in group["params"]:
+                if value.grad is not None:
+                    value.grad.add_(torch.randn_like(value))
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [Normed, Paced])
+@pytest.mark.parametrize("exact", [True, False])
+def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[optim.Optimizer], exact: bool) -> None:
+    with pytest.raises(InputError, match=rf"{kind.__name__} updates a parameter in another way .*clip_norm"):
+        check_apart(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
+
+
+def test_one_that_draws_random_numbers_is_refused_where_bits_count() -> None:
+    check_apart(job_of(Noisy(parameters(), lr=0.1), exact=False))
+    with pytest.raises(InputError, match=r"Noisy draws random numbers.*exact=True"):
+        check_apart(job_of(Noisy(parameters(), lr=0.1)))
+
+
+def test_one_that_cannot_be_tried_is_not_refused() -> None:
+    class Closed(optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            closure()
+
+    check_apart(job_of(Closed(parameters(), lr=0.1)))
