@@ -326,14 +326,14 @@ class Executor:
             for value, gradient in zip(passed.outputs, given, strict=True)
             if value.requires_grad and (gradient is not None or passed.gradients is None)
         ]
-        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for value in passed.inputs:
+        kept: dict[int, torch.Tensor] = {}
+        for place, value in enumerate(passed.inputs):
             if value.requires_grad:
-                value.register_hook(partial(_keep, kept, value))
+                value.register_hook(partial(_keep, kept, place, value.is_contiguous()))
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-        for value, gradient in kept:
-            value.grad = gradient
+        for place, gradient in kept.items():
+            passed.inputs[place].grad = gradient
 
     def _leave(self, operation: Operation, passed: Passed) -> None:
         """The gradients for the inputs, for the stage before."""
@@ -375,10 +375,10 @@ class Executor:
         return None if self._lanes is None else self._lanes.lane(worker, other, _way(sender, receiver))
 
 
-def _keep(kept: list[tuple[torch.Tensor, torch.Tensor]], value: torch.Tensor, gradient: torch.Tensor) -> None:
+def _keep(kept: dict[int, torch.Tensor], place: int, contiguous: bool, gradient: torch.Tensor) -> None:
     """Keep a gradient as it lies in memory; what goes into ``.grad`` is laid out like the value."""
-    if not (gradient.is_contiguous() and value.is_contiguous()):
-        kept.append((value, gradient))
+    if not (contiguous and gradient.is_contiguous()):
+        kept[place] = gradient
 
 
 def _tag(sender: int, receiver: int) -> int:
