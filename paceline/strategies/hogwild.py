@@ -22,7 +22,6 @@ take with them have each update that the table says is made, and no other.
 
 from __future__ import annotations
 
-import warnings
 from typing import ClassVar
 
 import torch
@@ -94,11 +93,8 @@ class HogWild(Asynchronous):
 
     def _schedule_to(self, version: int) -> None:
         """Let the schedule catch up with the updates of others."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses an update by this worker's own optimizer
-            while self._scheduled < version:
-                self._job.update.advance()
-                self._scheduled += 1
+        self._job.update.advance_after(version - self._scheduled)
+        self._scheduled = max(self._scheduled, version)
 
     def _leave_state(self, table: Table) -> None:
         self._schedule_to(table.version)

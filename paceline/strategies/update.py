@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -143,7 +144,7 @@ class Update:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]
-        now = self.scaling.at(step) / self.scaling.factor * factor
+        now = self._part(step) * factor
         if now != 1.0:
             for group, rate in zip(groups, full, strict=True):
                 group["lr"] = rate * now
@@ -153,6 +154,10 @@ class Update:
             group["lr"] = rate
         self.advance()
         return norm, used
+
+    def _part(self, step: int) -> float:
+        """Of the full learning rate, by the warm-up."""
+        return self.scaling.at(step) / self.scaling.factor
 
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""
@@ -167,6 +172,21 @@ class Update:
         """Let the schedule go one step on."""
         if self.schedule is not None:
             self.schedule.step()
+
+    def follow(self, step: int) -> float:
+        """Go on after an update that another worker makes, alone; returns the learning rate that it uses."""
+        used = float(self.optimizer.param_groups[0]["lr"] * self._part(step))
+        self.advance_after(1)
+        return used
+
+    def advance_after(self, updates: int) -> None:
+        """Let the schedule go on after so many updates of other workers."""
+        if self.schedule is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses an update by this worker's own optimizer
+            for _ in range(updates):
+                self.schedule.step()
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

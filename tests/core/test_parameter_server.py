@@ -353,6 +353,55 @@ tell(before=before, after=len(session._job.update.optimizer.state), fingerprint=
     assert len({one["fingerprint"] for one in everyone}) == 1
 
 
+
+COUPLED = """
+import os
+from functools import partial
+import paceline
+import torch
+from subjects import CASES, tell
+
+class Normed(torch.optim.SGD):
+    # looks at all gradients at once
+    def step(self, closure=None):
+        gradients = [value.grad for value in self.param_groups[0]["params"]]
+        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+        for gradient in gradients:
+            gradient.div_(norm)
+        self.param_groups[0]["made"] += 1
+        return super().step()
+
+def normed(parameters):
+    return Normed([{"params": parameters, "made": 0}], lr=0.05, momentum=0.9)
+
+given = CASES["mlp, momentum"]() | {
+    "optimizer": normed,
+    "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    "server": {"count": 1, "dedicated": os.environ["DEDICATED"] == "1"},
+}
+session = paceline.start(**given, exact=True, strategy="parameter-server", timeout_seconds=30)
+reports = []
+for batch in session.batches(steps=5):
+    report = session.step(batch)
+    reports.append([report.loss, report.gradient_norm, report.learning_rate])
+(group,) = session._job.update.optimizer.param_groups
+made = group["made"], group["lr"], session._job.update.schedule.last_epoch
+tell(fingerprint=session.fingerprint(), reports=reports, made=made)
+"""
+
+
+@pytest.mark.parametrize(("workers", "dedicated"), [(2, "0"), (3, "0"), (3, "1")])
+def test_in_mode_sync_only_servers_call_the_optimizer(
+    told: Told, tmp_path: Path, workers: int, dedicated: str
+) -> None:
+    """With one server an optimizer that looks at all gradients at once gives the bits of one process."""
+    environment = {"DEDICATED": dedicated}
+    (alone,) = told(COUPLED, 1, tmp_path / "alone", environment=environment)
+    assert alone["made"] == [5, 0.05 / 4, 5]
+    for one in told(COUPLED, workers, tmp_path / "several", environment=environment):
+        assert one == alone
+
+
 def test_in_mode_sync_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": '{"mode": "sync"}', "THEN": "skip", "EPOCHS": "2"}
     everyone = told(SKIPPED, 3, tmp_path, environment=environment)
