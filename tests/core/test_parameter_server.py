@@ -1,6 +1,7 @@
 """Parameter servers: what each mode promises, proved from the records of runs with uneven workers."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -171,6 +172,43 @@ def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: boo
     assert again == [{"start": 6, "weights": expected(2)}] * 2
     (alone,) = told(RESUMED, 1, tmp_path / "third", environment=environment | {"STOP": "16"})
     assert alone == {"start": 15, "weights": expected(2)}
+
+
+
+REPORTED = """
+import counted, json, os
+from paceline.strategies.asynchronous import Asynchronous
+from subjects import tell
+known = []
+set_out = Asynchronous._set_out
+def watched(strategy, step):
+    notice = set_out(strategy, step)
+    known.append(strategy._claims.look().newest >= 0)
+    return notice
+Asynchronous._set_out = watched
+session = counted.start(
+    **json.loads(os.environ["GIVEN"]), checkpoint={"directory": os.environ["SAVED"], "every": 6}, resume="auto"
+)
+outcomes = []
+for batch in session.batches(steps=int(os.environ["STOP"])):
+    report = session.step(batch)
+    outcomes += [report.loss, report.gradient_norm]
+    if batch.step == 3:
+        session.evaluate(counted.TensorDataset(counted.inputs()))
+tell(known=known, outcomes=outcomes, fingerprint=session.fingerprint())
+"""
+APART = [{"strategy": "hogwild"}, *({"strategy": "parameter-server", "server": server} for server in WAYS)]
+
+
+@pytest.mark.parametrize("given", APART, ids=str)
+def test_each_report_has_an_outcome(told: Told, tmp_path: Path, given: dict[str, Any]) -> None:
+    """Also of a worker that has computed nothing yet, of a server, after settling and from a checkpoint."""
+    environment = {"GIVEN": json.dumps(given), "SAVED": str(tmp_path / "saved"), "SLOW": "0.002,0.02,0.004"}
+    first = told(REPORTED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
+    again = told(REPORTED, 3, tmp_path / "again", environment=environment | {"STOP": "12"})
+    assert all(math.isfinite(value) for one in (*first, *again) for value in one["outcomes"])
+    assert [one["known"][1:] for one in first] == [[True, True]] * 3  # after the evaluation, and the checkpoint
+    assert [one["known"] for one in again] == [[True]] * 3
 
 
 SKIPPED = """
