@@ -85,7 +85,7 @@ class Asynchronous(Strategy):
         self._mine: int | None = None
         self._top = 0
         self._newest: Outcome | None = None
-        self._whole = Whole(job)
+        self._whole = Whole(job, self.sparse)
         self._delays = Tally(self._memory, job.world.rank)
         self._rounds = Tally(self._memory, job.world.rank)
         book = job.books.get(BOOK, {})

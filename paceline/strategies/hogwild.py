@@ -65,7 +65,8 @@ class HogWild(Asynchronous):
             parameter.data = shared
 
     def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
-        if not self._private:
+        first = not self._private
+        if first:
             self._share()
         skipped = self._judge(step, pieces, parts)
         if skipped is not None:
@@ -76,6 +77,8 @@ class HogWild(Asynchronous):
             self._schedule_to(table.version)
             outcome = self._apply(step, parts, changed, table.done)
             self._scheduled += 1
+            if first:
+                self._shard.check_states()
             self._shard.write_buffers(0)
             self._claims.made(step)
             with self._claims.change() as table:

@@ -124,10 +124,8 @@ class Served:
         for name, parameter in self.parameters.items():
             if self.homes[name] != self._world.rank:
                 parameter.grad = None
-        if self._own is None:
-            rate = self._update.follow(step)
-        else:
-            _, rate = self._update.apply(step, norm=norm)
+        _, rate = self._update.apply(step, norm=norm, here=self._own is not None)
+        if self._own is not None:
             self._own.write(copy)
             self._memory.announce(self._flag, self.version + 1)
         self._memory.wait(self._flag, self.version + 1, ranks=self._servers)

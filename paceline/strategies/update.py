@@ -131,33 +131,50 @@ class Update:
         """The learning rate of the first parameter group for a step far beyond the warm-up."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def apply(self, step: int, factor: float = 1.0, norm: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
+    def apply(
+        self, step: int, factor: float = 1.0, norm: torch.Tensor | None = None, here: bool = True
+    ) -> tuple[torch.Tensor, float]:
         """Update the parameters from their ``.grad``; returns the gradients' global norm and the learning rate used.
 
         Args:
             step: how many updates there were before; for the warm-up.
             factor: of the learning rate of this update.
             norm: the global norm before clipping, where ``.grad`` holds a part of the gradients only.
+            here: whether this worker has a part in the update; else only the schedule goes on.
         """
         norm = self.norm() if norm is None else norm
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]
-        now = self._part(step) * factor
+        now = self.scaling.at(step) / self.scaling.factor * factor
         if now != 1.0:
             for group, rate in zip(groups, full, strict=True):
                 group["lr"] = rate * now
         used = float(groups[0]["lr"])
-        self.optimizer.step()
+        if here:
+            self._step()
         for group, rate in zip(groups, full, strict=True):
             group["lr"] = rate
-        self.advance()
+        if here:
+            self.advance()
+        else:
+            self.advance_after(1)
         return norm, used
 
-    def _part(self, step: int) -> float:
-        """Of the full learning rate, by the warm-up."""
-        return self.scaling.at(step) / self.scaling.factor
+    def _step(self) -> None:
+        """Call the optimizer, and explain what it says about gradients of which some are sparse."""
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            sparse = [name for name, one in self.parameters.items() if one.grad is not None and one.grad.is_sparse]
+            if not sparse:
+                raise
+            raise InputError(
+                f"{type(self.optimizer).__name__} cannot make the update, in which the parameter {sparse[0]!r} has a "
+                f"sparse gradient: {error}. Of torch's optimizers SGD and Adagrad take sparse gradients and dense "
+                f"ones, SparseAdam only sparse ones; or use sparse=False."
+            ) from error
 
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""
@@ -172,12 +189,6 @@ class Update:
         """Let the schedule go one step on."""
         if self.schedule is not None:
             self.schedule.step()
-
-    def follow(self, step: int) -> float:
-        """Go on after an update that another worker makes, alone; returns the learning rate that it uses."""
-        used = float(self.optimizer.param_groups[0]["lr"] * self._part(step))
-        self.advance_after(1)
-        return used
 
     def advance_after(self, updates: int) -> None:
         """Let the schedule go on after so many updates of other workers."""

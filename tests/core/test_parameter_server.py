@@ -174,7 +174,6 @@ def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: boo
     assert alone == {"start": 15, "weights": expected(2)}
 
 
-
 REPORTED = """
 import counted, json, os
 from paceline.strategies.asynchronous import Asynchronous
@@ -316,6 +315,55 @@ paceline.start(**CASES["mlp, momentum"](), strategy="parameter-server",
         assert f"server.count = {count}" in one.err and "more than 2 workers" in one.err
 
 
+UNSHARED = """
+import counted, json, os
+import torch
+
+class Own(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        self.factor = lambda step: 0.9**step
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+
+class Leaving(Own):
+    def state_dict(self):
+        return {key: value for key, value in super().state_dict().items() if key != "factor"}
+
+def watched(parameters):
+    return torch.optim.SGD([{"params": parameters, "watch": lambda: 0}], lr=0.1)
+
+given = {"schedule": {"schedule": Own}, "left out": {"schedule": Leaving}, "optimizer": {"optimizer": watched}}
+session = counted.start(**json.loads(os.environ["GIVEN"]), **given[os.environ["CASE"]])
+print("started")
+for batch in session.batches(epochs=1):
+    session.step(batch)
+print(session.fingerprint())
+"""
+SHARING = [*APART, {"strategy": "parameter-server"}]
+
+
+@pytest.mark.parametrize("given", SHARING, ids=str)
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("schedule", ["Own has 'factor'", "a function", "state_dict"]), ("optimizer", ["SGD has 'watch'", "a function"])],
+)
+def test_what_workers_cannot_share_is_refused_at_the_start(
+    ranks: Run, tmp_path: Path, given: dict[str, Any], case: str, words: Sequence[str]
+) -> None:
+    for one in ranks(UNSHARED, 3, tmp_path, environment={"GIVEN": json.dumps(given), "CASE": case}):
+        assert one.code == 2 and not one.out
+        assert "InputError" in one.err and all(word in one.err for word in words)
+
+
+def test_what_a_schedule_leaves_out_is_not_shared(ranks: Run, tmp_path: Path) -> None:
+    environment = {"GIVEN": json.dumps({"strategy": "parameter-server"}), "CASE": "left out"}
+    everyone = ranks(UNSHARED, 3, tmp_path / "several", environment=environment)
+    everyone += ranks(UNSHARED, 1, tmp_path / "alone", environment=environment)
+    assert {one.code for one in everyone} == {0} and len({one.out for one in everyone}) == 1
+
+
 def test_bits_are_refused_but_in_mode_sync(ranks: Run, tmp_path: Path) -> None:
     environment = {"SERVER": json.dumps({"mode": "bounded"}), "GIVEN": json.dumps({"exact": True})}
     for one in ranks(COUNTED, 2, tmp_path, environment=environment):
@@ -391,7 +439,6 @@ tell(before=before, after=len(session._job.update.optimizer.state), fingerprint=
     assert len({one["fingerprint"] for one in everyone}) == 1
 
 
-
 COUPLED = """
 import os
 from functools import partial
@@ -429,9 +476,7 @@ tell(fingerprint=session.fingerprint(), reports=reports, made=made)
 
 
 @pytest.mark.parametrize(("workers", "dedicated"), [(2, "0"), (3, "0"), (3, "1")])
-def test_in_mode_sync_only_servers_call_the_optimizer(
-    told: Told, tmp_path: Path, workers: int, dedicated: str
-) -> None:
+def test_in_mode_sync_only_servers_call_the_optimizer(told: Told, tmp_path: Path, workers: int, dedicated: str) -> None:
     """With one server an optimizer that looks at all gradients at once gives the bits of one process."""
     environment = {"DEDICATED": dedicated}
     (alone,) = told(COUPLED, 1, tmp_path / "alone", environment=environment)
