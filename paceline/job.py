@@ -32,6 +32,7 @@ from paceline.strategies.base import Job, Strategy
 from paceline.strategies.compute import Compute, Forward, loss_of, recompute
 from paceline.strategies.registry import strategy_named, unread
 from paceline.strategies.update import Update, scaling_of
+from paceline.strategies.verdict import refused_as_sparse
 
 _log = logging.getLogger("paceline")
 
@@ -137,10 +138,7 @@ def _check_model(model: Any, sparse: bool) -> None:
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
-            raise InputError(
-                f"{name!r} gives sparse gradients, which this strategy cannot average: use sparse=False, or strategy "
-                f"'hogwild'."
-            )
+            raise refused_as_sparse(f"{name!r} gives")
 
 
 def numerics(settings: Settings) -> dict[str, object]:

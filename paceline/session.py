@@ -69,8 +69,9 @@ class Batch:
 class Report:
     """What one step did; the same on every worker but for the times.
 
-    With an asynchronous strategy the outcome is that of the newest step that this worker knows of, with local SGD,
-    between two averages, that of this worker's share, and with PipeDream that of what came back to this worker.
+    With an asynchronous strategy the outcome is that of the newest step that this worker knows of (it waits for the
+    first there is), with local SGD, between two averages, that of this worker's share, and with PipeDream that of what
+    came back to this worker.
 
     Attributes:
         step: the number of the step, from 0.

@@ -30,6 +30,7 @@ _HEADER = struct.Struct("<qq")
 _NOTES_AT = 64
 _NOTES_BYTES = 1 << 20
 _NOTES_BYTES_EACH = 1 << 10
+_CANNOT_BE_PICKLED = pickle.PicklingError, TypeError, AttributeError
 _STATES = 8
 """Room for optimizer states, in the size of the parameters; memory that is not written takes none."""
 
@@ -89,6 +90,7 @@ class Shard:
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Notes, list[torch.Tensor]] | None] = [None, None]
         self._taken = -1
+        self.check_states()
 
     def views(self, copy: int) -> list[torch.Tensor]:
         """The parameters of a copy as they lie in memory."""
@@ -131,31 +133,58 @@ class Shard:
             place += aligned(example.nbytes)
         return views
 
+    def check_states(self) -> None:
+        """Refuse optimizer states that cannot be held.
+
+        Raises:
+            InputError: says which.
+        """
+        self._packed(self._described()[0])
+
     # The optimizer's states may grow during training: a parameter gets one with its first gradient.
 
     def write_states(self, copy: int) -> None:
         """Put the optimizer states, the learning rates and the schedule into a copy."""
-        entries, numbers, values = self._described()
-        groups = [
-            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
-        ]
-        notes = _Notes(entries, numbers, groups, None if self._schedule is None else self._schedule.state_dict())
-        written = pickle.dumps(tuple(notes))
-        if len(written) > self._notes_room:
-            raise InputError(
-                f"The optimizer and its schedule have {len(written)} bytes besides their tensors, and there is room "
-                f"for {self._notes_room}: strategy 'parameter-server' and 'hogwild' cannot hold them."
-            )
+        notes, values = self._described()
+        written = self._packed(notes)
         start = copy * self._size
         number = 1 + max(_HEADER.unpack_from(self._block, each * self._size)[0] for each in (0, 1))
         _HEADER.pack_into(self._block, start, number, len(written))
         self._block[start + _NOTES_AT : start + _NOTES_AT + len(written)] = written
         if values:
             with torch.no_grad():
-                torch._foreach_copy_(self._state_views(copy, entries), values)
+                torch._foreach_copy_(self._state_views(copy, notes.entries), values)
         self._taken = number
 
-    def _described(self) -> tuple[list[_Entry], list[tuple[int, str, object]], list[torch.Tensor]]:
+    def _packed(self, notes: _Notes) -> bytes:
+        try:
+            written = pickle.dumps(tuple(notes))
+        except _CANNOT_BE_PICKLED as error:
+            raise self._unshareable(notes, error) from error
+        if len(written) > self._notes_room:
+            raise InputError(
+                f"The optimizer and its schedule have {len(written)} bytes besides their tensors, and there is room "
+                f"for {self._notes_room}: strategy 'parameter-server' and 'hogwild' cannot hold them."
+            )
+        return written
+
+    def _unshareable(self, notes: _Notes, error: Exception) -> InputError:
+        """Names the first value that cannot be pickled."""
+        held: list[tuple[object, str, object]] = [(self._optimizer, key, value) for _, key, value in notes.numbers]
+        held += [(self._optimizer, key, value) for group in notes.groups for key, value in group.items()]
+        held += [(self._schedule, key, value) for key, value in (notes.schedule or {}).items()]
+        owner, key, value = next(one for one in held if not _can_be_pickled(one[2]))
+        cure = (
+            "leave it out of its state_dict, as LambdaLR of torch does"
+            if owner is self._schedule
+            else "keep it beside the groups and the states of its parameters"
+        )
+        return InputError(
+            f"{type(owner).__name__} has {key!r} in its state, a {type(value).__name__} that cannot be handed to other "
+            f"workers ({error}): {cure}."
+        )
+
+    def _described(self) -> tuple[_Notes, list[torch.Tensor]]:
         entries: list[_Entry] = []
         numbers: list[tuple[int, str, object]] = []
         values: list[torch.Tensor] = []
@@ -165,6 +194,12 @@ class Shard:
                 if not isinstance(value, torch.Tensor):
                     numbers.append((owner, key, value))
                     continue
+                if value.is_sparse:
+                    raise InputError(
+                        f"{type(self._optimizer).__name__} keeps a sparse {key!r} for the parameter "
+                        f"{self._names[owner]!r}, which workers cannot share: use it without that (SGD without "
+                        f"momentum), or Adagrad."
+                    )
                 entries.append(_Entry(owner, key, value.dtype, tuple(value.shape), place))
                 values.append(value)
                 place += aligned(value.nbytes)
@@ -173,7 +208,11 @@ class Shard:
                 f"The states of {type(self._optimizer).__name__} are more than {_STATES} times as large as the "
                 f"parameters: strategy 'parameter-server' and 'hogwild' have no room for them."
             )
-        return entries, numbers, values
+        groups = [
+            {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
+        ]
+        schedule = None if self._schedule is None else self._schedule.state_dict()
+        return _Notes(entries, numbers, groups, schedule), values
 
     def read_states(self, copy: int) -> None:
         """Take over the optimizer states, the learning rates and the schedule."""
@@ -223,6 +262,14 @@ class Shard:
     def _state_views(self, copy: int, entries: list[_Entry]) -> list[torch.Tensor]:
         start = copy * self._size
         return [view_of(self._block, start + entry.place, entry.dtype, entry.shape) for entry in entries]
+
+
+def _can_be_pickled(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except _CANNOT_BE_PICKLED:
+        return False
+    return True
 
 
 def cut(parameters: dict[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:

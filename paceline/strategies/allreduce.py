@@ -31,7 +31,7 @@ from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.joining import Joining
 from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import Sums, Values, add_one
-from paceline.strategies.verdict import Part
+from paceline.strategies.verdict import Part, check_dense
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
 
@@ -215,6 +215,7 @@ class Leaving:
         values: Values = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        check_dense(self._names, values)
         self._missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)
 
@@ -272,6 +273,7 @@ class Leaving:
                 )
             gradient = self._parameters[place].grad
             self._parameters[place].grad = None
+            check_dense([self._names[place]], [gradient])
             self._waiting.discard(place)
             self._write(place, gradient)
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -44,7 +45,7 @@ class Alone(Single):
         book = self._job.books.get(BOOK, {})
         outcome = self._catch_up(book)
         if step < book.get("top", 0):  # done before, or just now
-            return outcome or Outcome(math.nan, math.nan, self._job.update.learning_rate)
+            return outcome or outcome_of(_with_newest(Table(), book), self._job)
         return self._note(step, super().step(step, pieces))
 
     def settle(self, steps: int) -> None:
@@ -61,6 +62,8 @@ class Alone(Single):
     def _note(self, step: int, outcome: Outcome) -> Outcome:
         if outcome.applied:
             self._job.events.mark("update", step=step, delay=0, learning_rate=outcome.learning_rate)
+        newest = step, outcome.loss, float(outcome.norm), outcome.learning_rate, outcome.applied
+        self._job.books.setdefault(BOOK, {})["newest"] = list(newest)
         return outcome
 
 
@@ -82,7 +85,7 @@ class Asynchronous(Strategy):
         self._mine: int | None = None
         self._top = 0
         self._newest: Outcome | None = None
-        self._whole = Whole(job)
+        self._whole = Whole(job, self.sparse)
         self._delays = Tally(self._memory, job.world.rank)
         self._rounds = Tally(self._memory, job.world.rank)
         book = job.books.get(BOOK, {})
@@ -100,7 +103,7 @@ class Asynchronous(Strategy):
         self._newest = None
         stops = self._arrive(step)
         self._work(step)
-        outcome = self._newest or outcome_of(self._claims.look(), self._job)
+        outcome = self._newest or self._known()
         if stops:
             notice = max(notice, self._claims.look().notice)
         if not notice:
@@ -171,7 +174,8 @@ class Asynchronous(Strategy):
         self._top = max(step, int(book.get("top", 0)))
         if self._job.world.rank == 0:
             self._publish(version)
-            self._claims.begin(Table(self._top, dict.fromkeys(book.get("open", []), FREE), version))
+            table = Table(self._top, dict.fromkeys(book.get("open", []), FREE), version)
+            self._claims.begin(_with_newest(table, book))
             self._memory.announce(self._flag, self._times)
         else:
             self._memory.wait(self._flag, self._times, ranks=(0,))
@@ -194,6 +198,7 @@ class Asynchronous(Strategy):
             "version": table.version,
             "delays": delays,
             "rounds": rounds,
+            "newest": [table.newest, table.loss, table.norm, table.rate, table.applied],
         }
 
     def _staleness(self) -> list[dict[int, int]]:
@@ -239,6 +244,20 @@ class Asynchronous(Strategy):
         """Compute what is free up to this step."""
         while self._mine is not None:
             self._compute(self._mine)
+
+    def _known(self) -> Outcome:
+        """The newest outcome that all know; until the first step of all is done, this waits for it."""
+
+        def is_known() -> bool:
+            table = self._claims.look()
+            return table.newest >= 0 or not table.open
+
+        self._wait_until(is_known)
+        return outcome_of(self._claims.look(), self._job)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        """Until those who compute have come so far."""
+        self._memory.until(ready, lambda: self._claims.look().owners())
 
     def _compute(self, step: int) -> None:
         self._job.world.check()
@@ -321,6 +340,13 @@ def _different(places: list[str]) -> DisagreementError:
         f"The workers are at different places: {', '.join(places)}. Every worker must take the same batches from "
         f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
     )
+
+
+def _with_newest(table: Table, book: dict[str, Any]) -> Table:
+    """The table with the newest outcome that was written down."""
+    if "newest" in book:
+        table.newest, table.loss, table.norm, table.rate, table.applied = book["newest"]
+    return table
 
 
 def outcome_of(table: Table, job: Job) -> Outcome:

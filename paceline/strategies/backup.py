@@ -36,7 +36,7 @@ from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import Values, add
-from paceline.strategies.verdict import Part
+from paceline.strategies.verdict import Part, check_dense
 
 _BOOK = "backup"
 _FEW = 4
@@ -186,6 +186,7 @@ class Backup(AllReduce):
             gradients: Values = [parameter.grad for parameter in self._parameters]
             for parameter in self._parameters:
                 parameter.grad = None
+            check_dense(job.update.parameters, gradients)
             result.add(piece.samples, computed.pair, gradients, [*computed.buffers])
         return result
 

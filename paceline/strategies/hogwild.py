@@ -22,7 +22,6 @@ take with them have each update that the table says is made, and no other.
 
 from __future__ import annotations
 
-import warnings
 from typing import ClassVar
 
 import torch
@@ -66,7 +65,8 @@ class HogWild(Asynchronous):
             parameter.data = shared
 
     def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
-        if not self._private:
+        first = not self._private
+        if first:
             self._share()
         skipped = self._judge(step, pieces, parts)
         if skipped is not None:
@@ -77,6 +77,8 @@ class HogWild(Asynchronous):
             self._schedule_to(table.version)
             outcome = self._apply(step, parts, changed, table.done)
             self._scheduled += 1
+            if first:
+                self._shard.check_states()
             self._shard.write_buffers(0)
             self._claims.made(step)
             with self._claims.change() as table:
@@ -94,11 +96,8 @@ class HogWild(Asynchronous):
 
     def _schedule_to(self, version: int) -> None:
         """Let the schedule catch up with the updates of others."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses an update by this worker's own optimizer
-            while self._scheduled < version:
-                self._job.update.advance()
-                self._scheduled += 1
+        self._job.update.advance_after(version - self._scheduled)
+        self._scheduled = max(self._scheduled, version)
 
     def _leave_state(self, table: Table) -> None:
         self._schedule_to(table.version)

@@ -13,7 +13,7 @@ rate is divided by 1 + delay (Zhang et al. 2015, arXiv 1511.05950).
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -188,13 +188,19 @@ class DedicatedServers(SharedServers):
         else:
             super()._work(step)
 
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        if self._serves:
+            self._serve(ready)
+        else:
+            super()._wait_until(ready)
+
     def _drain(self, steps: int) -> None:
         if self._serves:
             self._serve(lambda: self._is_drained(steps))
         else:
             super()._drain(steps)
 
-    def _serve(self, done: Any) -> None:
+    def _serve(self, done: Callable[[], bool]) -> None:
         """Apply what comes in until it is done."""
         chief = self._job.world.rank == _CHIEF
         awaited = self._workers if chief else [_CHIEF]

@@ -124,7 +124,7 @@ class Served:
         for name, parameter in self.parameters.items():
             if self.homes[name] != self._world.rank:
                 parameter.grad = None
-        _, rate = self._update.apply(step, norm=norm)
+        _, rate = self._update.apply(step, norm=norm, here=self._own is not None)
         if self._own is not None:
             self._own.write(copy)
             self._memory.announce(self._flag, self.version + 1)

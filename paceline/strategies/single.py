@@ -23,7 +23,7 @@ class Single(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._whole = Whole(job)
+        self._whole = Whole(job, sparse=True)
 
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:

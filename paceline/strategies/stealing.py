@@ -32,6 +32,7 @@ from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.outcome import conclude
 from paceline.strategies.sums import ScatteredSums, Values
+from paceline.strategies.verdict import check_dense
 
 
 class Stealing(AllReduce):
@@ -87,6 +88,7 @@ class Stealing(AllReduce):
         gradients: Values = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+        check_dense(job.update.parameters, gradients)
         if self._leases.finish(lease.microbatch):
             computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
 

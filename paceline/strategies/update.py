@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -130,13 +131,16 @@ class Update:
         """The learning rate of the first parameter group for a step far beyond the warm-up."""
         return float(self.optimizer.param_groups[0]["lr"])
 
-    def apply(self, step: int, factor: float = 1.0, norm: torch.Tensor | None = None) -> tuple[torch.Tensor, float]:
+    def apply(
+        self, step: int, factor: float = 1.0, norm: torch.Tensor | None = None, here: bool = True
+    ) -> tuple[torch.Tensor, float]:
         """Update the parameters from their ``.grad``; returns the gradients' global norm and the learning rate used.
 
         Args:
             step: how many updates there were before; for the warm-up.
             factor: of the learning rate of this update.
             norm: the global norm before clipping, where ``.grad`` holds a part of the gradients only.
+            here: whether this worker has a part in the update; else only the schedule goes on.
         """
         norm = self.norm() if norm is None else norm
         if self._clip_norm is not None:
@@ -148,11 +152,29 @@ class Update:
             for group, rate in zip(groups, full, strict=True):
                 group["lr"] = rate * now
         used = float(groups[0]["lr"])
-        self.optimizer.step()
+        if here:
+            self._step()
         for group, rate in zip(groups, full, strict=True):
             group["lr"] = rate
-        self.advance()
+        if here:
+            self.advance()
+        else:
+            self.advance_after(1)
         return norm, used
+
+    def _step(self) -> None:
+        """Call the optimizer, and explain what it says about gradients of which some are sparse."""
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            sparse = [name for name, one in self.parameters.items() if one.grad is not None and one.grad.is_sparse]
+            if not sparse:
+                raise
+            raise InputError(
+                f"{type(self.optimizer).__name__} cannot make the update, in which the parameter {sparse[0]!r} has a "
+                f"sparse gradient: {error}. Of torch's optimizers SGD and Adagrad take sparse gradients and dense "
+                f"ones, SparseAdam only sparse ones; or use sparse=False."
+            ) from error
 
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""
@@ -167,6 +189,15 @@ class Update:
         """Let the schedule go one step on."""
         if self.schedule is not None:
             self.schedule.step()
+
+    def advance_after(self, updates: int) -> None:
+        """Let the schedule go on after so many updates of other workers."""
+        if self.schedule is None:
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch misses an update by this worker's own optimizer
+            for _ in range(updates):
+                self.schedule.step()
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:

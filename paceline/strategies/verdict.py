@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from paceline.errors import InputError, NonFiniteLoss
 from paceline.schedule.tree import Node, total
@@ -73,6 +75,24 @@ def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
             f"If the forward pass is meant to use it only sometimes, set missing_gradient='zero'; otherwise look for "
             f"code that depends on the rank or on the data."
         )
+
+
+def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuse a sparse gradient.
+
+    Raises:
+        InputError: names the first parameter that has one.
+    """
+    for name, gradient in zip(names, gradients, strict=True):
+        if gradient is not None and gradient.is_sparse:
+            raise refused_as_sparse(f"The parameter {name!r} gets")
+
+
+def refused_as_sparse(what: str) -> InputError:
+    """The error for a module that gives, or a parameter that gets, sparse gradients."""
+    return InputError(
+        f"{what} sparse gradients, which this strategy cannot average: use sparse=False, or strategy 'hogwild'."
+    )
 
 
 def _named(microbatches: range, origin: int | None) -> str:

@@ -10,14 +10,20 @@ from paceline.data.feed import Piece
 from paceline.strategies.base import Job
 from paceline.strategies.joining import Joining
 from paceline.strategies.sums import Sums, Values
-from paceline.strategies.verdict import Part
+from paceline.strategies.verdict import Part, check_dense
 
 
 class Whole:
-    """Computes all microbatches of a step, and adds them up along the canonical tree."""
+    """Computes all microbatches of a step, and adds them up along the canonical tree.
 
-    def __init__(self, job: Job) -> None:
+    Args:
+        job: what is trained.
+        sparse: whether gradients may be sparse.
+    """
+
+    def __init__(self, job: Job, sparse: bool = False) -> None:
         self._job = job
+        self._sparse = sparse
         self._joining = Joining(job, alone=True)
         self._parameters = list(job.update.parameters.values())
 
@@ -47,6 +53,8 @@ class Whole:
             computed = job.compute.forward_pass(piece, step)
             computed.total.backward()
             values = self.take_gradients()
+            if not self._sparse:
+                check_dense(job.update.parameters, values)
             gradients.push(piece.microbatches.start, values)
             statistics.push(piece.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)

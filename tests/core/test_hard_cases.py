@@ -258,6 +258,32 @@ trained(session, 2)
     "not pairs": ("start().evaluate([1.0, 2.0, 3.0], lambda output, target: 0.0)", ["must give pairs (input, target)"]),
 }
 
+SPARSE = """
+class Rows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(4, 3))
+    def forward(self, x):
+        return functional.embedding((x[:, 0] > 0).long(), self.rows, sparse=True)
+trained(start(Rows, exact=False, optimizer=partial(torch.optim.SGD, lr=0.1), STRATEGY))
+"""
+REFUSED |= {
+    f"sparse, {strategy}": (
+        SPARSE.replace("STRATEGY", strategy),
+        ["The parameter 'rows' gets sparse gradients", "sparse=False"],
+    )
+    for strategy in (
+        "strategy='allreduce'",
+        "strategy='allreduce', microbatches=2",
+        "strategy='stealing'",
+        "strategy='backup', backup={'workers': 1}",
+        "strategy='local-sgd'",
+        "strategy='parameter-server'",
+        "strategy='parameter-server', server={'mode': 'async'}",
+        "strategy='parameter-server', server={'mode': 'async', 'dedicated': True}",
+    )
+}
+
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_trained_alike_is_refused(ranks: Any, tmp_path: Path, what: str) -> None:

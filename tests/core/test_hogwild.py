@@ -96,6 +96,33 @@ def test_where_one_process_computes_all_it_is_the_plain_optimizer(told: Told, tm
         assert one == parts | {"workers": 2}
 
 
+OPTIMIZERS = {
+    "AdamW": ["AdamW cannot make the update", "'rows.weight' has a sparse gradient", "SGD and Adagrad"],
+    "SparseAdam": ["SparseAdam cannot make the update", "does not support dense gradients", "SGD and Adagrad"],
+    "Momentum": ["Momentum keeps a sparse 'momentum_buffer'", "'rows.weight'", "Adagrad"],
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_an_optimizer_that_does_not_take_sparse_gradients_is_refused_in_the_first_step(
+    ranks: Run, tmp_path: Path, optimizer: str
+) -> None:
+    momentum = """
+class Momentum(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, lr=lr, momentum=0.9)
+torch.optim.Momentum = Momentum
+kind ="""
+    script = HERE.replace("kind =", momentum).replace(
+        "session.step(batch)", "session.step(batch)\n    print('went on')"
+    )
+    everyone = ranks(script, 2, tmp_path, environment={"OPTIMIZER": optimizer, "PARTS": "2"})
+    assert sorted(one.code for one in everyone) in ([2, 2], [2, 5])
+    for one in everyone:
+        assert "went on" not in one.out and "Traceback" not in one.err
+        assert one.code == 5 or all(word in one.err for word in OPTIMIZERS[optimizer]), one.err
+
+
 COUNTED = """
 import counted, os
 from subjects import tell

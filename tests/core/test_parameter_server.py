@@ -1,6 +1,7 @@
 """Parameter servers: what each mode promises, proved from the records of runs with uneven workers."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -173,6 +174,42 @@ def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: boo
     assert alone == {"start": 15, "weights": expected(2)}
 
 
+REPORTED = """
+import counted, json, os
+from paceline.strategies.asynchronous import Asynchronous
+from subjects import tell
+known = []
+set_out = Asynchronous._set_out
+def watched(strategy, step):
+    notice = set_out(strategy, step)
+    known.append(strategy._claims.look().newest >= 0)
+    return notice
+Asynchronous._set_out = watched
+session = counted.start(
+    **json.loads(os.environ["GIVEN"]), checkpoint={"directory": os.environ["SAVED"], "every": 6}, resume="auto"
+)
+outcomes = []
+for batch in session.batches(steps=int(os.environ["STOP"])):
+    report = session.step(batch)
+    outcomes += [report.loss, report.gradient_norm]
+    if batch.step == 3:
+        session.evaluate(counted.TensorDataset(counted.inputs()))
+tell(known=known, outcomes=outcomes, fingerprint=session.fingerprint())
+"""
+APART = [{"strategy": "hogwild"}, *({"strategy": "parameter-server", "server": server} for server in WAYS)]
+
+
+@pytest.mark.parametrize("given", APART, ids=str)
+def test_each_report_has_an_outcome(told: Told, tmp_path: Path, given: dict[str, Any]) -> None:
+    """Also of a worker that has computed nothing yet, of a server, after settling and from a checkpoint."""
+    environment = {"GIVEN": json.dumps(given), "SAVED": str(tmp_path / "saved"), "SLOW": "0.002,0.02,0.004"}
+    first = told(REPORTED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
+    again = told(REPORTED, 3, tmp_path / "again", environment=environment | {"STOP": "12"})
+    assert all(math.isfinite(value) for one in (*first, *again) for value in one["outcomes"])
+    assert [one["known"][1:] for one in first] == [[True, True]] * 3  # after the evaluation, and the checkpoint
+    assert [one["known"] for one in again] == [[True]] * 3
+
+
 SKIPPED = """
 import counted, json, os
 from subjects import tell
@@ -278,6 +315,55 @@ paceline.start(**CASES["mlp, momentum"](), strategy="parameter-server",
         assert f"server.count = {count}" in one.err and "more than 2 workers" in one.err
 
 
+UNSHARED = """
+import counted, json, os
+import torch
+
+class Own(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer):
+        self.factor = lambda step: 0.9**step
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [base * self.factor(self.last_epoch) for base in self.base_lrs]
+
+class Leaving(Own):
+    def state_dict(self):
+        return {key: value for key, value in super().state_dict().items() if key != "factor"}
+
+def watched(parameters):
+    return torch.optim.SGD([{"params": parameters, "watch": lambda: 0}], lr=0.1)
+
+given = {"schedule": {"schedule": Own}, "left out": {"schedule": Leaving}, "optimizer": {"optimizer": watched}}
+session = counted.start(**json.loads(os.environ["GIVEN"]), **given[os.environ["CASE"]])
+print("started")
+for batch in session.batches(epochs=1):
+    session.step(batch)
+print(session.fingerprint())
+"""
+SHARING = [*APART, {"strategy": "parameter-server"}]
+
+
+@pytest.mark.parametrize("given", SHARING, ids=str)
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("schedule", ["Own has 'factor'", "a function", "state_dict"]), ("optimizer", ["SGD has 'watch'", "a function"])],
+)
+def test_what_workers_cannot_share_is_refused_at_the_start(
+    ranks: Run, tmp_path: Path, given: dict[str, Any], case: str, words: Sequence[str]
+) -> None:
+    for one in ranks(UNSHARED, 3, tmp_path, environment={"GIVEN": json.dumps(given), "CASE": case}):
+        assert one.code == 2 and not one.out
+        assert "InputError" in one.err and all(word in one.err for word in words)
+
+
+def test_what_a_schedule_leaves_out_is_not_shared(ranks: Run, tmp_path: Path) -> None:
+    environment = {"GIVEN": json.dumps({"strategy": "parameter-server"}), "CASE": "left out"}
+    everyone = ranks(UNSHARED, 3, tmp_path / "several", environment=environment)
+    everyone += ranks(UNSHARED, 1, tmp_path / "alone", environment=environment)
+    assert {one.code for one in everyone} == {0} and len({one.out for one in everyone}) == 1
+
+
 def test_bits_are_refused_but_in_mode_sync(ranks: Run, tmp_path: Path) -> None:
     environment = {"SERVER": json.dumps({"mode": "bounded"}), "GIVEN": json.dumps({"exact": True})}
     for one in ranks(COUNTED, 2, tmp_path, environment=environment):
@@ -351,6 +437,52 @@ tell(before=before, after=len(session._job.update.optimizer.state), fingerprint=
     assert [one["before"] for one in everyone] == [1, 3, 0] or [one["before"] for one in everyone] == [2, 2, 0]
     assert {one["after"] for one in everyone} == {4}
     assert len({one["fingerprint"] for one in everyone}) == 1
+
+
+COUPLED = """
+import os
+from functools import partial
+import paceline
+import torch
+from subjects import CASES, tell
+
+class Normed(torch.optim.SGD):
+    # looks at all gradients at once
+    def step(self, closure=None):
+        gradients = [value.grad for value in self.param_groups[0]["params"]]
+        norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in gradients]))
+        for gradient in gradients:
+            gradient.div_(norm)
+        self.param_groups[0]["made"] += 1
+        return super().step()
+
+def normed(parameters):
+    return Normed([{"params": parameters, "made": 0}], lr=0.05, momentum=0.9)
+
+given = CASES["mlp, momentum"]() | {
+    "optimizer": normed,
+    "schedule": partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.5),
+    "server": {"count": 1, "dedicated": os.environ["DEDICATED"] == "1"},
+}
+session = paceline.start(**given, exact=True, strategy="parameter-server", timeout_seconds=30)
+reports = []
+for batch in session.batches(steps=5):
+    report = session.step(batch)
+    reports.append([report.loss, report.gradient_norm, report.learning_rate])
+(group,) = session._job.update.optimizer.param_groups
+made = group["made"], group["lr"], session._job.update.schedule.last_epoch
+tell(fingerprint=session.fingerprint(), reports=reports, made=made)
+"""
+
+
+@pytest.mark.parametrize(("workers", "dedicated"), [(2, "0"), (3, "0"), (3, "1")])
+def test_in_mode_sync_only_servers_call_the_optimizer(told: Told, tmp_path: Path, workers: int, dedicated: str) -> None:
+    """With one server an optimizer that looks at all gradients at once gives the bits of one process."""
+    environment = {"DEDICATED": dedicated}
+    (alone,) = told(COUPLED, 1, tmp_path / "alone", environment=environment)
+    assert alone["made"] == [5, 0.05 / 4, 5]
+    for one in told(COUPLED, workers, tmp_path / "several", environment=environment):
+        assert one == alone
 
 
 def test_in_mode_sync_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path) -> None:
