@@ -209,6 +209,19 @@ class Settings(BaseModel):
         return value
 
 
+STRATEGIES = (
+    "allreduce",
+    "auto",
+    "backup",
+    "hogwild",
+    "local-sgd",
+    "parameter-server",
+    "pipeline",
+    "single",
+    "stealing",
+)
+"""The names of those in :mod:`paceline.strategies.registry`, for those who do without torch."""
+
 GROUPS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointSettings,
     "backup": BackupSettings,

@@ -1,18 +1,15 @@
 """What can be set: precedence, kinds, and what a mistake says."""
 
+import re
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from paceline.config import describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
+from paceline.config import check_strategy, describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
 from paceline.errors import ConfigError
-from paceline.settings import (
-    GROUPS,
-    Arguments,
-    CheckpointSettings,
-    Settings,
-)
+from paceline.settings import GROUPS, STRATEGIES, Arguments, CheckpointSettings, Settings
+from paceline.strategies import registry
 
 
 def test_the_upper_layer_wins() -> None:
@@ -67,6 +64,17 @@ def test_an_unknown_key_names_the_nearest() -> None:
 def test_a_wrong_value_says_which(pair: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_command_line([pair])
+
+
+def test_the_launcher_knows_the_strategies_and_says_what_the_workers_say() -> None:
+    assert list(STRATEGIES) == sorted(registry.STRATEGIES)
+    for name in STRATEGIES:
+        check_strategy(name)
+    for name in ("hogwildd", "nothing-like-it"):
+        with pytest.raises(ConfigError) as said:
+            registry.strategy_named(name)
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))}$"):
+            check_strategy(name)
 
 
 def takes(kind: type) -> list[str]:
