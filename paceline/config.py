@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline import env
 from paceline.errors import ConfigError
-from paceline.settings import GROUPS, Settings
+from paceline.settings import GROUPS, STRATEGIES, Settings
 
 
 class Resolved(BaseModel):
@@ -64,6 +64,18 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{where}: there is no setting {key!r}.{hint} The settings are: {', '.join(known)}.")
+
+
+def check_strategy(name: str) -> None:
+    """Refuse a name that no strategy has, as the workers do.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in STRATEGIES:
+        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(STRATEGIES)}.")
 
 
 def _parsed(values: Mapping[str, str] | None) -> dict[str, object]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import json
 import logging
 import os
@@ -96,6 +97,7 @@ def job_of(
         for name, value in [*given.model.named_parameters(), *given.model.named_buffers()]
     }
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
+    _check_schedule(update.schedule)
     facts = _facts(settings, order, update, threads, initial)
     compute = Compute(given.model, forward, settings.seed, settings.autocast)
     recompute(given.model, settings.recompute, compute.buffers)
@@ -139,6 +141,23 @@ def _check_model(model: Any, sparse: bool) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
             raise refused_as_sparse(f"{name!r} gives")
+
+
+def _check_schedule(schedule: LRScheduler | None) -> None:
+    """Refuse one whose steps need an argument: a metric, mostly."""
+    if schedule is None:
+        return
+    needs = [
+        repr(name)
+        for name, one in inspect.signature(schedule.step).parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needs:
+        raise InputError(
+            f"{type(schedule).__name__} cannot be the schedule: its step() needs {' and '.join(needs)}, and here it is "
+            f"called without arguments, after each update. Use a schedule that goes by the number of updates, such as "
+            f"torch.optim.lr_scheduler.CosineAnnealingLR, or LambdaLR with a function of your own."
+        )
 
 
 def numerics(settings: Settings) -> dict[str, object]:

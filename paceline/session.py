@@ -199,7 +199,8 @@ class Session:
         _sessions.append(self._course)
         if self._keeper.able or job.world.line is not None:
             catch_notices(job.world)
-        job.events.mark("start", strategy=job.settings.strategy, workers=job.world.size)
+        rules = {"server.mode": job.settings.server.mode, "pipeline.schedule": job.settings.pipeline.schedule}
+        job.events.mark("start", strategy=job.settings.strategy, workers=job.world.size, **rules)
         warnings = jobs.warnings(job)
         self._notes = (*jobs.notes(job), *warnings)
         for note in self._notes:

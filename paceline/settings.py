@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import re
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic_core import PydanticKnownError
+
+
+def _whole(value: object) -> object:
+    """Pydantic alone takes True and 1.0 for 1; a text may be that of a number."""
+    if isinstance(value, bool) or not isinstance(value, Integral | str):
+        raise PydanticKnownError("int_type")
+    return value
+
+
+def _number(value: object) -> object:
+    """Pydantic alone takes True for 1.0."""
+    if isinstance(value, bool):
+        raise PydanticKnownError("float_type")
+    return value
+
+
+PositiveInt = Annotated[pydantic.PositiveInt, BeforeValidator(_whole)]
+NonNegativeInt = Annotated[pydantic.NonNegativeInt, BeforeValidator(_whole)]
+PositiveFloat = Annotated[pydantic.PositiveFloat, BeforeValidator(_number)]
 
 
 class CheckpointSettings(BaseModel):
@@ -114,7 +136,7 @@ class PipelineSettings(BaseModel):
     @classmethod
     def _parts(cls, value: object) -> object:
         if isinstance(value, int | float) and not isinstance(value, bool):  # one number is a list of one
-            return (str(value),)
+            return (value,)
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
@@ -136,21 +158,21 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
-    seed: int = Field(0, ge=0, description="of the order of samples and of all randomness inside a step")
+    seed: NonNegativeInt = Field(0, description="of the order of samples and of all randomness inside a step")
     exact: bool = Field(False, description="the same bits for any number of workers")
     drop_last: bool = Field(False, description="leave out the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(
         None, description="scale the learning rate with the number of workers; needs batch_per_worker"
     )
-    warmup_steps: int = Field(0, ge=0, description="steps from the base learning rate up to the scaled one")
+    warmup_steps: NonNegativeInt = Field(0, description="steps from the base learning rate up to the scaled one")
     clip_norm: PositiveFloat | None = Field(None, description="clip gradients to this global norm")
     autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this type")
     recompute: tuple[str, ...] = Field(
         (), description="module classes whose activations are computed again in the backward pass"
     )
     compile: bool = Field(False, description="compile the model with torch.compile")
-    workers_per_loader: int = Field(
-        0, ge=0, description="processes that load data for each worker; 0: the worker itself"
+    workers_per_loader: NonNegativeInt = Field(
+        0, description="processes that load data for each worker; 0: the worker itself"
     )
     checkpoint: CheckpointSettings = CheckpointSettings()
     resume: str | None = Field(
@@ -186,6 +208,19 @@ class Settings(BaseModel):
             return tuple(item.__name__ if isinstance(item, type) else item for item in value)
         return value
 
+
+STRATEGIES = (
+    "allreduce",
+    "auto",
+    "backup",
+    "hogwild",
+    "local-sgd",
+    "parameter-server",
+    "pipeline",
+    "single",
+    "stealing",
+)
+"""The names of those in :mod:`paceline.strategies.registry`, for those who do without torch."""
 
 GROUPS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointSettings,

@@ -50,11 +50,17 @@ def check(request: Request) -> None:
 
 
 def known_settings(request: Request) -> Settings:
-    """The settings as far as they are known before the script runs: without its own arguments."""
+    """The settings as far as they are known before the script runs: without its own arguments.
+
+    Raises:
+        ConfigError: one of them cannot be used, or there is no such strategy.
+    """
     plan = request.plan or env.plan_file()
     layers = (
         config.read_plan(plan) if plan else {},
         env.environment_settings(config.flat_keys()),
         request.settings,
     )
-    return config.resolve({}, *layers).settings
+    settings = config.resolve({}, *layers).settings
+    config.check_strategy(settings.strategy)
+    return settings

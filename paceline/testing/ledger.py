@@ -10,7 +10,15 @@ stands in several files. The rules:
   lost workers had applied is lost with them, and repeating it is right.
 * A step that was recorded before a checkpoint of an earlier step was resumed from is undone by that. So is one that was
   recorded in an earlier generation than one that began at an earlier step: all who had applied it are lost.
-* All records of one step tell the same samples, and within a generation the same loss.
+* All records of one step tell the same samples, and within a generation the same loss, if workers report one.
+
+With an asynchronous strategy all workers' loops come to a step, and one of them computes it. Only that one records the
+update, so the updates are counted:
+
+* Each step has one update, or was skipped. An update stays when its worker is lost; it is undone by resuming from an
+  earlier step, or when all workers are new. One that a worker makes after the others went on without it is in vain.
+* A killed worker's last records are lost with it. Updates are numbered, so steps may lack a record if as many numbers
+  do; one that is left alone gives no numbers, and then it cannot be known.
 """
 
 from __future__ import annotations
@@ -19,12 +27,14 @@ import contextlib
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from paceline.schedule.choice import STREAMED
 
 _NEXT_GAPS = 2
 _GATHERED = ("view", "gathered", "recovered")
@@ -54,6 +64,25 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Done:
+    """A step that one worker did for all.
+
+    Attributes:
+        step: its number, from 0.
+        generation: of the workers.
+        time: seconds since 1970 when it was done.
+        skipped: whether it was left out because its loss was not finite.
+        version: the number of its update, from 1; 0 if it made none, or the worker was alone.
+    """
+
+    step: int
+    generation: int
+    time: float
+    skipped: bool = False
+    version: int = 0
+
+
+@dataclass(frozen=True)
 class Recovered:
     """A process went on in a new generation.
 
@@ -65,6 +94,7 @@ class Recovered:
         seconds: how long the process had done nothing else.
         lost: the numbers of the workers that are gone.
         joined: those of the workers that are new, this one perhaps among them.
+        anew: whether all of them are.
     """
 
     time: float
@@ -74,6 +104,7 @@ class Recovered:
     seconds: float
     lost: tuple[int, ...]
     joined: tuple[int, ...]
+    anew: bool = False
 
     @property
     def survived(self) -> bool:
@@ -83,11 +114,23 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Records:
-    """What the workers of a run recorded, as far as it concerns the steps, in the order of time."""
+    """What the workers of a run recorded, as far as it concerns the steps, in the order of time.
+
+    Attributes:
+        applied: by each worker whose loop came to a step.
+        recovered: after each change of the workers.
+        resumed: when, and from which step on.
+        done: by the one worker that computed a step, where each step has one.
+        one_each: whether each step has one.
+        own_losses: whether workers report losses of their own.
+    """
 
     applied: tuple[Applied, ...] = ()
     recovered: tuple[Recovered, ...] = ()
-    resumed: tuple[tuple[float, int], ...] = ()  # when, and from which step on
+    resumed: tuple[tuple[float, int], ...] = ()
+    done: tuple[Done, ...] = ()
+    one_each: bool = False
+    own_losses: bool = False
 
 
 def read(events: Path) -> Records:
@@ -102,9 +145,11 @@ def read(events: Path) -> Records:
 
 def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
     """The same from the records themselves."""
-    applied, recovered, resumed = [], [], []
+    applied, recovered, resumed, done = [], [], [], []
     lines = sorted(lines, key=lambda line: float(line["time"]))
     processes = _processes(lines)
+    starts = [line for line in lines if line["event"] == "start"]
+    one_each, own_losses = any(map(_is_asynchronous, starts)), any(map(_has_own_losses, starts))
     for line in lines:
         when, event = float(line["time"]), line["event"]
         generation = int(line.get("generation", 0))
@@ -116,10 +161,27 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
             lost, joined = (tuple(line.get(key) or ()) for key in ("lost", "joined"))
             seconds = float(line.get("seconds", 0.0))
             process = processes.get((generation, int(line["rank"])), f"rank {line['rank']}")
-            recovered.append(Recovered(when, generation, process, int(line["step"]), seconds, lost, joined))
+            anew = "workers" in line and set(line["workers"]) <= set(joined)
+            recovered.append(Recovered(when, generation, process, int(line["step"]), seconds, lost, joined, anew))
         elif event == "resume":
             resumed.append((when, int(line["step"])))
-    return Records(tuple(applied), tuple(recovered), tuple(resumed))
+        elif event in ("update", "skipped") and one_each:
+            skipped, version = event == "skipped", int(line.get("version", 0))
+            done.append(Done(int(line["step"]), generation, when, skipped, version))
+    return Records(tuple(applied), tuple(recovered), tuple(resumed), tuple(done), one_each, own_losses)
+
+
+def _is_asynchronous(start: Mapping[str, Any]) -> bool:
+    """Whether each step is computed by one worker, as a session told when it began."""
+    strategy = start.get("strategy")
+    return strategy == "hogwild" or (strategy == "parameter-server" and start.get("server.mode", "sync") != "sync")
+
+
+def _has_own_losses(start: Mapping[str, Any]) -> bool:
+    """Whether a worker reports the loss of what it computed, or of the newest step that it knows of."""
+    strategy = start.get("strategy")
+    streamed = strategy == "pipeline" and start.get("pipeline.schedule") in STREAMED
+    return strategy == "local-sgd" or streamed or _is_asynchronous(start)
 
 
 def _processes(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:
@@ -143,30 +205,57 @@ def check(records: Records, steps: int, samples_of: Callable[[int], int] | None 
         steps: how many steps there must be.
         samples_of: the samples that the batch of a step must have, if that is to be checked too.
     """
-    counted = _counted(records)
+    counted, done = _counted(records), _done(records)
+    numbers = {one.step for one in (done if records.one_each else counted)}
+    missing = [f"step {step} was never applied" for step in range(steps) if step not in numbers]
+    problems = missing if len(missing) > _unrecorded(done) else []
+    problems += [f"step {step} is beyond the last one, {steps - 1}" for step in sorted(numbers) if step >= steps]
+    updates = Counter(one.step for one in done if not one.skipped)
+    problems += [f"step {step} was applied {updates[step]} times" for step in sorted(updates) if updates[step] > 1]
+    problems += _out_of_order([one for one in records.applied if not _resumed_before(one, records.resumed)])
     by_step: dict[int, list[Applied]] = defaultdict(list)
     for one in counted:
         by_step[one.step].append(one)
-    problems = [f"step {step} was never applied" for step in range(steps) if step not in by_step]
-    problems += [f"step {step} is beyond the last one, {steps - 1}" for step in sorted(by_step) if step >= steps]
-    problems += _out_of_order([one for one in records.applied if not _resumed_before(one, records.resumed)])
     for step in sorted(by_step):
-        problems += _of_step(step, by_step[step], samples_of)
+        problems += _of_step(step, by_step[step], samples_of, records.own_losses)
     return problems
 
 
 def _counted(records: Records) -> list[Applied]:
     """The steps that were not undone."""
     begins = {one.generation: one.step for one in records.recovered}
-    return [
-        one
-        for one in records.applied
-        if not _resumed_before(one, records.resumed)
-        and not any(one.generation < generation and begin <= one.step for generation, begin in begins.items())
-    ]
+    return [one for one in records.applied if not _is_undone(one, records.resumed, begins)]
 
 
-def _resumed_before(one: Applied, resumed: Sequence[tuple[float, int]]) -> bool:
+def _done(records: Records) -> list[Done]:
+    """The same of those that one worker did."""
+    begins = {one.generation: one.step for one in records.recovered if one.anew}
+    kept = [one for one in records.done if not _is_undone(one, records.resumed, begins)]
+    return [one for one in kept if not _is_late(one, records)]
+
+
+def _is_late(one: Done, records: Records) -> bool:
+    """Whether the others had gone on without its worker by then, with weights of their own."""
+    resumed = max((when for when, _ in records.resumed if when <= one.time), default=0.0)  # generations begin anew
+    return any(one.generation < other.generation and resumed < other.time < one.time for other in records.recovered)
+
+
+def _is_undone(one: Applied | Done, resumed: Sequence[tuple[float, int]], begins: Mapping[int, int]) -> bool:
+    """Whether it was, by a resume or by a later generation; these began at steps."""
+    return _resumed_before(one, resumed) or any(
+        one.generation < generation and begin <= one.step for generation, begin in begins.items()
+    )
+
+
+def _unrecorded(done: Sequence[Done]) -> float:
+    """How many updates may have left no record."""
+    versions = {one.version for one in done if not one.skipped}
+    if len(versions) > 1 and 0 in versions:  # one was left alone
+        return math.inf
+    return max(versions, default=0) - len(versions - {0})
+
+
+def _resumed_before(one: Applied | Done, resumed: Sequence[tuple[float, int]]) -> bool:
     return any(one.time < when and step <= one.step for when, step in resumed)
 
 
@@ -180,14 +269,14 @@ def _out_of_order(applied: Sequence[Applied]) -> list[str]:
     return problems
 
 
-def _of_step(step: int, applied: list[Applied], samples_of: Callable[[int], int] | None) -> list[str]:
+def _of_step(step: int, applied: list[Applied], samples_of: Callable[[int], int] | None, own_losses: bool) -> list[str]:
     problems = []
     samples = {one.samples for one in applied}
     if len(samples) > 1:
         problems.append(f"step {step} has different samples: {', '.join(map(str, sorted(samples)))}")
     if samples_of is not None and samples != {samples_of(step)}:
         problems.append(f"step {step} has {min(samples)} samples instead of {samples_of(step)}")
-    for generation in sorted({one.generation for one in applied}):
+    for generation in sorted({one.generation for one in applied} if not own_losses else ()):
         losses = {one.loss for one in applied if one.generation == generation}
         if len(losses) > 1 and not all(loss is None or math.isnan(loss) for loss in losses):
             problems.append(f"step {step} has different losses: {', '.join(map(str, losses))}")
@@ -198,11 +287,11 @@ def _of_step(step: int, applied: list[Applied], samples_of: Callable[[int], int]
 
 
 def completions(records: Records) -> list[float]:
-    """When each step was first done by anyone, in the order of steps: seconds since 1970."""
+    """When each step was first done by anyone, the earliest first: seconds since 1970."""
     done: dict[int, float] = {}
-    for one in _counted(records):  # in the order of time
+    for one in _done(records) if records.one_each else _counted(records):  # in the order of time
         done.setdefault(one.step, one.time)
-    return [done[step] for step in sorted(done)]
+    return sorted(done.values())
 
 
 def step_seconds(times: Sequence[float]) -> float:

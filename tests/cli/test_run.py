@@ -55,6 +55,10 @@ def test_settings_reach_the_script(paceline: Paceline, script: Script, tmp_path:
         (["--set", "batc=3", "train.py"], "Did you mean 'batch'?"),
         (["--set", "batch=-3", "train.py"], "batch = -3"),
         (["--set", "batch", "train.py"], "write --set key=value"),
+        (
+            ["--set", "strategy=hogwildd", "-n", "2", "train.py"],
+            "There is no strategy 'hogwildd'. Did you mean 'hogwild'?",
+        ),
         (["--plan", "nowhere.toml", "train.py"], "plan file nowhere.toml cannot be read"),
         (["--name", "a/b", "train.py"], "cannot be the name"),
         (["--port", "0", "train.py"], "1 to 65535"),
@@ -71,6 +75,21 @@ def test_wrong_usage(paceline: Paceline, script: Script, tmp_path: Path, argumen
     assert "Traceback" not in result.err
     assert result.out == ""
     assert not (tmp_path / "runs").exists()
+
+
+def test_an_unknown_strategy_of_a_plan_or_the_environment(
+    paceline: Paceline, script: Script, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script("print('never')")
+    (tmp_path / "plan.toml").write_text('strategy = "alreduce"\n')
+    results = [paceline("run", "-n", 2, "--plan", "plan.toml", "train.py")]
+    monkeypatch.setenv("PACELINE_STRATEGY", "alreduce")
+    results.append(paceline("run", "-n", 2, "train.py"))
+    for result in results:
+        assert (result.code, result.out) == (2, "")
+        assert "There is no strategy 'alreduce'. Did you mean 'allreduce'?" in result.err
+    assert not (tmp_path / "runs").exists()
+    assert paceline("run", "--set", "strategy=single", "train.py").code == 0  # it goes before the environment
 
 
 def test_a_port_in_use(paceline: Paceline, script: Script) -> None:

@@ -96,6 +96,21 @@ BEFORE_TRAINING = {
         2,
         ["factory", "StepLR", "partial("],
     ),
+    "a schedule that needs a metric": Bad(
+        "go(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)",
+        "InputError",
+        2,
+        ["ReduceLROnPlateau", "step() needs 'metrics'", "number of updates", "CosineAnnealingLR", "LambdaLR"],
+    ),
+    "a schedule whose steps need values": Bad(
+        "class Own(torch.optim.lr_scheduler.StepLR):\n"
+        "    def step(self, epoch=None, *more, loss, best): raise AssertionError\n"
+        "    _initial_step = lambda self: None\n"
+        "go(schedule=partial(Own, step_size=1))",
+        "InputError",
+        2,
+        ["Own cannot be the schedule", "step() needs 'loss' and 'best'"],
+    ),
     "a factory of something else": Bad("go(optimizer=list)", "InputError", 2, ["torch optimizer", "list"]),
     "no batch": Bad("del given['batch']; go()", "ConfigError", 2, ["batch_per_worker", "neither"]),
     "two batches": Bad("go(batch_per_worker=32)", "ConfigError", 2, ["batch_per_worker", "both"]),

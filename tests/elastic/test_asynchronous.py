@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from launchers import Ran, Run
 
-from paceline.testing import faults
+from paceline.testing import faults, ledger
 from paceline.testing.faults import Plan, Point
 
 SCRIPT = """
@@ -49,6 +49,7 @@ def check(ran: Ran, finishers: int) -> None:
     assert len({one["fingerprint"] for one in told}) == 1, ran.story()
     for one in told:
         assert one["weights"] == one["wanted"], ran.story()
+    assert ledger.check(ledger.read(ran.run / "events"), STEPS) == [], ran.story()
 
 
 def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SCRIPT) -> Ran:

@@ -8,7 +8,7 @@ import pytest
 from launchers import BATCH, LENGTH, Ran, Run
 
 from paceline.data.order import Order
-from paceline.testing import faults
+from paceline.testing import faults, ledger
 from paceline.testing.faults import Point
 
 ELASTIC = "-n", 3, "--elastic", "1:3"
@@ -43,6 +43,7 @@ def check_together(ran: Ran, finishers: int) -> None:
     told = ran.told()
     assert len(told) >= finishers and told == [told[0]] * len(told), ran.story()
     assert told[0]["position"] == 12
+    assert ledger.check(ledger.read(ran.run / "events"), 12, ORDER.samples_of) == [], ran.story()
 
 
 def sets_of(ran: Ran) -> dict[int, list[list[Any]]]:

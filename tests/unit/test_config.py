@@ -1,13 +1,15 @@
 """What can be set: precedence, kinds, and what a mistake says."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from paceline.config import describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
+from paceline.config import check_strategy, describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
 from paceline.errors import ConfigError
-from paceline.settings import Arguments, CheckpointSettings, Settings
+from paceline.settings import GROUPS, STRATEGIES, Arguments, CheckpointSettings, Settings
+from paceline.strategies import registry
 
 
 def test_the_upper_layer_wins() -> None:
@@ -62,6 +64,57 @@ def test_an_unknown_key_names_the_nearest() -> None:
 def test_a_wrong_value_says_which(pair: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_command_line([pair])
+
+
+def test_the_launcher_knows_the_strategies_and_says_what_the_workers_say() -> None:
+    assert list(STRATEGIES) == sorted(registry.STRATEGIES)
+    for name in STRATEGIES:
+        check_strategy(name)
+    for name in ("hogwildd", "nothing-like-it"):
+        with pytest.raises(ConfigError) as said:
+            registry.strategy_named(name)
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))}$"):
+            check_strategy(name)
+
+
+def takes(kind: type) -> list[str]:
+    """The keys of the settings that may be a number of this kind."""
+    models = {"": Settings, **{f"{name}.": group for name, group in GROUPS.items()}}
+    fields = {prefix + key: field for prefix, model in models.items() for key, field in model.model_fields.items()}
+    return [key for key, field in fields.items() if kind in _kinds(field.annotation)]
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    return [annotation, *(kind for part in get_args(annotation) for kind in _kinds(part))]
+
+
+@pytest.mark.parametrize("value", [True, False, 1.0, 2.5])
+@pytest.mark.parametrize("key", takes(int))
+def test_a_whole_number_is_no_boolean_and_no_fraction(key: str, value: object) -> None:
+    head, _, tail = key.partition(".")
+    with pytest.raises(ConfigError, match=rf"{key} = {value} \(from the script\) cannot be used: .*valid"):
+        resolve({head: {tail: value} if tail else value})
+    with pytest.raises(ConfigError, match=rf"{key} = {value} \(from the command line\) cannot be used: .*valid"):
+        resolve({}, command_line={key: str(value).lower()})
+
+
+@pytest.mark.parametrize("key", takes(float))
+def test_a_number_is_no_boolean(key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key} = True .*valid number"):
+        resolve({}, plan={key: True})
+    assert resolve({}, plan={key: 1}) == resolve({}, plan={key: 1.0}) == resolve({}, plan={key: "1"})
+
+
+def test_all_numbers_are_checked() -> None:
+    assert {"batch", "seed", "threads", "backup.workers", "checkpoint.every", "pipeline.replicas"} <= {*takes(int)}
+    assert {"clip_norm", "timeout_seconds", "checkpoint.mtbf_hours", "pipeline.memory_gigabytes"} <= {*takes(float)}
+
+
+@pytest.mark.parametrize("key", takes(int))
+def test_a_whole_number_may_be_text(key: str) -> None:
+    wanted = resolve({}, plan={key: 3}).settings
+    for found in (resolve({}, plan={key: "3"}), resolve({}, {}, {key: "3"}), resolve({}, {}, {}, {key: "3"})):
+        assert found.settings == wanted
 
 
 @pytest.mark.parametrize(

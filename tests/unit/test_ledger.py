@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,106 @@ def test_workers_that_do_not_tell_the_same() -> None:
     assert problems[1] == "step 2 has 31 samples instead of 32"
     assert problems[2].startswith("step 2 has different losses: ")
     assert ledger.check(of(steps(0, range(2), loss=math.nan), steps(1, range(2), loss=math.nan)), 2) == []
+
+
+ASYNCHRONOUS = [
+    {"strategy": "hogwild"},
+    {"strategy": "parameter-server", "server.mode": "async"},
+    {"strategy": "parameter-server", "server.mode": "bounded"},
+]
+
+
+def start(**more: Any) -> list[Line]:
+    """What a process records when its session begins."""
+    return [{"time": 0.0, "event": "start", "rank": 0, "generation": 0, "workers": 2} | more]
+
+
+def done(numbers: Sequence[int], versions: Sequence[int] = (), generation: int = 0, **more: Any) -> list[Line]:
+    """The updates of one worker; without versions, of one that is alone."""
+    return [
+        {"time": step + 0.9, "event": "update", "rank": 0, "generation": generation, "step": step, "delay": 0}
+        | ({"version": version} if version else {})
+        | more
+        for step, version in zip(numbers, versions or [0] * len(numbers), strict=True)
+    ]
+
+
+def loops(count: int) -> list[Line]:
+    """Two workers whose loops come to all steps, with the losses that they know of."""
+    return [*steps(0, range(count), loss=math.nan), *steps(1, range(count))]
+
+
+@pytest.mark.parametrize("rule", ASYNCHRONOUS)
+def test_each_step_has_one_update_of_one_worker(rule: Line) -> None:
+    begin = start(**rule)
+    assert ledger.check(of(begin, loops(6), done([0, 2, 3], [1, 3, 4]), done([1, 4, 5], [2, 5, 6])), 6) == []
+    lost = of(begin, loops(6), done([0, 2, 3], [1, 3, 4]), done([1, 5], [2, 5]))
+    assert ledger.check(lost, 6) == ["step 4 was never applied"]
+    doubled = of(begin, loops(6), done([0, 2, 3], [1, 3, 5]), done([1, 3, 4, 5], [2, 4, 6, 7]))
+    assert ledger.check(doubled, 6) == ["step 3 was applied 2 times"]
+    assert ledger.check(of(begin, loops(4), done(range(5), range(1, 6))), 4) == ["step 4 is beyond the last one, 3"]
+    skipped = done([1], event="skipped", reason="nan")
+    assert ledger.check(of(begin, loops(3), done([0, 2], [1, 2]), skipped), 3) == []
+
+
+def test_samples_count_with_asynchronous_strategies_too() -> None:
+    records = of(start(strategy="hogwild"), loops(2), steps(2, range(1, 2), samples=31), done([0, 1], [1, 2]))
+    assert ledger.check(records, 2) == ["step 1 has different samples: 31, 32"]
+
+
+def test_the_record_of_an_update_may_be_lost_with_its_worker() -> None:
+    """Worker 1 made updates 3 and 4 and was killed before it wrote them down."""
+    begin = [*start(strategy="hogwild"), *gathered(0, 0, [0, 1, 2]), *loops(8)]
+    after = gathered(4, 1, [0, 2], step=4, lost=[1])
+    records = of(begin, done([0, 1], [1, 2]), after, done(range(4, 8), range(5, 9), 1))
+    assert ledger.check(records, 8) == []
+    records = of(begin, done([0, 1], [1, 2]), after, done([4, 6, 7], [5, 6, 7], 1))
+    assert ledger.check(records, 8) == [f"step {step} was never applied" for step in (2, 3, 5)]
+    records = of(begin, done([0, 1], [1, 2]), gathered(4, 1, [0], step=4, lost=[1, 2]), done(range(4, 8), (), 1))
+    assert ledger.check(records, 8) == []  # the last one knows no numbers
+
+
+def test_updates_of_lost_workers_stay_unless_all_are_new() -> None:
+    begin = [*start(strategy="hogwild"), *gathered(0, 0, [0, 1]), *loops(6), *done(range(4), range(1, 5))]
+    on = gathered(4, 1, [0], step=2, lost=[1])
+    assert ledger.check(of(begin, on, done([4, 5], [5, 6], 1)), 6) == []
+    assert ledger.check(of(begin, on, done([3, 4, 5], [5, 6, 7], 1)), 6) == ["step 3 was applied 2 times"]
+    anew = gathered(4, 1, [2], step=2, lost=[0, 1], joined=[2])
+    assert ledger.check(of(begin, anew, done(range(2, 6), range(3, 7), 1)), 6) == []
+    resumed = [{"time": 4.0, "event": "resume", "rank": 0, "step": 2}]
+    again = [one | {"time": one["time"] + 4} for one in done(range(2, 6), range(3, 7), 1)]
+    assert ledger.check(of(begin, resumed, again), 6) == []
+
+
+def test_an_update_after_the_others_went_on_does_not_count() -> None:
+    """Worker 1 was stopped in step 3 and dropped, and wakes up later."""
+    begin = [*start(strategy="hogwild"), *gathered(0, 0, [0, 1]), *loops(6), *done(range(3), range(1, 4))]
+    on = gathered(4, 1, [0], step=2, lost=[1])
+    late = done([3], [4], time=5.0)
+    assert ledger.check(of(begin, on, done([3, 4, 5], [4, 5, 6], 1, time=4.5), late), 6) == []
+    resumed = [{"time": 10.0, "event": "resume", "rank": 0, "step": 3}]  # in a new launch
+    assert ledger.check(of(begin, on, resumed, done([3, 4, 5], [4, 5, 6], time=11.0)), 6) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "own"),
+    [
+        ({"strategy": "local-sgd", "server.mode": "async"}, True),
+        ({"strategy": "pipeline", "pipeline.schedule": "pipedream"}, True),
+        ({"strategy": "pipeline", "pipeline.schedule": "2bw"}, True),
+        ({"strategy": "pipeline", "pipeline.schedule": "1f1b"}, False),
+        ({"strategy": "allreduce", "server.mode": "async", "pipeline.schedule": "2bw"}, False),
+        ({"strategy": "parameter-server", "server.mode": "sync"}, False),
+    ],
+)
+def test_some_workers_report_losses_of_their_own(rule: Line, own: bool) -> None:
+    records = of(start(**rule), steps(0, range(3)), steps(1, range(3), loss=7.0))
+    assert len(ledger.check(records, 3)) == (0 if own else 3)
+    assert ledger.check(of(start(**rule), steps(0, range(2)), steps(1, range(2))), 3) == ["step 2 was never applied"]
+
+
+def test_the_time_of_a_step_is_that_of_its_update() -> None:
+    assert ledger.completions(of(start(strategy="hogwild"), loops(2), done([1, 0], [1, 2], time=3.5))) == [3.5, 3.5]
 
 
 def test_stalls_goodput_and_replacement() -> None:
