@@ -158,6 +158,39 @@ def test_all_workers_have_the_same_state_at_the_end(results: Any) -> None:
         assert len({found["fingerprint"] for found in results(one, False, one.workers)}) == 1, one
 
 
+COMPLEX = """
+from functools import partial
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from subjects import tell
+import paceline
+
+class Filter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+
+    def forward(self, values):
+        return torch.fft.irfft(torch.fft.rfft(values) * self.weight, n=16)
+
+torch.manual_seed(0)
+session = paceline.start(
+    model=nn.Sequential(nn.Linear(8, 16), Filter(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)),
+    optimizer=partial(torch.optim.SGD, lr=0.05), loss=nn.functional.mse_loss,
+    data=TensorDataset(torch.randn(64, 8), torch.randn(64, 4)), batch=16, clip_norm=0.2, exact=True,
+    strategy="pipeline", pipeline={"cut": ["2"]}, timeout_seconds=20,
+)
+norms = [session.step(batch).gradient_norm.hex() for batch in session.batches(steps=8)]
+tell(norms=norms, fingerprint=session.fingerprint())
+"""
+
+
+def test_the_norm_of_complex_and_real_gradients(told: Told, tmp_path: Path) -> None:
+    (alone,) = told(COMPLEX, 1, tmp_path / "one")
+    assert told(COMPLEX, 2, tmp_path / "two") == [alone, alone]
+
+
 BAD_GRADIENT = """
 import torch
 from functools import partial
