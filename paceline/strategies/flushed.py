@@ -54,7 +54,8 @@ class Flushed(Hooks):
     def _lay_out(self, cut: Borders | None) -> None:
         """Borders the model, and get ready for what this worker holds of it then."""
         job = self._job
-        self.staged = Staged(job, self._plan(job.order.microbatches), cut)
+        enough = max(job.order.microbatches, job.world.size)  # for each worker to have some: who holds what
+        self.staged = Staged(job, self._plan(enough), cut)
         self._executor = self.staged.executor(self)
         self._own = [name for names in self.staged.names.values() for name in names]
         examples = [self._parameters[name].detach() for name in self._own]

@@ -49,7 +49,15 @@ EXACT = [
     way("batch norm", 3, "layerwise", cut=["1", "3"]),
     way("skips", 3, "gpipe"),
     way("nested values, random numbers", 3, "1f1b"),
+    way("two microbatches", 3, "1f1b"),
+    way("two microbatches", 3, "gpipe", stages=1),
+    way("two microbatches", 3, "layerwise"),
+    way("two microbatches", 3, "interleaved"),
+    way("two microbatches", 3, "zb-v"),
     way("tied weights", 4, "1f1b", stages=2),
+    way("two microbatches", 4, "zb-h1"),
+    way("two microbatches", 4, "gpipe", replicas=[1, 3]),
+    way("two microbatches", 4, "zb-v", stages=4),
     way("tied weights", 4, "zb-v", stages=4, cut=["blocks.0", "blocks.1", "norm"]),
     way("tied weights", 4, "zb-h1", stages=2),
     way("batch norm", 4, "1f1b", stages=4, cut=["1", "2", "4"]),
@@ -73,6 +81,7 @@ ROUNDED = [
     way("tied weights", 4, "zb-h1", stages=2),
     way("batch norm", 4, "zb-v", stages=4),
     way("tied weights", 4, "1f1b", stages=2),
+    way("two microbatches", 4, "1f1b", replicas=[3, 1]),
 ]
 STEPS = 4
 SCRIPT = """
