@@ -149,7 +149,7 @@ class Course:
             "port": world.open_store(line.address),
         }
         facts = {key: value for key, value in self._facts.items() if not key.startswith("initial")}
-        fits = fitting(self._job.settings, self._job.order.microbatches)
+        fits = fitting(self._job.settings, self._job.order.microbatches, enrolled.largest)
         line.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE, fits)
 
     def _warm_up(self) -> None:

@@ -78,7 +78,8 @@ def job_of(
     """
     settings = resolved.settings
     strategy = strategy_named(settings.strategy)
-    order = _order(given.data, settings, who.world_size, largest or who.world_size)
+    order = _order(given.data, settings, who.world_size)
+    strategy.check_shares(settings, order, who.world_size, largest or who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
     _check_model(given.model, sparse=strategy.sparse)
@@ -189,7 +190,7 @@ def warnings(job: Job) -> list[str]:
     return [f"set, but without effect as strategy {job.settings.strategy} is set: {', '.join(keys)}"] if keys else []
 
 
-def _order(data: Any, settings: Settings, workers: int, largest: int) -> Order:
+def _order(data: Any, settings: Settings, workers: int) -> Order:
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise InputError(
             f"data must be a map-style data set, with a length and items by number, but {type(data).__name__} has "
@@ -198,18 +199,9 @@ def _order(data: Any, settings: Settings, workers: int, largest: int) -> Order:
         )
     batch = _batch(settings, workers)
     parts = settings.microbatches or default_microbatches(batch)
-    if batch < workers:
-        raise ConfigError(
-            f"batch = {batch} is smaller than the number of workers, {workers}: use a larger batch or fewer workers."
-        )
     if batch < parts:
         raise ConfigError(
             f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches."
-        )
-    if largest > parts:
-        raise ConfigError(
-            f"{largest} workers are more than the {parts} microbatches of a batch: set microbatches to {largest} or "
-            f"more (it is part of what decides the bits), or use fewer workers."
         )
     if len(data) == 0:
         raise InputError("The data set is empty.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from pathlib import Path
@@ -49,11 +50,15 @@ def command(  # noqa: PLR0913 - each is an option
     from paceline.launch.base import Request
     from paceline.plan.costs import plan_text
 
+    if stages is not None and stages < 1:
+        raise ConfigError(f"--stages {stages}: a model is cut into at least 1 stage.")
     if output is not None and stages is None:
         raise ConfigError("--output writes one cut: say into how many stages with --stages.")
     settings = {**config.parse_command_line(set_ or []), **_WHOLE}
     found = _measure(Request(script, tuple(arguments or ()), workers, settings, plan))
     print("\n".join(_layer_lines(found)))
+    if stages is None and len(found.layers) == 1:
+        raise ConfigError(f"{found.model} has one layer, {found.layers[0].name!r}: there is nothing to cut.")
     print()
     tried = [stages] if stages is not None else [count for count in _TRIED if count <= len(found.layers)]
     cuts = [_cut(found, count, workers, memory) for count in tried]
@@ -62,7 +67,8 @@ def command(  # noqa: PLR0913 - each is an option
         print("Transfers count as free: the link is measured with -n 2 or more.")
     if output is not None:
         output.write_text(plan_text(found, cuts[0]))
-        print(f"Written to {output}: paceline run -n {sum(cuts[0].replicas)} --plan {output} {script}")
+        again = ["paceline", "run", "-n", sum(cuts[0].replicas), "--plan", output, script, *(arguments or ())]
+        print(f"Written to {output}: {shlex.join(map(str, again))}")
 
 
 def _measure(base: Request) -> Profile:

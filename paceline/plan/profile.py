@@ -15,6 +15,7 @@ from paceline.plan.costs import Profile
 from paceline.schedule.balance import LayerCost
 from paceline.strategies.base import Job
 from paceline.strategies.compute import pair_of, sum_and_count
+from paceline.strategies.dependence import check_loss
 from paceline.strategies.layer_times import measure
 from paceline.strategies.layers import layers_of
 
@@ -27,7 +28,7 @@ def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
 
     Raises:
         ConfigError: the loss is not ``loss(output, target)``, so the model cannot be cut.
-        InputError: the model cannot be cut.
+        InputError: the model cannot be cut, or the loss uses its parameters.
     """
     if loss is None:
         raise ConfigError(
@@ -43,6 +44,7 @@ def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
 
 def _layer_costs(job: Job, loss: Callable[[Any, Any], Any]) -> list[LayerCost]:
     piece = job.feed.load(0, [range(1)])[0]
+    check_loss(job.compute, piece)
     features, target = pair_of(piece.data)
     model = job.compute.model
 

@@ -91,10 +91,12 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
     Not all workers need to be used: a replica that costs more than it gives is left out.
 
     Raises:
-        ConfigError: there are more stages than layers or workers, or a stage cannot fit the memory.
+        ConfigError: there is no stage, there are more stages than layers or workers, or a stage cannot fit the memory.
     """
     workers = stages if cluster.workers is None else cluster.workers
-    if not 1 <= stages <= len(layers):
+    if stages < 1:
+        raise ConfigError(f"A model cannot be cut into {stages} stages: it must be at least 1.")
+    if stages > len(layers):
         raise ConfigError(
             f"{stages} stages need as many layers, but the model has {len(layers)}: "
             f"{', '.join(layer.name for layer in layers)}. Use fewer stages (pipeline.stages, by default one for each "

@@ -99,9 +99,14 @@ def stream_for(settings: PipelineSettings, workers: int, microbatches: int) -> S
             f"pipeline.replicas = {list(replicas)} take the {microbatches} microbatches of a batch in turns: set "
             f"microbatches to a multiple of {turns}."
         )
-    if settings.schedule == "2bw":
-        return two_buffered_stream(len(replicas), every, replicas)
-    return pipedream_stream(len(replicas), every, settings.vertical_sync, replicas)
+    try:
+        if settings.schedule == "2bw":
+            return two_buffered_stream(len(replicas), every, replicas)
+        return pipedream_stream(len(replicas), every, settings.vertical_sync, replicas)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}. Here every is pipeline.update_every, by default the microbatches of a batch."
+        ) from error
 
 
 def flushed_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:

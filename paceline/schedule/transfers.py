@@ -30,9 +30,11 @@ def at_least(least: int, **values: int) -> None:
     """Check what a schedule is asked for.
 
     Raises:
-        ConfigError: a value is smaller.
+        ConfigError: a value is smaller, or no whole number.
     """
     for name, value in values.items():
+        if not isinstance(value, int):
+            raise ConfigError(f"a schedule needs a whole number of {name}, not {value!r}")
         if value < least:
             raise ConfigError(
                 f"a schedule needs {name} of at least {least}, not {value}: set {name} to {least} or more"

@@ -13,6 +13,7 @@ from torch import nn
 from paceline.comm.world import World
 from paceline.data.feed import Feed, Piece
 from paceline.data.order import Order
+from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.settings import Settings
 from paceline.strategies.compute import Compute
@@ -99,6 +100,30 @@ class Strategy(ABC):
     def ignores(cls, settings: Settings) -> tuple[str, ...]:
         """The keys in ``reads`` that it reads only with other settings than these."""
         return ()
+
+    @classmethod
+    def check_shares(cls, settings: Settings, order: Order, workers: int, largest: int) -> None:
+        """Refuse microbatches that the workers cannot share.
+
+        Args:
+            settings: of the run.
+            order: says how many microbatches a batch has.
+            workers: with which training begins.
+            largest: how many there may ever be.
+
+        Raises:
+            ConfigError: there are too few, or too few samples.
+        """
+        if order.batch < workers:
+            raise ConfigError(
+                f"batch = {order.batch} is smaller than the number of workers, {workers}: use a larger batch or fewer "
+                f"workers."
+            )
+        if largest > order.microbatches:
+            raise ConfigError(
+                f"{largest} workers are more than the {order.microbatches} microbatches of a batch: set microbatches "
+                f"to {largest} or more (it is part of what decides the bits), or use fewer workers."
+            )
 
     @classmethod
     def fits(cls, settings: Settings, workers: int, microbatches: int) -> bool:

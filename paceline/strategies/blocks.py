@@ -15,7 +15,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from paceline.data.keys import kept_states
 from paceline.errors import InputError
-from paceline.strategies.stage import Crossing, Layers, Stage, named, names_of
+from paceline.strategies.stage import Crossing, Layers, Stage, named, names_of, unopened
 from paceline.strategies.untouched import untouched
 
 
@@ -57,9 +57,11 @@ class Blocks(Layers):
             versions = [tensor._version for tensor in boundary.tensors]
             values = block(values)
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values)):
+                cure = unopened(values) or (
+                    "A model that is cut needs a tensor, or a tuple, list or dict of tensors, from each layer."
+                )
                 raise InputError(
-                    f"Layer {name!r} ({type(block).__name__}) returns no tensor but {type(values).__name__}: "
-                    f"a model that is cut needs a tensor, or a tuple, list or dict of tensors, from each layer."
+                    f"Layer {name!r} ({type(block).__name__}) returns no tensor but {type(values).__name__}. {cure}"
                 )
             now = [tensor._version for tensor in boundary.tensors]
             changed = zip(boundary.tensors, versions, now, strict=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -53,7 +54,8 @@ class Flushed(Hooks):
     def _lay_out(self, cut: Borders | None) -> None:
         """Borders the model, and get ready for what this worker holds of it then."""
         job = self._job
-        self.staged = Staged(job, self._plan(job.order.microbatches), cut)
+        enough = max(job.order.microbatches, job.world.size)  # for each worker to have some: who holds what
+        self.staged = Staged(job, self._plan(enough), cut)
         self._executor = self.staged.executor(self)
         self._own = [name for names in self.staged.names.values() for name in names]
         examples = [self._parameters[name].detach() for name in self._own]
@@ -302,8 +304,12 @@ class Flushed(Hooks):
                 own[place] = torch.linalg.vector_norm(parameter.grad).double()
         told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
         mine = told != _NOT_MINE
-        norms = told.where(mine, 0.0).sum(0)[mine.any(0)]
-        dtype = functools.reduce(torch.promote_types, (one.dtype for one in self._parameters.values()))
+        given = mine.any(0)
+        norms = told.where(mine, 0.0).sum(0)[given]
+        if not given.any():
+            return torch.zeros(())
+        having = itertools.compress(self._parameters.values(), given.tolist())
+        dtype = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in having))
         norm: torch.Tensor = torch.linalg.vector_norm(norms.to(dtype)).to(job.world.device)
         return norm
 

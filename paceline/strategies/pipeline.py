@@ -20,6 +20,7 @@ from typing import ClassVar
 from torch import nn
 
 from paceline.data.feed import Piece
+from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.schedule.choice import STREAMED, shape_of, stream_for
 from paceline.settings import Settings
@@ -63,6 +64,12 @@ class Pipeline(Strategy):
                 f"recompute = {list(settings.recompute)} names modules, which strategy 'pipeline' cuts: use "
                 f"pipeline.recompute = true, which computes whole stages again."
             )
+
+    @classmethod
+    def check_shares(cls, settings: Settings, order: Order, workers: int, largest: int) -> None:
+        """The workers share the model, so there may be fewer microbatches; but some schedules need a number of them."""
+        if workers > 1 and settings.pipeline.schedule in STREAMED:
+            stream_for(settings.pipeline, workers, order.microbatches)
 
     @classmethod
     def fits(cls, settings: Settings, workers: int, microbatches: int) -> bool:

@@ -15,11 +15,12 @@ import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from paceline.data.keys import generator_states, kept_states, same_states
 from paceline.errors import InputError
-from paceline.strategies.stage import names_of
+from paceline.strategies.stage import names_of, unopened
 from paceline.strategies.untouched import untouched
 
 WAY_OUT = "Write the model as nn.Sequential of its blocks, which may do anything, or do not cut it."
@@ -89,15 +90,26 @@ class Program:
 def _export(model: nn.Module, example: Any) -> ExportedProgram:
     several = _several_samples(example)
     dims = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.ndim else None, several)
+    met = [several]
+
+    def note(module: nn.Module, given: Any, made: Any) -> None:
+        if module is model:
+            met.append(made)
+
     with untouched(model), kept_states():
         before = generator_states()
+        noting = register_module_forward_hook(note)
         try:
             with _quiet(), torch.enable_grad():
                 exported = torch.export.export(model, (several,), dynamic_shapes=(dims,), strict=False)
         except Exception as error:
+            cure = unopened(met)
+            why = f"{_reason(error)}. {WAY_OUT}" if cure is None else cure
             raise InputError(
-                f"{type(model).__name__} cannot be cut into stages, as it cannot be traced: {_reason(error)}. {WAY_OUT}"
+                f"{type(model).__name__} cannot be cut into stages, as it cannot be traced: {why}"
             ) from error
+        finally:
+            noting.remove()
         if not same_states({**generator_states(), "torch": before["torch"]}, before):
             raise InputError(
                 f"{type(model).__name__} cannot be cut into stages: its forward draws from the random numbers of "

@@ -49,10 +49,10 @@ def strategy_for(name: str, workers: int) -> type[Strategy]:
     return strategy_named(name) if workers > 1 else strategy_named(name).alone or Single
 
 
-def fitting(settings: Settings, microbatches: int) -> list[int]:
-    """With how many workers training can go on; empty if with any number up to that of the microbatches of a batch."""
+def fitting(settings: Settings, microbatches: int, largest: int) -> list[int]:
+    """With how many workers, ``largest`` at most, training can go on; empty if with any number of them."""
     strategy = strategy_named(settings.strategy)
-    every = range(1, microbatches + 1)
+    every = range(1, largest + 1)
     found = [count for count in every if count == 1 or strategy.fits(settings, count, microbatches)]
     return [] if len(found) == len(every) else found
 

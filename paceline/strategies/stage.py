@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 Crossing = tuple[torch.Tensor, ...]
 """The tensors that cross a boundary between two stages."""
@@ -50,6 +52,18 @@ class Layers(ABC):
 
     def learn(self) -> None:  # noqa: B027 - for layers that are not always known
         """Get to know the model as it is now; all its parameters must be there."""
+
+
+def unopened(values: Any) -> str | None:
+    """What to do about a dataclass among the values, which torch takes for one value without tensors."""
+    for leaf in tree_leaves(values):
+        if is_dataclass(leaf):
+            name = type(leaf).__name__
+            return (
+                f"{name} is a dataclass that torch does not know: register it before paceline.start with "
+                f"torch.export.register_dataclass({name}), or use a tuple or a dict."
+            )
+    return None
 
 
 def names_of(model: nn.Module) -> dict[int, str]:

@@ -161,6 +161,17 @@ def _of_classes(model: nn.Module, **more: Any) -> Arguments:
     }
 
 
+def _of_images(**more: Any) -> Arguments:
+    return {
+        "model": convnet(),
+        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
+        "loss": functional.cross_entropy,
+        "data": images(68),
+        "batch": 32,
+        **more,
+    }
+
+
 def _list() -> nn.Module:
     middle = [nn.Linear(12, 12), nn.Dropout(0.2)]
     return nn.Sequential(Noise(), Twice(), Joined(), *middle, Twice(), Joined(), Noise(), nn.Linear(12, 4))
@@ -183,13 +194,9 @@ CUT: dict[str, Callable[[], Arguments]] = {
     "tied weights": _of_tied,
     "bfloat16": lambda: _of_tied(autocast="bfloat16"),
     # then 4 samples in 1 microbatch
-    "batch norm": lambda: {
-        "model": convnet(),
-        "optimizer": partial(torch.optim.AdamW, lr=1e-2),
-        "loss": functional.cross_entropy,
-        "data": images(68),
-        "batch": 32,
-    },
+    "batch norm": _of_images,
+    # fewer than workers; then 4 samples in 1 microbatch
+    "two microbatches": lambda: _of_images(microbatches=2),
     # then 9 samples in 3 microbatches
     "skips": lambda: _of_classes(_seeded(Skips)),
     "nested values, random numbers": lambda: _of_classes(_seeded(_list)),

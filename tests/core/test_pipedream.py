@@ -43,6 +43,10 @@ CASES = {
     "a divisor of the batch": Case(
         2, {"schedule": "pipedream", "update_every": 3}, [3], [1, 0], 3, [[0, 1, 2, 3]], batch=(24, 6)
     ),
+    "fewer microbatches than workers": Case(
+        3, {"schedule": "pipedream"}, [2, 5], [2, 1, 0], 2, [[0, 1, 2, 3]], batch=(20, 2)
+    ),
+    "one microbatch": Case(3, {"schedule": "pipedream"}, [2, 5], [2, 1, 0], 1, [[0, 1, 2, 3]], batch=(20, 1)),
     "vertical sync": Case(
         3,
         {"schedule": "pipedream", "update_every": 1, "vertical_sync": True},
@@ -54,6 +58,16 @@ CASES = {
     ),
     "2bw": Case(
         3, {"schedule": "2bw", "update_every": 3}, [2, 5], [2, 1, 0], 3, [[0, 1, 2, 3]], version="max(0, m // 3 - 1)"
+    ),
+    "2bw, fewer microbatches than workers": Case(
+        3,
+        {"schedule": "2bw", "update_every": 3},
+        [2, 5],
+        [2, 1, 0],
+        3,
+        [[0, 1, 2, 3]],
+        version="max(0, m // 3 - 1)",
+        batch=(20, 2),
     ),
     "run empty every two steps": Case(
         2, {"schedule": "pipedream", "update_every": 1, "flush_every": 2}, [5], [1, 0], 1, [[0, 1], [2, 3], [4]]

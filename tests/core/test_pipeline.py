@@ -53,7 +53,15 @@ EXACT = [
     way("batch norm", 3, "layerwise", cut=["1", "3"]),
     way("skips", 3, "gpipe"),
     way("nested values, random numbers", 3, "1f1b"),
+    way("two microbatches", 3, "1f1b"),
+    way("two microbatches", 3, "gpipe", stages=1),
+    way("two microbatches", 3, "layerwise"),
+    way("two microbatches", 3, "interleaved"),
+    way("two microbatches", 3, "zb-v"),
     way("tied weights", 4, "1f1b", stages=2),
+    way("two microbatches", 4, "zb-h1"),
+    way("two microbatches", 4, "gpipe", replicas=[1, 3]),
+    way("two microbatches", 4, "zb-v", stages=4),
     way("tied weights", 4, "zb-v", stages=4, cut=["blocks.0", "blocks.1", "norm"]),
     way("tied weights", 4, "zb-h1", stages=2),
     way("batch norm", 4, "1f1b", stages=4, cut=["1", "2", "4"]),
@@ -77,6 +85,7 @@ ROUNDED = [
     way("tied weights", 4, "zb-h1", stages=2),
     way("batch norm", 4, "zb-v", stages=4),
     way("tied weights", 4, "1f1b", stages=2),
+    way("two microbatches", 4, "1f1b", replicas=[3, 1]),
 ]
 STEPS = 4
 SCRIPT = """
@@ -160,6 +169,39 @@ def test_else_the_result_differs_by_rounding_only(results: Any, one: Way, one_ma
 def test_all_workers_have_the_same_state_at_the_end(results: Any) -> None:
     for one in ROUNDED:
         assert len({found["fingerprint"] for found in results(one, False, one.workers)}) == 1, one
+
+
+COMPLEX = """
+from functools import partial
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from subjects import tell
+import paceline
+
+class Filter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(9, dtype=torch.cfloat))
+
+    def forward(self, values):
+        return torch.fft.irfft(torch.fft.rfft(values) * self.weight, n=16)
+
+torch.manual_seed(0)
+session = paceline.start(
+    model=nn.Sequential(nn.Linear(8, 16), Filter(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)),
+    optimizer=partial(torch.optim.SGD, lr=0.05), loss=nn.functional.mse_loss,
+    data=TensorDataset(torch.randn(64, 8), torch.randn(64, 4)), batch=16, clip_norm=0.2, exact=True,
+    strategy="pipeline", pipeline={"cut": ["2"]}, timeout_seconds=20,
+)
+norms = [session.step(batch).gradient_norm.hex() for batch in session.batches(steps=8)]
+tell(norms=norms, fingerprint=session.fingerprint())
+"""
+
+
+def test_the_norm_of_complex_and_real_gradients(told: Told, tmp_path: Path) -> None:
+    (alone,) = told(COMPLEX, 1, tmp_path / "one")
+    assert told(COMPLEX, 2, tmp_path / "two") == [alone, alone]
 
 
 BAD_GRADIENT = """

@@ -94,8 +94,19 @@ REFUSED = {
     "uneven replicas of a zero bubble": Bad(
         "go(pipeline={'replicas': [1, 2], 'schedule': 'zb-h1'})", "ConfigError", 2, ["[1, 2]", "'zb-h1'"], workers=3
     ),
-    "fewer microbatches than replicas": Bad(
-        "go(pipeline={'stages': 1}, microbatches=2)", "ConfigError", 2, ["2 microbatches", "3 "], workers=3
+    "microbatches that replicas do not share evenly": Bad(
+        "go(pipeline={'stages': 1, 'schedule': 'pipedream'}, microbatches=2)",
+        "ConfigError",
+        2,
+        ["[3]", "2 microbatches", "microbatches to a multiple of 3"],
+        workers=3,
+    ),
+    "too few microbatches for PipeDream-2BW": Bad(
+        "go(pipeline={'schedule': '2bw'}, microbatches=2)",
+        "ConfigError",
+        2,
+        ["3 workers", "not 2", "pipeline.update_every, by default the microbatches of a batch"],
+        workers=3,
     ),
     "an unknown schedule": Bad(
         "go(pipeline={'schedule': 'zb'})", "ConfigError", 2, ["pipeline.schedule = 'zb'", "zb-h1"]

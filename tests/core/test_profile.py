@@ -132,6 +132,9 @@ CASES = {
     "list": "model=convnet(), data=images(64), loss=nn.functional.cross_entropy",
     "traced": "model=Transformer(), data=Sentences(64), collate=lambda rows: (torch.stack(rows), torch.stack(rows)), "
     "loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())",
+    "one layer": "model=nn.Linear(12, 4), data=classes(64), loss=nn.functional.cross_entropy",
+    "penalty": "model=(made := mlp()), data=classes(64), "
+    "loss=lambda output, target: nn.functional.cross_entropy(output, target) + made[0].weight.norm()",
     "no loss": "model=Transformer(), data=Sentences(64), forward=per_token",
 }
 
@@ -155,7 +158,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
-    shown = command("list", "-n", 2, "--stages", 2, "--output", "plan.toml")
+    shown = command("list", "-n", 2, "--stages", 2, "--output", "plan.toml", "--", "--size", "a b")
     assert shown.code == 0, shown.err
     first = shown.out.splitlines()[0]
     assert first.startswith("Sequential, microbatches of 4 samples; link ")
@@ -167,7 +170,7 @@ def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
     assert plan["pipeline"]["replicas"] == [1, 1]
     [name] = plan["pipeline"]["cut"]
     assert name in [str(place) for place in range(1, 10)]
-    assert "paceline run -n 2 --plan plan.toml" in shown.out
+    assert f"paceline run -n 2 --plan plan.toml {tmp_path / 'train.py'} --size 'a b'\n" in shown.out
 
 
 def test_the_best_cuts_of_a_traced_model(command: Command) -> None:
@@ -188,3 +191,17 @@ def test_what_cannot_be_profiled(command: Command) -> None:
     shown = command("list", "--output", "plan.toml")
     assert shown.code == 2
     assert "say into how many stages with --stages" in shown.err
+    shown = command("list", "--stages", 0)
+    assert (shown.code, shown.out) == (2, "")
+    assert "--stages 0" in shown.err and "at least 1" in shown.err
+    shown = command("penalty")
+    assert shown.code == 2
+    assert "The loss uses the parameter '0.weight'" in shown.err
+
+
+def test_a_model_with_one_layer(command: Command) -> None:
+    shown = command("one layer")
+    assert shown.code == 2
+    assert shown.out.splitlines()[2].startswith("layer ") and "to the next" in shown.out
+    assert "stages" not in shown.out
+    assert "Linear has one layer" in shown.err and "nothing to cut" in shown.err

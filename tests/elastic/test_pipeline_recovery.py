@@ -88,6 +88,27 @@ def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run
     assert short["text"] == "these settings are for 3 workers, and 2 are left; waiting for more"
 
 
+def test_fewer_microbatches_than_workers(run: Run, undisturbed: Any) -> None:
+    """Three stages on three workers fit all the same."""
+    two = SCRIPT.replace("microbatches=8", "microbatches=2")
+    ran = run(two, *SAVED, "--set", "pipeline.stages=3", faults=faults.kill(rank=1, step=5))
+    check(ran, undisturbed(two), 3)
+
+
+def test_microbatches_that_do_not_fit_the_workers_are_refused_at_once(run: Run) -> None:
+    two = "microbatches=2, exact=False, pipeline={'schedule': '2bw'}"
+    ran = run(SCRIPT.replace("microbatches=8", two), "-n", 3)
+    assert ran.code == 2, ran.story()
+    assert "3 workers need at least as many microbatches from one update to the next, not 2" in ran.said
+
+
+def test_a_worker_is_lost_where_others_have_nothing_to_compute(run: Run, undisturbed: Any) -> None:
+    one = SCRIPT.replace("microbatches=8", "microbatches=1")
+    ran = run(one, *HYBRID, faults=faults.kill(rank=0, step=5))
+    check(ran, undisturbed(one), 3)
+    assert not went_back(ran), ran.story()
+
+
 def test_stages_that_do_not_fit_the_workers_left_end_the_run_when_nobody_comes(run: Run) -> None:
     script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
     ran = run(script, *SAVED, "--set", "pipeline.stages=3")

@@ -135,6 +135,8 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_more_stages_than_layers_or_workers() -> None:
     layers = [layer("0"), layer("1")]
+    with pytest.raises(ConfigError, match="into 0 stages: it must be at least 1"):
+        balance(layers, 0, Cluster())
     with pytest.raises(ConfigError, match="3 stages need as many layers, but the model has 2: "):
         balance(layers, 3, Cluster())
     with pytest.raises(ConfigError, match="2 stages need as many workers, but there are 1"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -377,6 +378,47 @@ class Counts(Gated):
         return output
 
 
+@dataclass
+class Out:
+    """What torch does not know."""
+
+    values: torch.Tensor
+
+
+class InClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> Out:
+        return Out(self.layer(values))
+
+
+@dataclass
+class Known:
+    """What torch knows."""
+
+    values: torch.Tensor
+
+
+torch.export.register_dataclass(Known)
+
+
+class InKnownClass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, values: torch.Tensor) -> Known:
+        return Known(self.last(self.first(values)))
+
+
+@pytest.mark.parametrize("model", [InKnownClass, lambda: nn.Sequential(nn.Linear(4, 4), InKnownClass())])
+def test_a_dataclass_that_torch_knows(model: Callable[[], nn.Module]) -> None:
+    layers = layers_of(model(), torch.randn(4, 4))
+    assert isinstance(layers.stage(1, 2)(layers.stage(0, 1)(torch.randn(4, 4))), Known)
+
+
 @pytest.mark.parametrize(
     ("model", "said"),
     [
@@ -389,6 +431,11 @@ class Counts(Gated):
         (Pretends, "give other numbers than the model itself"),
         (Number, "Number returns no tensor but int"),
         (lambda: nn.Sequential(nn.Linear(4, 4), Number()), r"Layer '1' \(Number\) returns no tensor but int"),
+        (InClass, r"InClass cannot be cut .* dataclass .*: .* torch.export.register_dataclass\(Out\), or use a tuple"),
+        (
+            lambda: nn.Sequential(nn.Linear(4, 4), InClass()),
+            r"Layer '1' \(InClass\) returns no tensor but Out. .* torch.export.register_dataclass\(Out\)",
+        ),
         (
             lambda: nn.Sequential(nn.Linear(4, 4), Twice(), ChangeFirst()),
             "Layer '1' returns the same memory twice",

@@ -278,6 +278,8 @@ def test_a_step_drawn() -> None:
     "name, arguments, said",
     [
         ("gpipe", (0, 4), "stages of at least 1, not 0"),
+        ("gpipe", (2.5, 4), "a whole number of stages, not 2.5"),
+        ("zb-v", (2, 4.0), "a whole number of microbatches, not 4.0"),
         ("layerwise", (-1, 4), "stages of at least 1, not -1"),
         ("1f1b", (2, 0), "microbatches of at least 1, not 0"),
         ("1f1b", (2, 1, 2), "microbatches of at least 2, not 1"),
