@@ -70,6 +70,22 @@ class Skips(nn.Module):
         return self.head(torch.cat((late, early), 1))
 
 
+class Decoder(nn.Module):
+    """Attends from one branch to another; where it is cut only the other one comes from the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.query, self.own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.unflatten(1, (3, 4))
+        memory = self.memory(values)
+        query = self.own(self.query(values))
+        return self.head((query + self.attention(query, memory, memory, need_weights=False)[0]).flatten(1))
+
+
 class Twice(nn.Module):
     """Gives its input and what it made of it, nested."""
 
@@ -160,6 +176,7 @@ CUT: dict[str, Callable[[], Arguments]] = {
     },
     # then 9 samples in 3 microbatches
     "skips": lambda: _of_classes(_seeded(Skips)),
+    "decoder": lambda: _of_classes(_seeded(Decoder)),
     "nested values, random numbers": lambda: _of_classes(_seeded(_list)),
 }
 

@@ -39,6 +39,8 @@ EXACT = [
     way("batch norm", 2, "interleaved", chunks=3),
     way("skips", 2, "zb-v"),
     way("skips", 2, "1f1b", cut=["head"]),
+    way("decoder", 2, "zb-h1", cut=["query"], recompute=True),
+    way("decoder", 2, "zb-v", cut=["query", "own", "attention"]),
     way("nested values, random numbers", 2, "zb-h1"),
     way("nested values, random numbers", 2, "gpipe", recompute=True),
     way("bfloat16", 2, "1f1b"),
