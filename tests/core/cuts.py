@@ -160,6 +160,15 @@ def _list() -> nn.Module:
     return nn.Sequential(Noise(), Twice(), Joined(), *middle, Twice(), Joined(), Noise(), nn.Linear(12, 4))
 
 
+def _of_many_uses() -> nn.Module:
+    """One weight in five layers: 1, 3, 5, 7, 9."""
+    layers = [nn.Linear(12, 12) for _ in range(6)]
+    for layer in layers[2:]:
+        layer.weight = layers[1].weight
+    blocks = [block for layer in layers for block in (layer, nn.Tanh())]
+    return nn.Sequential(blocks[0], *blocks[2:], nn.Linear(12, 4))
+
+
 # Batches of 32 samples in 8 microbatches; the last one of an epoch is shorter.
 CUT: dict[str, Callable[[], Arguments]] = {
     "counted tokens": lambda: _of_tied(loss=of_counted_tokens, batch=24),  # 20 in the last batch
@@ -177,6 +186,7 @@ CUT: dict[str, Callable[[], Arguments]] = {
     # then 9 samples in 3 microbatches
     "skips": lambda: _of_classes(_seeded(Skips)),
     "decoder": lambda: _of_classes(_seeded(Decoder)),
+    "a weight used five times": lambda: _of_classes(_seeded(_of_many_uses)),
     "nested values, random numbers": lambda: _of_classes(_seeded(_list)),
 }
 
