@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
@@ -174,6 +175,14 @@ def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Con
     """
     first, again = drawn_again()
     return first, _Again(again, buffers.copies(part))
+
+
+def on_copy(call: Callable[[Any], Any], values: Any) -> Any:
+    """The input of the model may be changed in place, and is needed as it was to compute it again.
+
+    Of what comes from another stage the stage itself copies what it changes.
+    """
+    return call(tree_map_only(torch.Tensor, torch.clone, values))
 
 
 class _Again:

@@ -34,7 +34,7 @@ from paceline.data.keys import (
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
-from paceline.strategies.compute import computed_again, pair_of, sum_and_count
+from paceline.strategies.compute import computed_again, on_copy, pair_of, sum_and_count
 from paceline.strategies.halves import backward_of_input, backward_of_weights
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
@@ -237,7 +237,8 @@ class Executor:
         call = partial(held.call, values)
         if self._job.settings.pipeline.recompute:
             contexts = partial(computed_again, compute.buffers, held.buffers)
-            call = partial(checkpoint, held.call, values, use_reentrant=False, context_fn=contexts)
+            again = partial(on_copy, held.call) if stage == 0 else held.call
+            call = partial(checkpoint, again, values, use_reentrant=False, context_fn=contexts)
         with self._hooks.weights(operation), compute.keeping_weights():
             if stage == self._last:
                 passed.outputs = [self._loss(microbatch, call)]

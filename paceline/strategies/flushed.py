@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 import torch
@@ -22,7 +23,7 @@ from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import flushed_schedule
-from paceline.schedule.operations import Kind, Schedule
+from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.drift import Drift
@@ -176,6 +177,9 @@ class Flushed(Hooks):
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         return self._now.worker_of(stage, microbatch)
+
+    def weights(self, operation: Operation) -> AbstractContextManager[object]:
+        return self.staged.tied.during(operation)
 
     def gave(self, stage: int, microbatch: int) -> None:
         """Take the gradients that a backward pass of a stage has left.

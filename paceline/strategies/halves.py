@@ -1,25 +1,40 @@
 """The two halves of a backward pass: first the gradients that another stage waits for, then those of the weights.
 
-torch's pipelining has the algorithm, from Qi et al. 2024 (arXiv 2401.10241): the gradients at the places where the path
-to the weights leaves the path to the inputs are kept, and the second half starts from there, so nothing is computed
-twice.
+After torch's pipelining and Qi et al. 2024 (arXiv 2401.10241): the gradients at the places where the path to the
+weights leaves the path to the inputs are kept, and the second half starts from there, so nothing is computed twice.
 
-Where the two cannot be told apart, as for a weight whose way to the loss meets no input, all is computed in the first
-half, and the second one only hands it out.
+::
+
+    output -- P -- P -- P -- input        P   a node on the path to the inputs: the first half
+              |         |                 W   one that leads to weights only: the second half
+              W         W
+
+Where the two cannot be told apart, the weights are computed in the first half, and the second one only hands them out:
+those whose way to the loss meets no input, and those with places of which one lies below the other, as the way from
+the upper one to the weight goes through the first half. Weights that have a place in common are computed together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Group = dict[str, Any]
-"""Weights ("params"), the places where their path leaves that to the inputs ("intermediates"), the gradients there."""
+Kept = tuple[torch.Tensor | None, ...]
+"""The gradients that come to a place."""
+
+
+@dataclass(eq=False)
+class Group:
+    """Weights, the places where their path leaves that to the inputs, and the gradients that came there."""
+
+    parameters: list[nn.Parameter]
+    places: set[Node]
+    kept: dict[Node, Kept] = field(default_factory=dict)
 
 
 @dataclass
@@ -27,7 +42,7 @@ class Halves:
     """What the first half leaves for the second: where to start from, or the gradients of weights themselves."""
 
     groups: list[Group] = field(default_factory=list)
-    ready: list[tuple[nn.Parameter, torch.Tensor]] = field(default_factory=list)
+    ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
 
 def backward_of_input(
@@ -47,84 +62,158 @@ def backward_of_input(
     Returns:
         what :func:`backward_of_weights` needs.
     """
-    from torch.distributed.pipelining import _backward as torchs  # a second that others need not wait
-
     given = [torch.ones_like(value) for value in outputs] if gradients is None else gradients
-    pairs = [(value, gradient) for value, gradient in zip(outputs, given, strict=True) if gradient is not None]
-    pairs = [(value, gradient) for value, gradient in pairs if value.requires_grad]
+    pairs = [
+        (value, gradient)
+        for value, gradient in zip(outputs, given, strict=True)
+        if gradient is not None and value.requires_grad
+    ]
     if not pairs:
         return Halves()
+    values, known = zip(*pairs, strict=True)
     wanted = [value for value in inputs if value.requires_grad]
-    graph = torchs.construct_reverse_graph(_nodes(value for value, _ in pairs))
-    reached = [parameter for parameter in parameters if _nodes([parameter])[0] in graph]
-    groups = _apart(torchs.get_param_groups(_nodes(wanted), _nodes(reached), graph))
-    if not wanted or sum(len(group["params"]) for group in groups) < len(reached):
-        found = _gradients(pairs, [*wanted, *reached])
-        _add(wanted, found)
-        ready = zip(reached, found[len(wanted) :], strict=True)
-        return Halves(ready=[(parameter, value) for parameter, value in ready if value is not None])
-    handles = [
-        node.register_prehook(_keeping(group, place))
-        for group in groups
-        for place, node in enumerate(group["intermediates"])
-    ]
-    try:
-        _add(wanted, _gradients(pairs, wanted, retain_graph=True))
-    finally:
-        for handle in handles:
-            handle.remove()
-    return Halves(groups)
+    groups, early = _told_apart(values, wanted, parameters)
+    with _keeping(groups):
+        found = torch.autograd.grad(values, [*wanted, *early], known, retain_graph=bool(groups), allow_unused=True)
+    for value, gradient in zip(wanted, found, strict=False):
+        value.grad = gradient
+    return Halves(groups, _own(early, found[len(wanted) :], [*known, *found[: len(wanted)]]))
 
 
 def backward_of_weights(parameters: Sequence[nn.Parameter], halves: Halves) -> None:
     """Add the gradients for the weights to their ``.grad``."""
-    from torch.distributed.pipelining import _backward as torchs
-
-    torchs.stage_backward_weight(iter(parameters), halves.groups)
-    for parameter, value in halves.ready:
-        parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
-
-
-def _nodes(values: Iterable[torch.Tensor]) -> list[Node]:
-    from torch.distributed.pipelining import _backward as torchs
-
-    nodes = [torchs._get_grad_fn_or_grad_acc(value) for value in values]
-    return [node for node in nodes if node is not None]
-
-
-def _gradients(
-    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], wanted: Sequence[torch.Tensor], retain_graph: bool = False
-) -> tuple[torch.Tensor | None, ...]:
-    values, given = zip(*pairs, strict=True)
-    return torch.autograd.grad(values, wanted, given, retain_graph=retain_graph, allow_unused=True)
+    found = dict(halves.ready)
+    for group in halves.groups:
+        edges = [
+            (GradientEdge(place, number), gradient)
+            for place, kept in group.kept.items()
+            for number, gradient in enumerate(kept)
+            if gradient is not None
+        ]
+        if not edges:
+            continue
+        starts, known = zip(*edges, strict=True)
+        with _giving(group):
+            values = torch.autograd.grad(starts, group.parameters, known, allow_unused=True)
+        found |= _own(group.parameters, values, known)
+    for parameter in parameters:
+        if (value := found.get(parameter)) is not None:
+            parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
 
 
-def _add(inputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> None:
-    for value, gradient in zip(inputs, gradients, strict=False):
-        value.grad = gradient
+def _told_apart(
+    outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]
+) -> tuple[list[Group], list[nn.Parameter]]:
+    """The weights of the second half, and those that are computed in the first."""
+    roots = {get_gradient_edge(value).node for value in outputs}
+    above = _above(roots)
+    path, _ = _climb({get_gradient_edge(value).node for value in inputs} & above.keys(), above)
+    groups: list[Group] = []
+    at_end: set[nn.Parameter] = set()
+    for parameter in parameters:
+        node = get_gradient_edge(parameter).node
+        if node not in above:
+            continue
+        alone, places = _climb({node}, above, path)
+        if not roots.isdisjoint(alone):
+            at_end.add(parameter)
+        group = Group([parameter], places)
+        for other in [one for one in groups if not places.isdisjoint(one.places)]:
+            groups.remove(other)
+            group = Group(other.parameters + group.parameters, other.places | group.places)
+        groups.append(group)
+    late = [group for group in groups if at_end.isdisjoint(group.parameters) and not _entangled(group.places, above)]
+    return late, [parameter for group in groups if group not in late for parameter in group.parameters]
 
 
-def _keeping(group: Group, place: int) -> Any:
-    """A hook that keeps the gradients that come to one of the places of a group."""
-    group["grads"] = [()] * len(group["intermediates"])
+def _above(roots: Iterable[Node]) -> dict[Node, set[Node]]:
+    """For each node of a graph those from which its gradient comes."""
+    above: dict[Node, set[Node]] = {root: set() for root in roots}
+    waiting = [*above]
+    while waiting:
+        node = waiting.pop()
+        for below, _ in node.next_functions:
+            if below is None:
+                continue
+            if below not in above:
+                above[below] = set()
+                waiting.append(below)
+            above[below].add(node)
+    return above
 
-    def keep(gradients: tuple[torch.Tensor | None, ...]) -> None:
-        group["grads"][place] = gradients
 
-    return keep
+def _climb(
+    starts: Iterable[Node], above: Mapping[Node, set[Node]], path: Collection[Node] = ()
+) -> tuple[set[Node], set[Node]]:
+    """The nodes from which some can be reached, these included, up to a path; and where it is met."""
+    seen = set(starts)
+    met: set[Node] = set()
+    waiting = [*seen]
+    while waiting:
+        for node in above[waiting.pop()]:
+            if node in path:
+                met.add(node)
+            elif node not in seen:
+                seen.add(node)
+                waiting.append(node)
+    return seen, met
 
 
-def _apart(groups: Sequence[Group]) -> list[Group]:
-    """Groups without a common weight: torch finds two for one that meets the places of several others."""
-    apart: list[Group] = []
-    for group in groups:
-        params, places = set(group["params"]), set(group["intermediates"])
-        for other in [one for one in apart if params & one["params"] or places & one["intermediates"]]:
-            apart.remove(other)
-            params |= other["params"]
-            places |= other["intermediates"]
-        if places:
-            apart.append({"params": params, "intermediates": places})
-    for group in apart:
-        group["intermediates"] = list(group["intermediates"])
-    return apart
+def _entangled(places: set[Node], above: Mapping[Node, set[Node]]) -> bool:
+    """Whether one of some places lies below another."""
+    if len(places) < 2:
+        return False
+    higher, _ = _climb({node for place in places for node in above[place]}, above)
+    return not places.isdisjoint(higher)
+
+
+@contextmanager
+def _keeping(groups: Iterable[Group]) -> Iterator[None]:
+    """In which the gradients that come to the places of groups are kept."""
+
+    def keep(group: Group, place: Node, gradients: Kept) -> None:
+        group.kept[place] = gradients
+
+    handles = [
+        place.register_prehook(lambda gradients, group=group, place=place: keep(group, place, gradients))
+        for group in groups
+        for place in group.places
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _giving(group: Group) -> Iterator[None]:
+    """In which the places of a group get what was kept: a hook on a value in between has already changed it."""
+    handles = [place.register_prehook(lambda _, kept=kept: kept) for place, kept in group.kept.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _own(
+    parameters: Iterable[nn.Parameter],
+    gradients: Iterable[torch.Tensor | None],
+    others: Iterable[torch.Tensor | None],
+) -> dict[nn.Parameter, torch.Tensor]:
+    """Gradients that may be added to, as a whole pass leaves them: in no memory of others, laid out as the weights."""
+    taken = {_storage(value) for value in others if value is not None}
+    own = {}
+    for parameter, value in zip(parameters, gradients, strict=True):
+        if value is None:
+            continue
+        if _storage(value) in taken or value.stride() != parameter.stride():
+            value = torch.empty_like(parameter).copy_(value)
+        taken.add(_storage(value))
+        own[parameter] = value.detach()
+    return own
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

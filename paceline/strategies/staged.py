@@ -89,7 +89,7 @@ class Staged:
         own = schedule.stages_of(world.rank)
         self.held = {
             number: Held(
-                stages[number],
+                self.tied.watched(number, stages[number]),
                 [name for name in trained if name in stages[number].parameters],
                 frozenset(stages[number].buffers),
             )

@@ -2,21 +2,25 @@
 
 The first stage that uses one owns it: it adds up the gradients of all, makes the update, and gives the new weights to
 the others. In one process the gradients of a microbatch meet from the last use to the first; so they do here,
-microbatch by microbatch if the bits matter, else once in a step.
+microbatch by microbatch and use by use if the bits matter, else once in a step.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
 from paceline.comm.world import Message
-from paceline.schedule.operations import Kind, Schedule
+from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.strategies.base import Job
+from paceline.strategies.uses import Uses
 
 _TAGS = 1 << 25
 
@@ -36,7 +40,9 @@ class Tied:
         self._workers_of = workers_of
         self._each = job.settings.exact
         self._numbers = {name: number for number, name in enumerate(users)}
-        self._here: dict[tuple[str, int, int], torch.Tensor | None] = {}
+        self._forward: Operation | None = None
+        self._uses: dict[tuple[str, int, int], Uses] = {}
+        self._here: dict[tuple[str, int, int], list[torch.Tensor | None]] = {}
         self._coming: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
         self._outlets: dict[tuple[str, int, int], Outlet] = {}
@@ -51,6 +57,36 @@ class Tied:
         """The stage that owns a parameter; none if only one stage uses it."""
         return self._users[name][0] if name in self._users else None
 
+    def watched(self, stage: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """The forward pass of a stage; with exact bits the uses of what a later stage uses as well are kept apart."""
+        names = [name for name, used in self._users.items() if stage in used[:-1]]
+        names = [name for name in names if name in self._job.update.parameters]
+        return partial(self._watch, names, call) if self._each and names else call
+
+    @contextmanager
+    def during(self, operation: Operation) -> Iterator[None]:
+        """While an operation is carried out."""
+        self._forward = operation if operation.kind is Kind.FORWARD else None
+        try:
+            yield
+        finally:
+            self._forward = None
+
+    def _watch(self, names: Sequence[str], call: Callable[[Any], Any], values: Any) -> Any:
+        outputs = call(values)
+        if self._forward is not None:  # not when it is computed again, of which nothing goes back
+            autocast = self._job.settings.autocast is not None
+            for name in names:
+                uses = Uses(name, self._job.update.parameters[name], outputs, autocast)
+                self._uses[name, self._forward.stage, self._forward.microbatch] = uses
+        return outputs
+
+    def _apart(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor | None]:
+        """The gradients of the uses in a stage, from the last to the first; if there is one only, it is the sum."""
+        uses = self._uses.pop((name, stage, microbatch), None)
+        found = [] if uses is None else uses.gradients()
+        return [*found] if len(found) > 1 else [sum_]
+
     def give(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule) -> None:
         """The gradient from a stage that does not own the parameter."""
         if not self._each:
@@ -58,10 +94,11 @@ class Tied:
             self._sums[name, stage] = gradient if before is None else _sum(before, gradient)
             return
         rank = schedule.worker_of(self._users[name][0], microbatch)
+        gradients = self._apart(name, stage, microbatch, gradient)
         if rank == self._job.world.rank:
-            self._here[name, stage, microbatch] = gradient
+            self._here[name, stage, microbatch] = gradients
         else:
-            self._outlet(name, stage, rank).send(0, [gradient])
+            self._outlet(name, stage, rank).send(0, gradients)
 
     def complete(self, name: str, microbatch: int, own: torch.Tensor | None, schedule: Schedule) -> torch.Tensor | None:
         """The gradient of a microbatch from all stages; ``own`` is that of the stage that owns the parameter."""
@@ -72,9 +109,11 @@ class Tied:
             rank = schedule.worker_of(stage, microbatch)
             if rank != self._job.world.rank:
                 self._take_until(name, stage, rank, microbatch, schedule)
-            other = self._here.pop((name, stage, microbatch))
-            gradient = other if gradient is None else _sum(gradient, other)
-        return own if gradient is None else _sum(gradient, own)
+            for one in self._here.pop((name, stage, microbatch)):
+                gradient = _sum(gradient, one)
+        for one in self._apart(name, self._users[name][0], microbatch, own):
+            gradient = _sum(gradient, one)
+        return gradient
 
     def _take_until(self, name: str, stage: int, rank: int, microbatch: int, schedule: Schedule) -> None:
         """Take gradients in the order in which a worker gives them, up to that of a microbatch; keep the others."""
@@ -106,7 +145,8 @@ class Tied:
                     elif rank == self._job.world.rank:
                         self._outlet(name, stage, owner).send(0, [self._sums.pop((name, stage), None)])
                     elif owner == self._job.world.rank:
-                        sums[name] = _sum(self._take(name, stage, rank), sums.get(name))
+                        (gradient,) = self._take(name, stage, rank)
+                        sums[name] = _sum(gradient, sums.get(name))
         self.finish()
         return sums
 
@@ -141,13 +181,12 @@ class Tied:
             self._outlets[key] = Outlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
         return self._outlets[key]
 
-    def _take(self, name: str, stage: int, rank: int) -> torch.Tensor | None:
+    def _take(self, name: str, stage: int, rank: int) -> list[torch.Tensor | None]:
         key = name, stage, rank
         if key not in self._inlets:
             self._inlets[key] = Inlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
         self._inlets[key].expect(0)
-        (gradient,) = self._inlets[key].take()
-        return gradient
+        return self._inlets[key].take()
 
     def _tag(self, name: str, stage: int) -> int:
         return _TAGS + (self._numbers[name] * len(self._workers_of) + stage) * TAGS

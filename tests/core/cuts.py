@@ -70,6 +70,22 @@ class Skips(nn.Module):
         return self.head(torch.cat((late, early), 1))
 
 
+class Decoder(nn.Module):
+    """Attends from one branch to another; where it is cut only the other one comes from the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.query, self.own = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.unflatten(1, (3, 4))
+        memory = self.memory(values)
+        query = self.own(self.query(values))
+        return self.head((query + self.attention(query, memory, memory, need_weights=False)[0]).flatten(1))
+
+
 class Twice(nn.Module):
     """Gives its input and what it made of it, nested."""
 
@@ -187,6 +203,15 @@ def _rows(length: int) -> TensorDataset:
     return TensorDataset(drawn[..., :8].contiguous(), drawn[..., 8:].contiguous())
 
 
+def _of_many_uses() -> nn.Module:
+    """One weight in five layers: 1, 3, 5, 7, 9."""
+    layers = [nn.Linear(12, 12) for _ in range(6)]
+    for layer in layers[2:]:
+        layer.weight = layers[1].weight
+    blocks = [block for layer in layers for block in (layer, nn.Tanh())]
+    return nn.Sequential(blocks[0], *blocks[2:], nn.Linear(12, 4))
+
+
 # Batches of 32 samples in 8 microbatches; the last one of an epoch is shorter.
 CUT: dict[str, Callable[[], Arguments]] = {
     "counted tokens": lambda: _of_tied(loss=of_counted_tokens, batch=24),  # 20 in the last batch
@@ -199,6 +224,8 @@ CUT: dict[str, Callable[[], Arguments]] = {
     "two microbatches": lambda: _of_images(microbatches=2),
     # then 9 samples in 3 microbatches
     "skips": lambda: _of_classes(_seeded(Skips)),
+    "decoder": lambda: _of_classes(_seeded(Decoder)),
+    "a weight used five times": lambda: _of_classes(_seeded(_of_many_uses)),
     "nested values, random numbers": lambda: _of_classes(_seeded(_list)),
     "strides": lambda: _of_classes(_seeded(_strided), data=_rows(68), loss=functional.mse_loss),
 }

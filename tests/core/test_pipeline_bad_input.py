@@ -263,6 +263,32 @@ small(layers(count, nn.Tanh(), count), pipeline={{"schedule": {schedule!r}, "cut
     check_ended(ended, "InputError", ["Stages 0 and 1", "'1.seen'", "pipeline.cut"])
 
 
+CAST = """
+model = layers(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+model[3].weight = model[1].weight
+small(model, autocast="bfloat16", exact=EXACT, pipeline={"cut": ["2"]})
+"""
+HANDED_ON = """
+class Weight(nn.Linear):
+    def forward(self, values): return super().forward(values), self.weight
+
+class Both(nn.Linear):
+    def forward(self, given): return super().forward(given[0]) @ given[1]
+
+model = layers(Weight(12, 12), Both(12, 12))
+model[2].weight = model[1].weight
+small(model, exact=EXACT, pipeline={"cut": ["2"]})
+"""
+
+
+@pytest.mark.parametrize(("body", "why"), [(CAST, "cast by autocast"), (HANDED_ON, "handed on")], ids=["cast", "value"])
+def test_uses_of_a_weight_that_cannot_be_told_apart(ranks: Run, tmp_path: Path, body: str, why: str) -> None:
+    ended = ranks(HEAD + body.replace("EXACT", "True"), 2, tmp_path, deadline=60)
+    check_ended(ended, "InputError", ["exact=True", "'1.weight'", why, "pipeline.cut"])
+    ended = ranks(HEAD + body.replace("EXACT", "False"), 2, tmp_path, deadline=60)
+    assert [one.code for one in ended] == [0, 0]
+
+
 def test_an_update_that_counts_nothing(ranks: Run, tmp_path: Path) -> None:
     body = """
 calls = []
