@@ -31,7 +31,7 @@ from paceline.strategies.executor import Hooks
 from paceline.strategies.outcome import judge
 from paceline.strategies.staged import Borders, Staged
 from paceline.strategies.sums import ScatteredSums, Values, add, add_one
-from paceline.strategies.verdict import Part, mean_loss
+from paceline.strategies.verdict import Part, check_dense, mean_loss
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
 _NOT_MINE = -1.0
@@ -189,6 +189,7 @@ class Flushed(Hooks):
         """
         tied, held, exact = self.staged.tied, self.staged.held[stage], self._job.settings.exact
         values: dict[str, torch.Tensor | None] = {}
+        check_dense(held.trained, [self._parameters[name].grad for name in held.trained])
         for name in held.trained:
             parameter, alone = self._parameters[name], tied.owner_of(name) is None
             gradient = parameter.grad

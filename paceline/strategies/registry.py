@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 
-from paceline.errors import ConfigError
+from paceline.config import check_strategy
 from paceline.settings import Settings
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.auto import Auto
@@ -37,10 +36,7 @@ def strategy_named(name: str) -> type[Strategy]:
     Raises:
         ConfigError: there is none.
     """
-    if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(sorted(STRATEGIES))}.")
+    check_strategy(name)
     return STRATEGIES[name]
 
 

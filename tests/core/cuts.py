@@ -122,6 +122,13 @@ class Noise(nn.Module):
         return self.layer(values * (1 + drawn)) + 0.1 * torch.rand(())
 
 
+class Shifting(nn.Module):
+    """Changes its input."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return values.add_(1.0)
+
+
 class Turned(nn.Module):
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         return values.transpose(1, 2)
@@ -193,6 +200,10 @@ def _list() -> nn.Module:
     return nn.Sequential(Noise(), Twice(), Joined(), *middle, Twice(), Joined(), Noise(), nn.Linear(12, 4))
 
 
+def _shifted() -> nn.Module:
+    return nn.Sequential(Shifting(), nn.Linear(12, 12), Shifting(), nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 4))
+
+
 def _strided() -> nn.Module:
     first = [nn.Linear(8, 16), Turned(), nn.Linear(33, 33), nn.Tanh(), Turned()]
     return nn.Sequential(*first, Spread(), Recurrent(), Turned(), nn.Linear(33, 33), Turned(), nn.Linear(16, 4))
@@ -227,6 +238,7 @@ CUT: dict[str, Callable[[], Arguments]] = {
     "decoder": lambda: _of_classes(_seeded(Decoder)),
     "a weight used five times": lambda: _of_classes(_seeded(_of_many_uses)),
     "nested values, random numbers": lambda: _of_classes(_seeded(_list)),
+    "changed input": lambda: _of_classes(_seeded(_shifted)),
     "strides": lambda: _of_classes(_seeded(_strided), data=_rows(68), loss=functional.mse_loss),
 }
 
