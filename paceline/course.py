@@ -309,6 +309,7 @@ class Course:
             data: what to measure on.
 
         Raises:
+            InputError, DisagreementError: see :func:`paceline.evaluation.evaluate`.
             WorkerLost: there are not enough workers left.
         """
         self._check_open()

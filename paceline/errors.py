@@ -67,7 +67,7 @@ class StartError(PacelineError):
 
 
 class DisagreementError(StartError):
-    """The workers do not agree on what they are about to train."""
+    """The workers do not agree on what they train, or on what they have come to."""
 
 
 class CheckpointError(PacelineError):

@@ -35,7 +35,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
         the mean, and what the workers told each other of the world (``comm.world``).
 
     Raises:
-        InputError: the data set has no length or no samples, or the value is no number.
+        InputError: the data set has no length or no samples, the value is no number, or a weight of the model changed.
         DisagreementError: the bits of the weights are to be the same on all workers, and are not.
     """
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:

@@ -120,7 +120,7 @@ def start(
             over something else than samples, such as tokens.
         forward: ``forward(model, microbatch)``, instead of ``loss``, with the same choice of results.
         schedule: a factory, called with the optimizer, that returns a torch learning-rate scheduler; stepped once for
-            each update.
+            each update, without a metric.
         collate: makes a microbatch from a list of items; torch's default if none.
         settings: the fields of :class:`paceline.Settings`; the command line and the environment go before them.
 
@@ -309,7 +309,8 @@ class Session:
 
         Raises:
             NonFiniteLoss: a loss is NaN or infinite (unless ``nonfinite`` is ``skip``).
-            InputError: the loss is no scalar, or a parameter gets no gradient from some microbatches.
+            InputError: the loss is no scalar; a parameter gets no gradient from some microbatches, or a sparse one; the
+                forward pass changes a weight; the optimizer, its state or the model cannot be used on several workers.
             DisagreementError: the workers are not at the same step.
             WorkerLost: another worker went away or stayed silent.
             CheckpointError: a checkpoint was due and could not be written, now or in the background before.
@@ -345,6 +346,11 @@ class Session:
             data: a map-style data set like the one trained on. Each sample is visited exactly once.
             metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a
                 number, the mean over the samples given, or a pair (sum, count). None: the loss.
+
+        Raises:
+            InputError: the data set is empty, the metric returns no number, or it changes a weight of the model.
+            DisagreementError: the weights are not the same on all workers; only looked for with ``exact``.
+            WorkerLost: another worker went away or stayed silent.
         """
         forward = metric or self._job.compute.forward
         if metric is not None and self._by_loss:
