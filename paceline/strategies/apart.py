@@ -7,8 +7,9 @@ every second one only, must move these alike.
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Sequence
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -76,13 +77,21 @@ def _trial(optimizer: Optimizer, places: Sequence[int]) -> tuple[list[torch.Tens
             gradient = torch.randn_like(parameter)
             parameter.grad = gradient if place in places and parameter.requires_grad else None
         before = generator_states()
-        type(small).step(small)
+        _step_of(small)(small)
         drew = drew or not same_states(before, generator_states())
     return [parameter.detach() for parameter in parameters], drew
 
 
+def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of its class, without the hooks for all optimizers that torch calls around it."""
+    step: Callable[[Optimizer], Any] = inspect.unwrap(
+        type(small).step, stop=lambda one: not getattr(one, "hooked", False)
+    )
+    return step
+
+
 def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
-    """The same optimizer of small parameters.
+    """The same optimizer of small parameters, without its hooks: they are for the steps of training.
 
     Its ``step`` may have been replaced by a schedule's, which would step the optimizer itself.
     """
@@ -95,6 +104,8 @@ def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
             memo[id(value)] = small
             parameters.append(small)
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("step", "state")}
+    hooks = [key for key in kept if key.startswith("_optimizer_") and key.endswith("_hooks")]
+    kept.update((key, OrderedDict()) for key in hooks)
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy(kept, memo))
     made.state = defaultdict(dict)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.compiler_bisector  # sets a variable of the environment, once
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import InputError
 from paceline.strategies.apart import check_apart
@@ -120,3 +121,33 @@ def test_one_that_cannot_be_tried_is_not_refused() -> None:
             closure()
 
     check_apart(job_of(Closed(parameters(), lr=0.1)))
+
+
+def test_hooks_are_for_the_steps_of_training() -> None:
+    """What they belong to is not copied, either."""
+
+    class Owner:
+        calls = 0
+
+        def __deepcopy__(self, memo: Any) -> None:
+            raise AssertionError
+
+        def __call__(self, *_: Any) -> None:
+            self.calls += 1
+
+    owner = Owner()
+    made: list[optim.Optimizer] = [optim.AdamW(parameters(), lr=0.1), Normed(parameters(), lr=0.1)]
+    for one in made:
+        one.register_step_pre_hook(owner)
+        one.register_step_post_hook(owner)
+        one.register_state_dict_pre_hook(owner)
+        one.register_load_state_dict_post_hook(owner)
+    for_all = [register_optimizer_step_pre_hook(owner), register_optimizer_step_post_hook(owner)]
+    try:
+        check_apart(job_of(made[0]))
+    finally:
+        for hook in for_all:
+            hook.remove()
+    with pytest.raises(InputError, match="Normed updates"):
+        check_apart(job_of(made[1]))
+    assert owner.calls == 0
