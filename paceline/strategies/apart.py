@@ -52,10 +52,13 @@ def check_apart(job: Job) -> None:
             places = range(first, count, 2)
             try:
                 alone, _ = _trial(optimizer, places)
-                alike = all(_same(alone[place], together[place]) for place in places)
-            except Exception:  # noqa: BLE001 - as above
-                alike = False
-            if not alike:
+            except Exception as error:
+                raise InputError(
+                    f"The optimizer {kind} fails when some parameters have no gradients "
+                    f"({type(error).__name__}: {error}). {split}. Let it leave out a parameter whose grad is None, "
+                    f"or use strategy 'allreduce'."
+                ) from error
+            if not all(_same(alone[place], together[place]) for place in places):
                 raise InputError(
                     f"The optimizer {kind} updates a parameter in another way when the others have no gradients: it "
                     f"looks at several at once, such as at the norm of all. {split}. Use strategy 'allreduce', or "

@@ -109,6 +109,18 @@ def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[opti
         check_apart(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
 
 
+def test_one_that_needs_all_gradients_is_refused() -> None:
+    class Careless(optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for value in self.param_groups[0]["params"]:
+                value.grad.mul_(2.0)
+            super().step(closure)
+
+    with pytest.raises(InputError, match=r"Careless fails when some .*AttributeError.*grad is None") as refused:
+        check_apart(job_of(Careless(parameters(), lr=0.1)))
+    assert isinstance(refused.value.__cause__, AttributeError)
+
+
 def test_one_that_draws_random_numbers_is_refused_where_bits_count() -> None:
     check_apart(job_of(Noisy(parameters(), lr=0.1), exact=False))
     with pytest.raises(InputError, match=r"Noisy draws random numbers.*exact=True"):
