@@ -1,7 +1,7 @@
 """Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
 
 It is tried on small parameters with random gradients: some steps with the gradients of all, and as many with those of
-every second one only, must move these alike.
+every second one only, must move these alike. Whether it draws random numbers shows in the first update, too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_apart(job: Job) -> None:
     """
     optimizer = job.update.optimizer
     kind = type(optimizer).__name__
-    split = f"With strategy {job.settings.strategy!r} different workers update different parameters"
+    split = _split(job)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     with kept_states():
         try:
@@ -43,10 +43,7 @@ def check_apart(job: Job) -> None:
             return
         if drew:
             if job.settings.exact:
-                raise InputError(
-                    f"The optimizer {kind} draws random numbers. {split}, so they are not those of one process: leave "
-                    f"out exact=True, or use strategy 'allreduce'."
-                )
+                raise _drawing(job)
             return
         for first in (0, 1):
             places = range(first, count, 2)
@@ -64,6 +61,27 @@ def check_apart(job: Job) -> None:
                     f"looks at several at once, such as at the norm of all. {split}. Use strategy 'allreduce', or "
                     f"another optimizer; clip_norm clips by the norm of all gradients everywhere."
                 )
+
+
+def check_drawn(job: Job) -> None:
+    """Refuse, after the first update, an optimizer that draws random numbers; all workers call this together.
+
+    Raises:
+        InputError: on some worker it did, and the bits are to be those of one process.
+    """
+    if job.settings.exact and any(job.world.gather(job.update.drew, "step")):
+        raise _drawing(job)
+
+
+def _drawing(job: Job) -> InputError:
+    return InputError(
+        f"The optimizer {type(job.update.optimizer).__name__} draws random numbers. {_split(job)}, so they are not "
+        f"those of one process: leave out exact=True, or use strategy 'allreduce'."
+    )
+
+
+def _split(job: Job) -> str:
+    return f"With strategy {job.settings.strategy!r} different workers update different parameters"
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
