@@ -67,9 +67,10 @@ def check_drawn(job: Job) -> None:
     """Refuse, after the first update, an optimizer that draws random numbers; all workers call this together.
 
     Raises:
-        InputError: on some worker it did, and the bits are to be those of one process.
+        InputError: on some worker it did, different ones update different parameters, and the bits are to be those of
+            one process.
     """
-    if job.settings.exact and any(job.world.gather(job.update.drew, "step")):
+    if job.splits and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
         raise _drawing(job)
 
 

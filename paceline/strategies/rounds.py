@@ -29,7 +29,7 @@ from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
 from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.apart import check_drawn
-from paceline.strategies.asynchronous import remarks_on_servers, servers_of, shared_memory_of
+from paceline.strategies.asynchronous import remarks_on_servers, servers_among, shared_memory_of
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.update import Update
@@ -64,7 +64,7 @@ class Rounds(AllReduce):
         buffers = [(value.data, value.detach().clone()) for value in self._job.compute.model.buffers()]
         self._before = self._served.version, buffers
         outcome = super().step(step, pieces)
-        if len(self._served.shards) > 1 and self._before[0] == 0 < self._served.version:
+        if self._before[0] == 0 < self._served.version:
             with contextlib.suppress(WorkerLost):  # the step is done; the next one finds the loss
                 check_drawn(self._job)
         return outcome
@@ -99,7 +99,7 @@ class Served:
         self._world = job.world
         self._update = update = job.update
         self._memory = shared_memory_of(job)
-        count = servers_of(job)
+        count = servers_among(job.settings, job.world.size)
         parts = cut(update.parameters, count)
         model = job.compute.model
         self.shards = [Shard(self._memory, model, part, [], update.optimizer, update.schedule) for part in parts]
