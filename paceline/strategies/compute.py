@@ -96,8 +96,9 @@ class Compute:
             if value._version != version:
                 raise InputError(
                     f"The forward pass changes the parameter {name!r} in place, as an embedding with max_norm does. "
-                    f"This run may have {self._largest} workers: each would change it for its own samples only. "
-                    f"Change weights in the loop after session.step, in the same way on all workers."
+                    f"This run may have {self._largest} workers: each would change it for its own samples, while the "
+                    f"others compute with it or with copies of their own. Change weights in the loop after "
+                    f"session.step, in the same way on all workers."
                 )
 
     def precision(self) -> AbstractContextManager[object]:

@@ -50,7 +50,7 @@ def test_a_forward_pass_that_changes_weights(ranks: Run, tmp_path: Path, strateg
         assert "done" not in one.out
     said = [message(one) for one in ranks(HEAD + body, 2, tmp_path, deadline=60)]
     (one, *_) = [line for line in said if "InputError: The forward pass changes the parameter '0.weight'" in line]
-    assert "This run may have 2 workers: each would change it for its own samples" in one
+    assert "This run may have 2 workers: each would change it for its own samples, while the others compute" in one
 
 
 def test_one_process_may_change_weights_in_its_forward_pass(ranks: Run, tmp_path: Path) -> None:
