@@ -127,7 +127,6 @@ class Course:
         return self._keeper.resume(self._state, resume)
 
     def _settle_in(self) -> None:
-        self._job.compute.alone = self._job.world.size == 1
         self.strategy = strategy_for(self._job.settings.strategy, self._job.world.size)(self._job)
         if not self.strategy.replicated and not self.strategy.cuts and self._job.world.line is not None:
             self.standing.apart = self._job.world.line.number + 1

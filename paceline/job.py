@@ -29,6 +29,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
+from paceline.strategies.apart import check_apart
 from paceline.strategies.base import Job, Strategy
 from paceline.strategies.compute import Compute, Forward, loss_of, recompute
 from paceline.strategies.registry import strategy_named, unread
@@ -79,10 +80,12 @@ def job_of(
     settings = resolved.settings
     strategy = strategy_named(settings.strategy)
     order = _order(given.data, settings, who.world_size)
-    strategy.check_shares(settings, order, who.world_size, largest or who.world_size)
+    largest = largest or who.world_size
+    strategy.check_shares(settings, order, who.world_size, largest)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
-    _check_model(given.model, sparse=strategy.sparse)
+    sparse = largest == 1 or strategy.sparse
+    _check_model(given.model, sparse)
     _check_strategy(settings, strategy, given)
     strategy.check(settings, given.model, who.world_size)
     threads = _threads(settings, who)
@@ -100,13 +103,19 @@ def job_of(
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
     _check_schedule(update.schedule)
     facts = _facts(settings, order, update, threads, initial)
-    compute = Compute(given.model, forward, settings.seed, settings.autocast)
+    compute = Compute(given.model, forward, settings.seed, settings.autocast, largest)
     recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
         given.model.compile()
     feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate)
     keys = tuple(key for key, source in resolved.sources.items() if source != "default")
-    return Job(compute, update, order, settings, world, events, feed, given.collate, given=keys), facts
+    splits = strategy.splits(settings, largest)
+    job = Job(
+        compute, update, order, settings, world, events, feed, given.collate, given=keys, sparse=sparse, splits=splits
+    )
+    if splits:
+        check_apart(job)
+    return job, facts
 
 
 def _check_strategy(settings: Settings, strategy: type[Strategy], given: Arguments) -> None:

@@ -30,7 +30,6 @@ _HEADER = struct.Struct("<qq")
 _NOTES_AT = 64
 _NOTES_BYTES = 1 << 20
 _NOTES_BYTES_EACH = 1 << 10
-_CANNOT_BE_PICKLED = pickle.PicklingError, TypeError, AttributeError
 _STATES = 8
 """Room for optimizer states, in the size of the parameters; memory that is not written takes none."""
 
@@ -159,7 +158,7 @@ class Shard:
     def _packed(self, notes: _Notes) -> bytes:
         try:
             written = pickle.dumps(tuple(notes))
-        except _CANNOT_BE_PICKLED as error:
+        except Exception as error:  # pickling runs code of the values: it may be of any kind
             raise self._unshareable(notes, error) from error
         if len(written) > self._notes_room:
             raise InputError(
@@ -173,7 +172,13 @@ class Shard:
         held: list[tuple[object, str, object]] = [(self._optimizer, key, value) for _, key, value in notes.numbers]
         held += [(self._optimizer, key, value) for group in notes.groups for key, value in group.items()]
         held += [(self._schedule, key, value) for key, value in (notes.schedule or {}).items()]
-        owner, key, value = next(one for one in held if not _can_be_pickled(one[2]))
+        found = next((one for one in held if not _can_be_pickled(one[2])), None)
+        if found is None:
+            return InputError(
+                f"The state of {type(self._optimizer).__name__} and its schedule cannot be handed to other workers "
+                f"({type(error).__name__}: {error}), though each value in it can: keep numbers and tensors in it."
+            )
+        owner, key, value = found
         cure = (
             "leave it out of its state_dict, as LambdaLR of torch does"
             if owner is self._schedule
@@ -181,7 +186,7 @@ class Shard:
         )
         return InputError(
             f"{type(owner).__name__} has {key!r} in its state, a {type(value).__name__} that cannot be handed to other "
-            f"workers ({error}): {cure}."
+            f"workers ({type(error).__name__}: {error}): {cure}."
         )
 
     def _described(self) -> tuple[_Notes, list[torch.Tensor]]:
@@ -267,7 +272,7 @@ class Shard:
 def _can_be_pickled(value: object) -> bool:
     try:
         pickle.dumps(value)
-    except _CANNOT_BE_PICKLED:
+    except Exception:  # noqa: BLE001 - as above
         return False
     return True
 

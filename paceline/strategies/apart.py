@@ -1,14 +1,15 @@
 """Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
 
 It is tried on small parameters with random gradients: some steps with the gradients of all, and as many with those of
-every second one only, must move these alike.
+every second one only, must move these alike. Whether it draws random numbers shows in the first update, too.
 """
 
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
-from collections.abc import Sequence
+import inspect
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def check_apart(job: Job) -> None:
     """
     optimizer = job.update.optimizer
     kind = type(optimizer).__name__
-    split = f"With strategy {job.settings.strategy!r} different workers update different parameters"
+    split = _split(job)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     with kept_states():
         try:
@@ -42,24 +43,46 @@ def check_apart(job: Job) -> None:
             return
         if drew:
             if job.settings.exact:
-                raise InputError(
-                    f"The optimizer {kind} draws random numbers. {split}, so they are not those of one process: leave "
-                    f"out exact=True, or use strategy 'allreduce'."
-                )
+                raise _drawing(job)
             return
         for first in (0, 1):
             places = range(first, count, 2)
             try:
                 alone, _ = _trial(optimizer, places)
-                alike = all(_same(alone[place], together[place]) for place in places)
-            except Exception:  # noqa: BLE001 - as above
-                alike = False
-            if not alike:
+            except Exception as error:
+                raise InputError(
+                    f"The optimizer {kind} fails when some parameters have no gradients "
+                    f"({type(error).__name__}: {error}). {split}. Let it leave out a parameter whose grad is None, "
+                    f"or use strategy 'allreduce'."
+                ) from error
+            if not all(_same(alone[place], together[place]) for place in places):
                 raise InputError(
                     f"The optimizer {kind} updates a parameter in another way when the others have no gradients: it "
                     f"looks at several at once, such as at the norm of all. {split}. Use strategy 'allreduce', or "
                     f"another optimizer; clip_norm clips by the norm of all gradients everywhere."
                 )
+
+
+def check_drawn(job: Job) -> None:
+    """Refuse, after the first update, an optimizer that draws random numbers; all workers call this together.
+
+    Raises:
+        InputError: on some worker it did, different ones update different parameters, and the bits are to be those of
+            one process.
+    """
+    if job.splits and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
+        raise _drawing(job)
+
+
+def _drawing(job: Job) -> InputError:
+    return InputError(
+        f"The optimizer {type(job.update.optimizer).__name__} draws random numbers. {_split(job)}, so they are not "
+        f"those of one process: leave out exact=True, or use strategy 'allreduce'."
+    )
+
+
+def _split(job: Job) -> str:
+    return f"With strategy {job.settings.strategy!r} different workers update different parameters"
 
 
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -76,13 +99,21 @@ def _trial(optimizer: Optimizer, places: Sequence[int]) -> tuple[list[torch.Tens
             gradient = torch.randn_like(parameter)
             parameter.grad = gradient if place in places and parameter.requires_grad else None
         before = generator_states()
-        type(small).step(small)
+        _step_of(small)(small)
         drew = drew or not same_states(before, generator_states())
     return [parameter.detach() for parameter in parameters], drew
 
 
+def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
+    """The step of its class, without the hooks for all optimizers that torch calls around it."""
+    step: Callable[[Optimizer], Any] = inspect.unwrap(
+        type(small).step, stop=lambda one: not getattr(one, "hooked", False)
+    )
+    return step
+
+
 def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
-    """The same optimizer of small parameters.
+    """The same optimizer of small parameters, without its hooks: they are for the steps of training.
 
     Its ``step`` may have been replaced by a schedule's, which would step the optimizer itself.
     """
@@ -95,6 +126,8 @@ def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
             memo[id(value)] = small
             parameters.append(small)
     kept = {key: value for key, value in vars(optimizer).items() if key not in ("step", "state")}
+    hooks = [key for key in kept if key.startswith("_optimizer_") and key.endswith("_hooks")]
+    kept.update((key, OrderedDict()) for key in hooks)
     made: Optimizer = object.__new__(type(optimizer))
     vars(made).update(copy.deepcopy(kept, memo))
     made.state = defaultdict(dict)

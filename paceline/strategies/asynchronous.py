@@ -29,6 +29,7 @@ from paceline.comm.tally import Tally
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import ConfigError, DisagreementError
+from paceline.settings import Settings
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.outcome import judge, located_here
 from paceline.strategies.single import Single
@@ -85,7 +86,7 @@ class Asynchronous(Strategy):
         self._mine: int | None = None
         self._top = 0
         self._newest: Outcome | None = None
-        self._whole = Whole(job, self.sparse)
+        self._whole = Whole(job)
         self._delays = Tally(self._memory, job.world.rank)
         self._rounds = Tally(self._memory, job.world.rank)
         book = job.books.get(BOOK, {})
@@ -370,15 +371,14 @@ def shared_memory_of(job: Job) -> Memory:
     return job.world.memory
 
 
-def servers_of(job: Job) -> int:
-    """How many servers there are: as many as are set, or as the workers that are left can be."""
-    server = job.settings.server
-    return min(server.count, job.world.size - server.dedicated)
+def servers_among(settings: Settings, workers: int) -> int:
+    """How many servers there are among so many workers: as many as are set, or as they can be."""
+    return min(settings.server.count, workers - settings.server.dedicated)
 
 
 def remarks_on_servers(job: Job) -> list[str]:
     """What is to be said if these are fewer."""
-    count, wanted = servers_of(job), job.settings.server.count
+    count, wanted = servers_among(job.settings, job.world.size), job.settings.server.count
     if count == wanted:
         return []
     return [f"{job.world.size} workers are left, of which {count} can serve: not server.count = {wanted}"]

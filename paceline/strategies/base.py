@@ -26,7 +26,8 @@ class Job:
 
     ``books`` is what a strategy must remember from step to step besides the tensors: plain values under names of its
     own. They are saved in checkpoints and handed over to workers that join. ``given`` are the keys of the settings that
-    somebody has set.
+    somebody has set. ``sparse`` says whether gradients may be sparse, ``splits`` whether different workers update
+    different parameters; both for as many workers as there may ever be, so that nobody is refused when one joins.
     """
 
     compute: Compute
@@ -39,6 +40,8 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     books: dict[str, Any] = field(default_factory=dict)
     given: tuple[str, ...] = ()
+    sparse: bool = False
+    splits: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Strategy(ABC):
         reads: the settings that it reads and not every strategy does: groups such as ``server``, or single keys; see
             :meth:`ignores`.
         cuts: whether it cuts the model, and so computes its output and the loss in different places.
-        sparse: whether it can train with sparse gradients.
+        sparse: whether several workers can train with sparse gradients.
         replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
         alone: what one worker does that is left of several; none: the reference.
         remarks: what a user must know of it, in sentences; it may grow.
@@ -135,6 +138,11 @@ class Strategy(ABC):
             microbatches: of a batch.
         """
         return True
+
+    @classmethod
+    def splits(cls, settings: Settings, workers: int) -> bool:
+        """Whether different ones of so many workers update different parameters."""
+        return False
 
     @property
     def decided(self) -> bool:

@@ -41,19 +41,17 @@ class Compute:
         forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
         seed: of the run.
         autocast: the type of the forward pass, or none.
-
-    Attributes:
-        alone: whether this worker computes everything; else no forward pass may change weights.
+        largest: how many workers there may ever be; with more than one no forward pass may change weights.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None) -> None:
+    def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None, largest: int) -> None:
         self.model = model
         self.forward = forward
         self.buffers = Buffers(model)
         self._seed = seed
         self._autocast = autocast
+        self._largest = largest
         self._weights = dict(model.named_parameters())
-        self.alone = True
         self.joins: bool | None = None  # whether neighbouring microbatches are computed in one pass; none: not known
         self.watches_random = False
         self.drew_random = False
@@ -84,12 +82,12 @@ class Compute:
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """In which a forward pass must not change weights: each worker would change them for its own samples only.
+        """In which a forward pass must not change weights: each worker would do it for its own samples.
 
         Raises:
             InputError: names one that it has changed.
         """
-        if self.alone:
+        if self._largest == 1:
             yield
             return
         before = [value._version for value in self._weights.values()]
@@ -98,8 +96,9 @@ class Compute:
             if value._version != version:
                 raise InputError(
                     f"The forward pass changes the parameter {name!r} in place, as an embedding with max_norm does. "
-                    f"Each of several workers would change it for its own samples only. Change weights in the loop "
-                    f"after session.step, in the same way on all workers."
+                    f"This run may have {self._largest} workers: each would change it for its own samples, while the "
+                    f"others compute with it or with copies of their own. Change weights in the loop after "
+                    f"session.step, in the same way on all workers."
                 )
 
     def precision(self) -> AbstractContextManager[object]:

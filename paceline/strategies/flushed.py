@@ -25,6 +25,7 @@ from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
+from paceline.strategies.apart import check_drawn
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.drift import Drift
 from paceline.strategies.executor import Hooks
@@ -117,11 +118,13 @@ class Flushed(Hooks):
         job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         _, rate = job.update.apply(step, norm=norm)
-        if not self._updated:
-            self._updated = True
+        first, self._updated = not self._updated, True
+        if first:
             check_savable(job.update.optimizer)
         self.staged.moved()
         with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
+            if first:
+                check_drawn(job)
             self.staged.tied.spread(self._parameters)
             self._watch(losses.seconds)
             self._heed(losses.notice)

@@ -25,8 +25,7 @@ from torch import nn
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.strategies.apart import check_apart
-from paceline.strategies.asynchronous import Alone, servers_of
+from paceline.strategies.asynchronous import Alone, servers_among
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.push import DedicatedServers, SharedServers
@@ -43,10 +42,12 @@ class ParameterServer(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        if job.world.size > 1 and servers_of(job) > 1:
-            check_apart(job)
         self._mode = _of(job.settings, job.world.size)(job)
         self.remarks = self._mode.remarks
+
+    @classmethod
+    def splits(cls, settings: Settings, workers: int) -> bool:
+        return servers_among(settings, workers) > 1
 
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:

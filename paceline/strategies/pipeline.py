@@ -24,7 +24,6 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.schedule.choice import STREAMED, shape_of, stream_for
 from paceline.settings import Settings
-from paceline.strategies.apart import check_apart
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.flushed import Flushed
 from paceline.strategies.streamed import Streamed
@@ -40,7 +39,6 @@ class Pipeline(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        check_apart(job)
         self._at_work: Flushed | Streamed
         if job.settings.pipeline.schedule in STREAMED:
             self._at_work = Streamed(job)
@@ -81,6 +79,10 @@ class Pipeline(Strategy):
         except ConfigError:
             return False
         return True
+
+    @classmethod
+    def splits(cls, settings: Settings, workers: int) -> bool:
+        return workers > 1
 
     @classmethod
     def exact_with(cls, settings: Settings) -> bool:

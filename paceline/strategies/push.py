@@ -22,7 +22,7 @@ from paceline.comm.parcels import Answer, Parcels
 from paceline.comm.server import Shard, cut
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.strategies.asynchronous import Asynchronous, remarks_on_servers, servers_of
+from paceline.strategies.asynchronous import Asynchronous, remarks_on_servers, servers_among
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.verdict import Part, mean_loss
 
@@ -36,7 +36,7 @@ class SharedServers(Asynchronous):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._server = job.settings.server
-        self._shards = self._made(servers_of(job))
+        self._shards = self._made(servers_among(job.settings, job.world.size))
         self.remarks += remarks_on_servers(job)
         self._told = len(self.remarks)
         self._have = self._have_states = self._pulled = self._behind = 0

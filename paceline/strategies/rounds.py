@@ -13,6 +13,7 @@ and the workers copy the weights. So the bits are those of all-reduce. When they
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import cast
 
@@ -24,9 +25,11 @@ from paceline.comm.notes import Notes
 from paceline.comm.pushes import Pushes
 from paceline.comm.server import Shard, cut
 from paceline.data.feed import Piece
+from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
 from paceline.strategies.allreduce import AllReduce
-from paceline.strategies.asynchronous import remarks_on_servers, servers_of, shared_memory_of
+from paceline.strategies.apart import check_drawn
+from paceline.strategies.asynchronous import remarks_on_servers, servers_among, shared_memory_of
 from paceline.strategies.backup import Backup
 from paceline.strategies.base import Job, Outcome
 from paceline.strategies.update import Update
@@ -60,7 +63,11 @@ class Rounds(AllReduce):
     def step(self, step: int, pieces: list[Piece]) -> Outcome:
         buffers = [(value.data, value.detach().clone()) for value in self._job.compute.model.buffers()]
         self._before = self._served.version, buffers
-        return super().step(step, pieces)
+        outcome = super().step(step, pieces)
+        if self._before[0] == 0 < self._served.version:
+            with contextlib.suppress(WorkerLost):  # the step is done; the next one finds the loss
+                check_drawn(self._job)
+        return outcome
 
     def settle(self, steps: int) -> None:
         self._served.take_states()
@@ -84,6 +91,7 @@ class Served:
     Attributes:
         shards: of the parameters; the first ranks are their servers.
         homes: the server of each parameter, by name.
+        optimizer: of all parameters.
         version: updates made.
     """
 
@@ -91,11 +99,11 @@ class Served:
         self._world = job.world
         self._update = update = job.update
         self._memory = shared_memory_of(job)
-        count = servers_of(job)
+        count = servers_among(job.settings, job.world.size)
         parts = cut(update.parameters, count)
         model = job.compute.model
         self.shards = [Shard(self._memory, model, part, [], update.optimizer, update.schedule) for part in parts]
-        self.parameters = update.parameters
+        self.parameters, self.optimizer = update.parameters, update.optimizer
         self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
         self.check_frozen = update.check_frozen
         self._servers = range(count)
@@ -109,6 +117,11 @@ class Served:
     def learning_rate(self) -> float:
         """That of the update."""
         return self._update.learning_rate
+
+    @property
+    def drew(self) -> bool | None:
+        """Whether the first update that was made here drew random numbers."""
+        return self._update.drew
 
     @property
     def _own(self) -> Shard | None:

@@ -8,11 +8,11 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from paceline.data.feed import Piece
+from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.settings import Settings
+from paceline.strategies.apart import check_drawn
 from paceline.strategies.base import Job, Outcome, Strategy
 from paceline.strategies.outcome import conclude
 from paceline.strategies.whole import Whole
@@ -23,13 +23,14 @@ class Single(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._whole = Whole(job, sparse=True)
+        self._whole = Whole(job)
 
     @classmethod
-    def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
-        if workers > 1:
+    def check_shares(cls, settings: Settings, order: Order, workers: int, largest: int) -> None:
+        """There is nothing to share, and nobody to share it with."""
+        if largest > 1:
             raise ConfigError(
-                f"strategy 'single' is for one process, but there are {workers} workers: use 'allreduce'."
+                f"strategy 'single' is for one process, but there may be {largest} workers: use 'allreduce'."
             )
 
     @property
@@ -41,7 +42,9 @@ class Single(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> Outcome:
         parts, changed = self._whole.gradients(step, pieces)
-        return conclude(self._job, step, pieces, parts, changed, self._job.world.notice())
+        outcome = conclude(self._job, step, pieces, parts, changed, self._job.world.notice())
+        check_drawn(self._job)
+        return outcome
 
     def close(self) -> None:
         self._whole.take_gradients()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
 from paceline.settings import Settings
 
@@ -78,6 +79,9 @@ class Update:
         clip_norm: the largest global norm of the gradients, or none.
         scaling: of the learning rate.
 
+    Attributes:
+        drew: whether the first update that was made here drew random numbers.
+
     Raises:
         InputError: the optimizer or the schedule is not a factory of one.
     """
@@ -93,6 +97,7 @@ class Update:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self._frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
         self.scaling = scaling
+        self.drew: bool | None = None
         self._clip_norm = clip_norm
         if not self.parameters:
             raise InputError("No parameter of the model requires a gradient: there is nothing to train.")
@@ -164,6 +169,7 @@ class Update:
 
     def _step(self) -> None:
         """Call the optimizer, and explain what it says about gradients of which some are sparse."""
+        before = generator_states() if self.drew is None else None
         try:
             self.optimizer.step()
         except RuntimeError as error:
@@ -175,6 +181,8 @@ class Update:
                 f"sparse gradient: {error}. Of torch's optimizers SGD and Adagrad take sparse gradients and dense "
                 f"ones, SparseAdam only sparse ones; or use sparse=False."
             ) from error
+        if before is not None:
+            self.drew = not same_states(before, generator_states())
 
     def norm(self) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor."""

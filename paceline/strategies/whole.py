@@ -18,12 +18,10 @@ class Whole:
 
     Args:
         job: what is trained.
-        sparse: whether gradients may be sparse.
     """
 
-    def __init__(self, job: Job, sparse: bool = False) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._sparse = sparse
         self._joining = Joining(job, alone=True)
         self._parameters = list(job.update.parameters.values())
 
@@ -53,7 +51,7 @@ class Whole:
             computed = job.compute.forward_pass(piece, step)
             computed.total.backward()
             values = self.take_gradients()
-            if not self._sparse:
+            if not job.sparse:
                 check_dense(job.update.parameters, values)
             gradients.push(piece.microbatches.start, values)
             statistics.push(piece.microbatches.start, [*computed.buffers])

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Told = Callable[..., list[dict[str, Any]]]
 
@@ -267,6 +268,38 @@ class Rows(nn.Module):
         return functional.embedding((x[:, 0] > 0).long(), self.rows, sparse=True)
 trained(start(Rows, exact=False, optimizer=partial(torch.optim.SGD, lr=0.1), STRATEGY))
 """
+ALONE = """
+class Words(nn.Module):
+    def __init__(self, sparse, call):
+        super().__init__()
+        self.sparse, self.call = sparse, call
+        self.rows = nn.Embedding(9, 3, sparse=sparse)
+    def forward(self, x):
+        words = (x * 3).long().clamp(-4, 4) + 4
+        if self.call:
+            return functional.embedding(words, self.rows.weight, sparse=self.sparse).sum(1)
+        return self.rows(words).sum(1)
+def trained_with(sparse, call=False):
+    given = dict(optimizer=partial(torch.optim.Adagrad, lr=0.1), clip_norm=0.2, exact=EXACT, strategy=STRATEGY)
+    session = start(lambda: Words(sparse, call), **given)
+    norms = [session.step(batch).gradient_norm for batch in session.batches(steps=6)]
+    return norms, session._job.compute.model.rows.weight.tolist()
+tell(dense=trained_with(False), module=trained_with(True), function=trained_with(True, call=True))
+"""
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("strategy", ["allreduce", "parameter-server", "pipeline"])
+def test_one_process_takes_sparse_gradients(told: Told, tmp_path: Path, strategy: str, exact: bool) -> None:
+    """From a module and from a function; microbatches and clipping do with them what they do with dense ones."""
+    script = ALONE.replace("STRATEGY", repr(strategy)).replace("EXACT", repr(exact))
+    (one,) = told(HEAD + script, 1, tmp_path)
+    assert max(one["dense"][0]) > 0.2
+    assert one["module"] == one["function"]
+    for sparse, dense in zip(one["module"], one["dense"], strict=True):
+        assert torch.allclose(torch.tensor(sparse), torch.tensor(dense), rtol=1e-5, atol=1e-7)
+
+
 REFUSED |= {
     f"sparse, {strategy}": (
         SPARSE.replace("STRATEGY", strategy),

@@ -49,7 +49,8 @@ def test_a_forward_pass_that_changes_weights(ranks: Run, tmp_path: Path, strateg
         assert one.code != 0
         assert "done" not in one.out
     said = [message(one) for one in ranks(HEAD + body, 2, tmp_path, deadline=60)]
-    assert any("InputError: The forward pass changes the parameter '0.weight' in place" in line for line in said)
+    (one, *_) = [line for line in said if "InputError: The forward pass changes the parameter '0.weight'" in line]
+    assert "This run may have 2 workers: each would change it for its own samples, while the others compute" in one
 
 
 def test_one_process_may_change_weights_in_its_forward_pass(ranks: Run, tmp_path: Path) -> None:
@@ -107,3 +108,32 @@ def test_an_optimizer_that_looks_at_all_gradients(ranks: Run, tmp_path: Path, se
     for one in ranks(HEAD + COUPLED.replace("SETTINGS", settings), 2, tmp_path, deadline=60):
         assert (one.code, one.out) == (2, "")
         assert "InputError: The optimizer Normed updates a parameter in another way" in message(one)
+
+
+NOISY = """
+class Noisy(torch.optim.SGD):
+    # adds the same noise to each row of four; a small parameter has no such rows
+    def step(self, closure=None):
+        for value in self.param_groups[0]["params"]:
+            if value.grad is not None:
+                value.grad.view(-1, 4).add_(torch.randn(4), alpha=0.01)
+        return super().step(closure)
+model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 4), nn.ReLU())
+given["optimizer"] = partial(Noisy, lr=0.1)
+session = paceline.start(model=model, **given, SETTINGS)
+for batch in session.batches(steps=2):
+    session.step(batch)
+    print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", ["strategy='pipeline'", "strategy='parameter-server', server={'count': 2, 'dedicated': True}"]
+)
+def test_an_optimizer_that_draws_and_cannot_be_tried(ranks: Run, tmp_path: Path, settings: str) -> None:
+    """It is found in the first update, also by workers that have drawn nothing: those with no parameter to update."""
+    for one in ranks(HEAD + NOISY.replace("SETTINGS", settings + ", exact=True"), 4, tmp_path, deadline=60):
+        assert (one.code, one.out) == (2, "")
+        assert "InputError: The optimizer Noisy draws random numbers" in message(one)
+    for one in ranks(HEAD + NOISY.replace("SETTINGS", settings), 4, tmp_path, deadline=60):
+        assert (one.code, one.out) == (0, "done\ndone\n")

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch._inductor.compiler_bisector  # sets a variable of the environment, once
 from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import InputError
 from paceline.strategies.apart import check_apart
@@ -108,6 +109,18 @@ def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[opti
         check_apart(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
 
 
+def test_one_that_needs_all_gradients_is_refused() -> None:
+    class Careless(optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for value in self.param_groups[0]["params"]:
+                value.grad.mul_(2.0)
+            super().step(closure)
+
+    with pytest.raises(InputError, match=r"Careless fails when some .*AttributeError.*grad is None") as refused:
+        check_apart(job_of(Careless(parameters(), lr=0.1)))
+    assert isinstance(refused.value.__cause__, AttributeError)
+
+
 def test_one_that_draws_random_numbers_is_refused_where_bits_count() -> None:
     check_apart(job_of(Noisy(parameters(), lr=0.1), exact=False))
     with pytest.raises(InputError, match=r"Noisy draws random numbers.*exact=True"):
@@ -120,3 +133,33 @@ def test_one_that_cannot_be_tried_is_not_refused() -> None:
             closure()
 
     check_apart(job_of(Closed(parameters(), lr=0.1)))
+
+
+def test_hooks_are_for_the_steps_of_training() -> None:
+    """What they belong to is not copied, either."""
+
+    class Owner:
+        calls = 0
+
+        def __deepcopy__(self, memo: Any) -> None:
+            raise AssertionError
+
+        def __call__(self, *_: Any) -> None:
+            self.calls += 1
+
+    owner = Owner()
+    made: list[optim.Optimizer] = [optim.AdamW(parameters(), lr=0.1), Normed(parameters(), lr=0.1)]
+    for one in made:
+        one.register_step_pre_hook(owner)
+        one.register_step_post_hook(owner)
+        one.register_state_dict_pre_hook(owner)
+        one.register_load_state_dict_post_hook(owner)
+    for_all = [register_optimizer_step_pre_hook(owner), register_optimizer_step_post_hook(owner)]
+    try:
+        check_apart(job_of(made[0]))
+    finally:
+        for hook in for_all:
+            hook.remove()
+    with pytest.raises(InputError, match="Normed updates"):
+        check_apart(job_of(made[1]))
+    assert owner.calls == 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.settings import Settings
-from paceline.strategies.asynchronous import remarks_on_servers, servers_of
+from paceline.strategies.asynchronous import remarks_on_servers, servers_among
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,6 @@ from paceline.strategies.asynchronous import remarks_on_servers, servers_of
 def test_fewer_workers_than_servers_asked_for(workers: int, dedicated: bool, servers: int) -> None:
     settings = Settings.model_validate({"server": {"count": 3, "dedicated": dedicated}})
     job: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(size=workers))
-    assert servers_of(job) == servers
+    assert servers_among(settings, workers) == servers
     said = "".join(remarks_on_servers(job))
     assert (f"{workers} workers are left" in said and "server.count = 3" in said) == (servers < 3)

@@ -1,0 +1,95 @@
+"""What several workers could not train is refused before a second one comes; one that stays alone may do it."""
+
+import pytest
+from launchers import Run
+
+HEAD = """
+import crew
+import torch
+from functools import partial
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+class Normed(torch.optim.SGD):
+    # looks at all gradients at once
+    def step(self, closure=None):
+        gradients = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.div_(norm)
+        return super().step(closure)
+
+class Noisy(torch.optim.SGD):
+    # adds the same noise to each row of four; a small parameter has no such rows
+    def step(self, closure=None):
+        for value in self.param_groups[0]["params"]:
+            if value.grad is not None:
+                value.grad.view(-1, 4).add_(torch.randn(4), alpha=0.01)
+        return super().step(closure)
+
+class Rows(nn.Embedding):
+    def forward(self, words):
+        return functional.embedding(words, self.weight, sparse=True)
+
+torch.manual_seed(0)
+words = torch.randint(0, 20, (48, 5))
+layers = [nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 4)]
+given = {"optimizer": partial(torch.optim.SGD, lr=0.1), "exact": True, "clip_norm": 1.0}
+"""
+TAIL = """
+session = crew.begin(
+    **{"model": nn.Sequential(*layers), "data": TensorDataset(words, words.sum(1) % 4), "batch": 16, "schedule": None,
+       "loss": functional.cross_entropy} | given
+)
+print("started", flush=True)
+for batch in session.batches(steps=3):
+    crew.say(session, session.step(batch))
+crew.end(session)
+"""
+SERVERS = 'given |= {"strategy": "parameter-server", "server": {"count": 2, "dedicated": True}}\n'
+AT_THE_START = {
+    "sparse module": ("layers[0] = nn.Embedding(20, 4, sparse=True)", "'0' gives sparse gradients"),
+    "pipeline": (
+        'given |= {"strategy": "pipeline", "optimizer": partial(Normed, lr=0.1)}',
+        "Normed updates a parameter in another way",
+    ),
+    "servers": (SERVERS + 'given["optimizer"] = partial(Normed, lr=0.1)', "Normed updates a parameter in another way"),
+    "single": ('given["strategy"] = "single"', "there may be 3 workers"),
+}
+IN_THE_FIRST_STEP = {
+    "max_norm": (
+        "layers[0] = nn.Embedding(20, 4, max_norm=0.5)",
+        "changes the parameter '0.weight' in place, as an embedding with max_norm does. This run may have 3 workers",
+    ),
+    "sparse": ("layers[0] = Rows(20, 4)", "'0.weight' gets sparse gradients"),
+    "noise": (
+        'given |= {"strategy": "pipeline", "optimizer": partial(Noisy, lr=0.1)}',
+        "Noisy draws random numbers",
+    ),
+}
+CASES = AT_THE_START | IN_THE_FIRST_STEP
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_refused_where_more_workers_may_come(run: Run, case: str) -> None:
+    script, words = CASES[case]
+    ran = run(HEAD + script + TAIL, "-n", 1, "--elastic", "1:3")
+    assert ran.code == 2, ran.story()
+    assert words in ran.said, ran.story()
+    assert ("started" in ran.logs["rank-0"]) == (case in IN_THE_FIRST_STEP), ran.story()
+    assert not ran.steps("rank-0"), ran.story()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_trained_where_one_worker_stays_alone(run: Run, case: str) -> None:
+    ran = run(HEAD + CASES[case][0] + TAIL, "-n", 1, "--standby", 1)
+    assert ran.code == 0, ran.story()
+    assert ran.steps("rank-0") == [0, 1, 2], ran.story()
+
+
+def test_one_server_may_have_an_optimizer_that_looks_at_all_gradients(run: Run) -> None:
+    """Two workers are enough for one server and one worker that computes, and there are never more."""
+    script = HEAD + SERVERS + 'given["optimizer"] = partial(Normed, lr=0.1)' + TAIL
+    ran = run(script, "-n", 1, "--elastic", "1:2")
+    assert ran.code == 0, ran.story()
