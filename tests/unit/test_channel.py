@@ -117,6 +117,21 @@ def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Ou
     assert len(wire.posted) == before + 3
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_part_of_a_larger_tensor_takes_the_room_of_a_part(wire: Wire, inlet: Inlet, exact: bool) -> None:
+    """But if the bits are to be the same, which may depend on where the numbers lie."""
+    outlet = Outlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0", exact=exact)
+    whole = torch.randn(8, 512, 64)
+    outlet.send(8, [whole[:, 0], whole.transpose(0, 2)])
+    inlet.expect(8)
+    part, turned = inlet.take()
+    assert part is not None and turned is not None
+    assert torch.equal(part, whole[:, 0]) and torch.equal(turned, whole.transpose(0, 2))
+    assert part.stride() == (whole[:, 0].stride() if exact else (64, 1))
+    assert part.untyped_storage().nbytes() == 4 * ((7 * 512 + 1) * 64 if exact else 8 * 64)
+    assert turned.stride() == whole.transpose(0, 2).stride()
+
+
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
