@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.counted import TAGS, CountedInlet, CountedOutlet
 from paceline.comm.world import Message
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.strategies.base import Job
@@ -42,11 +42,11 @@ class Tied:
         self._numbers = {name: number for number, name in enumerate(users)}
         self._forward: Operation | None = None
         self._uses: dict[tuple[str, int, int], Uses] = {}
-        self._here: dict[tuple[str, int, int], list[torch.Tensor | None]] = {}
+        self._here: dict[tuple[str, int, int], list[torch.Tensor]] = {}
         self._coming: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
-        self._outlets: dict[tuple[str, int, int], Outlet] = {}
-        self._inlets: dict[tuple[str, int, int], Inlet] = {}
+        self._outlets: dict[tuple[str, int, int], CountedOutlet] = {}
+        self._inlets: dict[tuple[str, int, int], CountedInlet] = {}
 
     @property
     def users(self) -> Mapping[str, Sequence[int]]:
@@ -81,11 +81,11 @@ class Tied:
                 self._uses[name, self._forward.stage, self._forward.microbatch] = uses
         return outputs
 
-    def _apart(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def _apart(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor]:
         """The gradients of the uses in a stage, from the last to the first; if there is one only, it is the sum."""
         uses = self._uses.pop((name, stage, microbatch), None)
         found = [] if uses is None else uses.gradients()
-        return [*found] if len(found) > 1 else [sum_]
+        return found if len(found) > 1 else _given(sum_)
 
     def give(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule) -> None:
         """The gradient from a stage that does not own the parameter."""
@@ -98,7 +98,7 @@ class Tied:
         if rank == self._job.world.rank:
             self._here[name, stage, microbatch] = gradients
         else:
-            self._outlet(name, stage, rank).send(0, gradients)
+            self._outlet(name, stage, rank).send(gradients)
 
     def complete(self, name: str, microbatch: int, own: torch.Tensor | None, schedule: Schedule) -> torch.Tensor | None:
         """The gradient of a microbatch from all stages; ``own`` is that of the stage that owns the parameter."""
@@ -143,10 +143,10 @@ class Tied:
                     if rank == self._job.world.rank == owner:
                         sums[name] = _sum(self._sums.pop((name, stage), None), sums.get(name))
                     elif rank == self._job.world.rank:
-                        self._outlet(name, stage, owner).send(0, [self._sums.pop((name, stage), None)])
+                        self._outlet(name, stage, owner).send(_given(self._sums.pop((name, stage), None)))
                     elif owner == self._job.world.rank:
-                        (gradient,) = self._take(name, stage, rank)
-                        sums[name] = _sum(gradient, sums.get(name))
+                        for gradient in self._take(name, stage, rank):
+                            sums[name] = _sum(gradient, sums.get(name))
         self.finish()
         return sums
 
@@ -175,17 +175,18 @@ class Tied:
         owners = self._workers_of[first]
         return [(rank, owners[place % len(owners)]) for place, rank in enumerate(self._workers_of[stage])]
 
-    def _outlet(self, name: str, stage: int, rank: int) -> Outlet:
+    def _outlet(self, name: str, stage: int, rank: int) -> CountedOutlet:
         key = name, stage, rank
         if key not in self._outlets:
-            self._outlets[key] = Outlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
+            what = f"the gradient of {name!r}"
+            self._outlets[key] = CountedOutlet(self._job.world, rank, self._tag(name, stage), what)
         return self._outlets[key]
 
-    def _take(self, name: str, stage: int, rank: int) -> list[torch.Tensor | None]:
+    def _take(self, name: str, stage: int, rank: int) -> list[torch.Tensor]:
         key = name, stage, rank
         if key not in self._inlets:
-            self._inlets[key] = Inlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
-        self._inlets[key].expect(0)
+            what = f"the gradient of {name!r}"
+            self._inlets[key] = CountedInlet(self._job.world, rank, self._tag(name, stage), what)
         return self._inlets[key].take()
 
     def _tag(self, name: str, stage: int) -> int:
@@ -196,3 +197,7 @@ def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor 
     if left is None or right is None:
         return left if right is None else right
     return left + right
+
+
+def _given(gradient: torch.Tensor | None) -> list[torch.Tensor]:
+    return [] if gradient is None else [gradient]

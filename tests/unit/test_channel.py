@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.counted import CountedInlet, CountedOutlet
 from paceline.comm.world import Message, World
 from paceline.errors import InputError
 
@@ -115,6 +116,18 @@ def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Ou
     before = len(wire.posted)
     inlet.expect(4)
     assert len(wire.posted) == before + 3
+
+
+def test_lists_of_any_length(wire: Wire) -> None:
+    """None, one, some; and more than a channel has places for."""
+    outlet = CountedOutlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
+    inlet = CountedInlet(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
+    for length in (1, 0, 3, 300, 3, 0, 1):
+        sent = [torch.randn(4, 3).t() for _ in range(length)]
+        outlet.send(sent)
+        assert same(inlet.take(), sent)
+    outlet.finish()
+    assert all(one.done for one in wire.posted)
 
 
 @pytest.mark.parametrize("exact", [False, True])
