@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm.counted import TAGS, CountedInlet, CountedOutlet
 from paceline.comm.world import Message
@@ -42,6 +43,8 @@ class Tied:
         self._numbers = {name: number for number, name in enumerate(users)}
         self._forward: Operation | None = None
         self._uses: dict[tuple[str, int, int], Uses] = {}
+        self._looked: dict[tuple[str, int], int] = {}
+        """For each name and stage the microbatch of this step whose gradient is compared with those of its uses."""
         self._here: dict[tuple[str, int, int], list[torch.Tensor]] = {}
         self._coming: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
@@ -59,8 +62,7 @@ class Tied:
 
     def watched(self, stage: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The forward pass of a stage; with exact bits the uses of what a later stage uses as well are kept apart."""
-        names = [name for name, used in self._users.items() if stage in used[:-1]]
-        names = [name for name in names if name in self._job.update.parameters]
+        names = [name for name, used in self._users.items() if stage in used and name in self._job.update.parameters]
         return partial(self._watch, names, call) if self._each and names else call
 
     @contextmanager
@@ -74,17 +76,30 @@ class Tied:
 
     def _watch(self, names: Sequence[str], call: Callable[[Any], Any], values: Any) -> Any:
         outputs = call(values)
-        if self._forward is not None:  # not when it is computed again, of which nothing goes back
-            autocast = self._job.settings.autocast is not None
-            for name in names:
-                uses = Uses(name, self._job.update.parameters[name], outputs, autocast)
-                self._uses[name, self._forward.stage, self._forward.microbatch] = uses
+        if self._forward is None:  # it is computed again, and nothing of that goes back
+            return outputs
+        stage, microbatch = self._forward.stage, self._forward.microbatch
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for name in names:
+            looked = self._looked.setdefault((name, stage), microbatch)
+            is_last = stage == self._users[name][-1]
+            if is_last and microbatch != looked:
+                continue
+            uses = self._uses[name, stage, microbatch] = Uses(name, stage, self._job.update.parameters[name], leaves)
+            if not is_last:
+                uses.check_apart(self._job.settings.autocast is not None)
         return outputs
 
     def _apart(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor]:
-        """The gradients of the uses in a stage, from the last to the first; if there is one only, it is the sum."""
+        """The gradients of the uses in a stage, from the last to the first, or their sum if nothing comes before it.
+
+        Raises:
+            InputError: for the first microbatch of a step: these are not all that there is to the sum.
+        """
         uses = self._uses.pop((name, stage, microbatch), None)
-        found = [] if uses is None else uses.gradients()
+        if uses is not None and microbatch == self._looked[name, stage]:
+            uses.check_all_found(sum_)
+        found = [] if uses is None or stage == self._users[name][-1] else uses.gradients()
         return found if len(found) > 1 else _given(sum_)
 
     def give(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule) -> None:
@@ -166,7 +181,8 @@ class Tied:
             transfer.wait()
 
     def finish(self) -> None:
-        """Wait until all has been sent."""
+        """The step has ended: wait until all has been sent."""
+        self._looked.clear()
         for outlet in self._outlets.values():
             outlet.finish()
 

@@ -279,9 +279,41 @@ model = layers(Weight(12, 12), Both(12, 12))
 model[2].weight = model[1].weight
 small(model, exact=EXACT, pipeline={"cut": ["2"]})
 """
+HOOK = """
+model = layers(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+model[3].weight = model[1].weight
+model[1].weight.HOOK
+small(model, exact=EXACT, pipeline={"cut": ["2"]})
+"""
+CLAMP = HOOK.replace("HOOK", "register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))")
+CLAMP_LATER = HOOK.replace("HOOK", "register_post_accumulate_grad_hook(lambda one: print(one.grad.clamp_(-0.1, 0.1)))")
+REENTRANT = """
+from torch.utils.checkpoint import checkpoint
+
+class Again(nn.Sequential):
+    def forward(self, values): return checkpoint(super().forward, values, use_reentrant=True)
+
+model = layers(nn.Linear(12, 12), nn.Tanh(), Again(nn.Linear(12, 12)), nn.Tanh(), nn.Linear(12, 12))
+model[3][0].weight = model[5].weight = model[1].weight
+small(model, exact=EXACT, pipeline={"cut": ["CUT"]})
+"""
+APART = {
+    "cast": (CAST, "cast by autocast"),
+    "value": (HANDED_ON, "handed on"),
+    "hook": (CLAMP, "has a hook"),
+    "hook of the sum": (CLAMP_LATER, "has a hook"),
+    "reentrant, first stage": (REENTRANT.replace("CUT", "4"), "stage 0 that is not the sum"),
+    "reentrant, last stage": (REENTRANT.replace("CUT", "3"), "use_reentrant=False"),
+    "reentrant, alone in the last stage": (
+        REENTRANT.replace("nn.Linear(12, 12))\nmodel", "nn.Tanh())\nmodel")
+        .replace("model[5].weight = ", "")
+        .replace("CUT", "3"),
+        "stage 1 that is not the sum",
+    ),
+}
 
 
-@pytest.mark.parametrize(("body", "why"), [(CAST, "cast by autocast"), (HANDED_ON, "handed on")], ids=["cast", "value"])
+@pytest.mark.parametrize(("body", "why"), APART.values(), ids=APART)
 def test_uses_of_a_weight_that_cannot_be_told_apart(ranks: Run, tmp_path: Path, body: str, why: str) -> None:
     ended = ranks(HEAD + body.replace("EXACT", "True"), 2, tmp_path, deadline=60)
     check_ended(ended, "InputError", ["exact=True", "'1.weight'", why, "pipeline.cut"])
