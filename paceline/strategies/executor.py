@@ -35,6 +35,7 @@ from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
 from paceline.strategies.compute import computed_again, on_copy, pair_of, sum_and_count
 from paceline.strategies.halves import backward_of_input, backward_of_weights
+from paceline.strategies.verdict import refused_as_sparse
 from paceline.strategies.ways import Ways
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
@@ -336,7 +337,10 @@ class Executor:
         """The gradients for the inputs, for the stage before."""
         if operation.stage > 0:
             told = self._hooks.tell(operation.microbatch, False)
-            self._downwards[operation.stage, operation.microbatch] = [told, *(value.grad for value in passed.inputs)]
+            gradients = [value.grad for value in passed.inputs]
+            if any(value is not None and value.is_sparse for value in gradients):
+                raise refused_as_sparse(f"The output of stage {operation.stage - 1} gets")
+            self._downwards[operation.stage, operation.microbatch] = [told, *gradients]
 
     def _send(self, operation: Operation) -> int:
         stage, microbatch, peer = operation.stage, operation.microbatch, operation.peer

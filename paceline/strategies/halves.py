@@ -202,15 +202,19 @@ def _own(
     gradients: Iterable[torch.Tensor | None],
     others: Iterable[torch.Tensor | None],
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Gradients that may be added to, as a whole pass leaves them: in no memory of others, laid out as the weights."""
-    taken = {_storage(value) for value in others if value is not None}
+    """Gradients that may be added to, as a whole pass leaves them: in no memory of others, laid out as the weights.
+
+    Sparse ones stay as they are.
+    """
+    taken = {_storage(value) for value in others if value is not None and not value.is_sparse}
     own = {}
     for parameter, value in zip(parameters, gradients, strict=True):
         if value is None:
             continue
-        if _storage(value) in taken or value.stride() != parameter.stride():
-            value = torch.empty_like(parameter).copy_(value)
-        taken.add(_storage(value))
+        if not value.is_sparse:
+            if _storage(value) in taken or value.stride() != parameter.stride():
+                value = torch.empty_like(parameter).copy_(value)
+            taken.add(_storage(value))
         own[parameter] = value.detach()
     return own
 

@@ -31,7 +31,7 @@ from paceline.strategies.executor import Hooks
 from paceline.strategies.lent import Lent
 from paceline.strategies.staged import Staged
 from paceline.strategies.sums import ScatteredSums, Values
-from paceline.strategies.verdict import Part, refusal
+from paceline.strategies.verdict import Part, check_dense, refusal
 from paceline.strategies.versions import Versions
 
 _BOOK = "pipeline"
@@ -152,6 +152,7 @@ class Streamed(Hooks):
         for parameter in self._parameters:
             values.append(parameter.grad)
             parameter.grad = None
+        check_dense(self._names, values)
         pair = self._executor.pairs[microbatch]
         self._sums.push(microbatch, values)
         made, names = (

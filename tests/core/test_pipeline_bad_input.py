@@ -321,6 +321,33 @@ def test_uses_of_a_weight_that_cannot_be_told_apart(ranks: Run, tmp_path: Path, 
     assert [one.code for one in ended] == [0, 0]
 
 
+SPARSE = """
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, 12))
+    def forward(self, values): return values, self.rows * 1
+
+class Look(nn.Module):
+    def forward(self, given):
+        values, rows = given
+        return values + functional.embedding((values[:, 0] > 0).long(), rows, sparse=True)
+
+class Rows(Table):
+    def forward(self, values): return Look()((values, self.rows))
+"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream", "2bw"])
+def test_sparse_gradients(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    body = f"small(layers(Rows()), pipeline={{'cut': ['1'], 'schedule': {schedule!r}}})"
+    ended = ranks(HEAD + SPARSE + body, 2, tmp_path / "own", deadline=60)
+    check_ended(ended, "InputError", ["The parameter '1.rows' gets sparse gradients", "sparse=False"])
+    body = f"small(layers(Table(), Look()), pipeline={{'cut': ['2'], 'schedule': {schedule!r}}})"
+    ended = ranks(HEAD + SPARSE + body, 2, tmp_path / "value", deadline=60)
+    check_ended(ended, "InputError", ["The output of stage 0 gets sparse gradients", "sparse=False"])
+
+
 def test_an_update_that_counts_nothing(ranks: Run, tmp_path: Path) -> None:
     body = """
 calls = []
