@@ -209,6 +209,10 @@ class Executor:
         if not self._job.settings.exact:
             self._watched.clear()
 
+    def forget_forms(self) -> None:
+        """With nothing under way: what goes over a border may be of other forms than before."""
+        self._ways.forget()
+
     def finish(self) -> None:
         """Wait until all has been sent."""
         self._ways.finish()

@@ -57,7 +57,7 @@ def backward_of_input(
         outputs: of the stage; the loss of the last one. They are not needed any more.
         gradients: for them; none for a loss.
         inputs: of the stage.
-        parameters: of the stage.
+        parameters: of the stage; some may be frozen.
 
     Returns:
         what :func:`backward_of_weights` needs.
@@ -111,8 +111,8 @@ def _told_apart(
     groups: list[Group] = []
     at_end: set[nn.Parameter] = set()
     for parameter in parameters:
-        node = get_gradient_edge(parameter).node
-        if node not in above:
+        node = get_gradient_edge(parameter).node if parameter.requires_grad else None
+        if node is None or node not in above:
             continue
         alone, places = _climb({node}, above, path)
         if not roots.isdisjoint(alone):

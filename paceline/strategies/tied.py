@@ -81,6 +81,8 @@ class Tied:
         stage, microbatch = self._forward.stage, self._forward.microbatch
         leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
         for name in names:
+            if not self._job.update.parameters[name].requires_grad:
+                continue
             looked = self._looked.setdefault((name, stage), microbatch)
             is_last = stage == self._users[name][-1]
             if is_last and microbatch != looked:

@@ -244,6 +244,25 @@ small(layers(Sometimes(), nn.Tanh()), pipeline={{"schedule": {schedule!r}, "cut"
     check_ended(ended, "InputError", ["'1.layer.weight'", "microbatch", "missing_gradient='zero'"])
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_tied_weight_that_is_used_sometimes(ranks: Run, tmp_path: Path, exact: bool) -> None:
+    body = f"""
+class Sometimes(nn.Linear):
+    calls = 0
+    def forward(self, values):
+        self.calls += 1
+        return super().forward(values) if self.calls < LAST else values
+model = layers(Sometimes(12, 12, bias=False), nn.Tanh(), Sometimes(12, 12, bias=False))
+model[3].weight = model[1].weight
+small(model, pipeline={{"cut": ["2"]}}, data=classes(64), exact={exact})
+"""
+    ended = ranks(HEAD + body.replace("LAST", "13"), 2, tmp_path / "both", deadline=60)
+    check_ended(ended, "InputError", ["'1.weight'", "microbatch 4", "missing_gradient='zero'"])
+    one = "13 or self is model[3]"
+    ended = ranks(HEAD + body.replace("LAST", one), 2, tmp_path / "one", deadline=60)
+    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_buffer_that_two_stages_change(ranks: Run, tmp_path: Path, schedule: str) -> None:
     """It is known after the first step only: batch norms are known before."""
