@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from paceline.comm.lane import LARGEST_BYTES, Lane
-from paceline.comm.layout import Strides, laid_out, one_after_another, strides_of
+from paceline.comm.layout import Strides, dense_strides_of, laid_out, one_after_another, strides_of
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import InputError
 
@@ -48,14 +48,19 @@ class Outlet:
         tag: the first tag to use.
         what: is sent, for an error.
         lane: through memory that both workers see, if there is one.
+        exact: whether a tensor that is a part of a larger one is to lie in memory as such a part, as bits may depend
+            on it; else it takes no more room than its numbers.
     """
 
-    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None) -> None:
+    def __init__(
+        self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None, exact: bool = False
+    ) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag
         self._what = what
         self._lane = lane
+        self._strides_of = strides_of if exact else dense_strides_of
         self._forms: dict[int, Forms] = {}
         self._leaving: deque[list[Transfer]] = deque()
 
@@ -71,7 +76,7 @@ class Outlet:
             WorkerLost: the receiver is gone.
         """
         values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
-        forms = tuple(None if value is None else _form(value) for value in values)
+        forms = tuple(None if value is None else self._form(value) for value in values)
         transfers: list[Transfer] = []
         if len(values) > TAGS - 2:
             raise InputError(
@@ -114,6 +119,9 @@ class Outlet:
         with self._world.awaits("take", self._what):
             while self._leaving:
                 _await(self._leaving.popleft())
+
+    def _form(self, value: torch.Tensor) -> Form:
+        return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value))
 
     def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
         return self._world.post([Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}")
@@ -209,10 +217,6 @@ class _Arrival:
 def _await(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
-
-
-def _form(value: torch.Tensor) -> Form:
-    return Form(value.dtype, tuple(value.shape), value.requires_grad, strides_of(value))
 
 
 def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:

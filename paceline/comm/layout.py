@@ -1,6 +1,7 @@
 """How the numbers of a tensor lie in memory: sent one after the other, laid out again as they were.
 
-Kernels round differently on other strides, so what computes with a tensor from another worker needs its strides, too.
+Kernels round differently on other strides, so what computes with a tensor from another worker needs its strides, too,
+if it is to have the same bits. Where they are those of a part of a larger tensor, it takes as much room as that one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ def strides_of(value: torch.Tensor) -> Strides:
             return torch.empty(value.shape, device="meta").stride()
         reach += (value.shape[axis] - 1) * steps[axis]
     return steps
+
+
+def dense_strides_of(value: torch.Tensor) -> Strides:
+    """The strides with the axes in the same order, and no room for anything but the numbers."""
+    return torch.empty_like(value, device="meta").stride()
 
 
 def one_after_another(value: torch.Tensor, strides: Strides) -> torch.Tensor:

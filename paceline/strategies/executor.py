@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.channel import TAGS, Inlet, Outlet
-from paceline.comm.lane import Lane
+from paceline.comm.channel import Inlet, Outlet
 from paceline.data.feed import Piece
 from paceline.data.keys import (
     STEP,
@@ -36,6 +35,8 @@ from paceline.schedule.operations import Kind, Operation
 from paceline.strategies.base import Job
 from paceline.strategies.compute import computed_again, on_copy, pair_of, sum_and_count
 from paceline.strategies.halves import backward_of_input, backward_of_weights
+from paceline.strategies.verdict import refused_as_sparse
+from paceline.strategies.ways import Ways
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
 """What goes over a border.
@@ -44,7 +45,6 @@ First what the strategy tells the next stage (:meth:`Hooks.tell`), or nothing; u
 generators, or nothing for each of them, and the values; downwards the gradients for the values.
 """
 
-_TAGS = 1 << 24
 _AHEAD = 4
 """So many operations ahead this worker makes room for what it will receive."""
 
@@ -127,12 +127,10 @@ class Executor:
         self._held = held
         self._last = last
         self._hooks = hooks
-        self._lanes = job.world.lanes(2 * (last + 1))
+        self._ways = Ways(job, last)
         self._states = len(packed_states())
         self._drawing: set[int] = set()
         self._watched = {stage for stage in held if stage != last}
-        self._outlets: dict[tuple[int, int, int], Outlet] = {}
-        self._inlets: dict[tuple[int, int, int], Inlet] = {}
         self._do = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -211,10 +209,13 @@ class Executor:
         if not self._job.settings.exact:
             self._watched.clear()
 
+    def forget_forms(self) -> None:
+        """With nothing under way: what goes over a border may be of other forms than before."""
+        self._ways.forget()
+
     def finish(self) -> None:
         """Wait until all has been sent."""
-        for outlet in self._outlets.values():
-            outlet.finish()
+        self._ways.finish()
 
     def _record(self, operation: Operation, seconds: float, size: int | None) -> None:
         kind, stage, microbatch, version, peer = operation
@@ -340,7 +341,10 @@ class Executor:
         """The gradients for the inputs, for the stage before."""
         if operation.stage > 0:
             told = self._hooks.tell(operation.microbatch, False)
-            self._downwards[operation.stage, operation.microbatch] = [told, *(value.grad for value in passed.inputs)]
+            gradients = [value.grad for value in passed.inputs]
+            if any(value is not None and value.is_sparse for value in gradients):
+                raise refused_as_sparse(f"The output of stage {operation.stage - 1} gets")
+            self._downwards[operation.stage, operation.microbatch] = [told, *gradients]
 
     def _send(self, operation: Operation) -> int:
         stage, microbatch, peer = operation.stage, operation.microbatch, operation.peer
@@ -355,43 +359,14 @@ class Executor:
 
     def _outlet(self, operation: Operation) -> Outlet:
         stage, peer = operation.stage, operation.peer
-        rank = self._hooks.worker_of(peer, operation.microbatch)
-        if (stage, peer, rank) not in self._outlets:
-            lane = self._lane(stage, peer, self._job.world.rank, rank)
-            outlet = Outlet(self._job.world, rank, _tag(stage, peer), _what(stage, peer), lane)
-            self._outlets[stage, peer, rank] = outlet
-        return self._outlets[stage, peer, rank]
+        return self._ways.outlet(stage, peer, self._hooks.worker_of(peer, operation.microbatch))
 
     def _inlet(self, operation: Operation) -> Inlet:
         stage, peer = operation.stage, operation.peer
-        rank = self._hooks.worker_of(peer, operation.microbatch)
-        if (stage, peer, rank) not in self._inlets:
-            lane = self._lane(peer, stage, rank, self._job.world.rank)
-            inlet = Inlet(self._job.world, rank, _tag(peer, stage), _what(peer, stage), lane)
-            self._inlets[stage, peer, rank] = inlet
-        return self._inlets[stage, peer, rank]
-
-    def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Lane | None:
-        """From a stage on a worker to a stage on another."""
-        return None if self._lanes is None else self._lanes.lane(worker, other, _way(sender, receiver))
+        return self._ways.inlet(stage, peer, self._hooks.worker_of(peer, operation.microbatch))
 
 
 def _keep(kept: dict[int, torch.Tensor], place: int, contiguous: bool, gradient: torch.Tensor) -> None:
     """Keep a gradient as it lies in memory; what goes into ``.grad`` is laid out like the value."""
     if not (contiguous and gradient.is_contiguous()):
         kept[place] = gradient
-
-
-def _tag(sender: int, receiver: int) -> int:
-    return _TAGS + _way(sender, receiver) * TAGS
-
-
-def _way(sender: int, receiver: int) -> int:
-    """A number for each way between neighbouring stages."""
-    return 2 * sender + (receiver > sender)
-
-
-def _what(sender: int, receiver: int) -> str:
-    if receiver > sender:
-        return f"the output of stage {sender}"
-    return f"the gradient of stage {sender} for its input"

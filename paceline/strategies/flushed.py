@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -91,6 +92,9 @@ class Flushed(Hooks):
         job.world.await_group()
         if not self.staged.known:
             self.staged.learn()
+        if self.staged.freezing.changed:
+            self._executor.forget_forms()
+            self.staged.freezing.note()
         self._run(step, pieces)
         exact = job.settings.exact
         pairs = self._executor.pairs
@@ -136,7 +140,7 @@ class Flushed(Hooks):
         self._now = plan = self._plan(len(job.order.parts_of(step)))
         exact = job.settings.exact
         self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
-        self._without: dict[int, set[str]] = {}
+        self._without: dict[int, Counter[str]] = {}  # in how many stages
         self._seen: dict[str, int] = {}
         job.compute.buffers.begin()
         job.update.check_frozen()
@@ -203,8 +207,8 @@ class Flushed(Hooks):
                     gradient = None
                 else:
                     self._seen[name] = gradient._version
-            if gradient is None and alone:
-                self._without.setdefault(microbatch, set()).add(name)
+            if gradient is None:
+                self._without.setdefault(microbatch, Counter())[name] += 1
             values[name] = gradient if exact or not alone else None
         for name in held.trained:
             owner = tied.owner_of(name)
@@ -225,16 +229,21 @@ class Flushed(Hooks):
         self.staged.tied.finish()
 
     def _parts(self, losses: Losses) -> list[Part]:
-        without: dict[int, set[str]] = {}
+        without: dict[int, Counter[str]] = defaultdict(Counter)
         if losses.missing:
             for told in self._job.world.gather(self._without, "step"):
                 for microbatch, names in told.items():
-                    without.setdefault(microbatch, set()).update(names)
-        places = {name: place for place, name in enumerate(self._parameters)}
+                    without[microbatch].update(names)
         return [
-            Part(range(start, start + 1), rank, loss, count, frozenset(places[name] for name in without.get(start, ())))
+            Part(range(start, start + 1), rank, loss, count, self._nowhere(without[start]))
             for start, rank, loss, count in losses.results()
         ]
+
+    def _nowhere(self, without: Counter[str]) -> frozenset[int]:
+        """The places of the parameters to which no stage gave a gradient."""
+        users = self.staged.tied.users
+        stages = [len(users[name]) if name in users else 1 for name in self._parameters]
+        return frozenset(place for place, name in enumerate(self._parameters) if without[name] == stages[place])
 
     def _shares(self) -> list[list[Node]]:
         """The nodes of the canonical tree whose sums each worker of the team holds."""

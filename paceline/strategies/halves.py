@@ -57,7 +57,7 @@ def backward_of_input(
         outputs: of the stage; the loss of the last one. They are not needed any more.
         gradients: for them; none for a loss.
         inputs: of the stage.
-        parameters: of the stage.
+        parameters: of the stage; some may be frozen.
 
     Returns:
         what :func:`backward_of_weights` needs.
@@ -111,8 +111,8 @@ def _told_apart(
     groups: list[Group] = []
     at_end: set[nn.Parameter] = set()
     for parameter in parameters:
-        node = get_gradient_edge(parameter).node
-        if node not in above:
+        node = get_gradient_edge(parameter).node if parameter.requires_grad else None
+        if node is None or node not in above:
             continue
         alone, places = _climb({node}, above, path)
         if not roots.isdisjoint(alone):
@@ -202,15 +202,19 @@ def _own(
     gradients: Iterable[torch.Tensor | None],
     others: Iterable[torch.Tensor | None],
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Gradients that may be added to, as a whole pass leaves them: in no memory of others, laid out as the weights."""
-    taken = {_storage(value) for value in others if value is not None}
+    """Gradients that may be added to, as a whole pass leaves them: in no memory of others, laid out as the weights.
+
+    Sparse ones stay as they are.
+    """
+    taken = {_storage(value) for value in others if value is not None and not value.is_sparse}
     own = {}
     for parameter, value in zip(parameters, gradients, strict=True):
         if value is None:
             continue
-        if _storage(value) in taken or value.stride() != parameter.stride():
-            value = torch.empty_like(parameter).copy_(value)
-        taken.add(_storage(value))
+        if not value.is_sparse:
+            if _storage(value) in taken or value.stride() != parameter.stride():
+                value = torch.empty_like(parameter).copy_(value)
+            taken.add(_storage(value))
         own[parameter] = value.detach()
     return own
 

@@ -10,12 +10,14 @@ late as the owner is behind them, so that nobody waits::
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.counted import CountedInlet, CountedOutlet
 from paceline.errors import ConfigError
 from paceline.schedule.pipedream import Stream
 from paceline.strategies.base import Job
@@ -41,8 +43,8 @@ class Lent:
     def __init__(self, job: Job, stage: int, tied: Tied, stream: Stream) -> None:
         self._stage = stage
         self._late: dict[str, int] = {}
-        self._gradients_in: dict[str, list[Inlet]] = {}
-        self._gradients_out: dict[str, Outlet] = {}
+        self._gradients_in: dict[str, list[CountedInlet]] = {}
+        self._gradients_out: dict[str, CountedOutlet] = {}
         self._weights_in: dict[str, Inlet] = {}
         self._weights_out: dict[str, list[Outlet]] = {}
         self._taken = 0
@@ -60,16 +62,16 @@ class Lent:
     def _connect(self, job: Job, name: str, number: int, users: Sequence[int], stream: Stream) -> None:
         world, owner = job.world, users[0]
         for user in users[1:]:
-            tag = _TAGS + 2 * (number * stream.stages + user) * TAGS
+            tag = _TAGS + 3 * (number * stream.stages + user) * TAGS
             gradient, weight = f"the gradient of {name!r}", f"the weights {name!r}"
             if self._stage == owner:
                 rank = stream.worker(user, 0)
-                self._gradients_in.setdefault(name, []).append(Inlet(world, rank, tag, gradient))
-                self._weights_out.setdefault(name, []).append(Outlet(world, rank, tag + TAGS, weight))
+                self._gradients_in.setdefault(name, []).append(CountedInlet(world, rank, tag + TAGS, gradient))
+                self._weights_out.setdefault(name, []).append(Outlet(world, rank, tag, weight))
             elif self._stage == user:
                 rank = stream.worker(owner, 0)
-                self._gradients_out[name] = Outlet(world, rank, tag, gradient)
-                self._weights_in[name] = Inlet(world, rank, tag + TAGS, weight)
+                self._gradients_out[name] = CountedOutlet(world, rank, tag + TAGS, gradient)
+                self._weights_in[name] = Inlet(world, rank, tag, weight)
                 self._late[name] = -(-(stream.lag(owner) - stream.lag(user)) // stream.every)
 
     def is_borrowed(self, name: str) -> bool:
@@ -83,11 +85,10 @@ class Lent:
         for name, value in zip(names, sums, strict=True):
             total = value
             if name in self._gradients_out:
-                self._gradients_out[name].send(0, [value])
+                self._gradients_out[name].send([] if value is None else [value])
             for inlet in reversed(self._gradients_in.get(name, [])):
-                inlet.expect(0)
-                (other,) = inlet.take()
-                total = total if other is None else other if total is None else total + other
+                for other in inlet.take():
+                    total = other if total is None else total + other
             whole.append(total)
         return whole
 
@@ -109,8 +110,10 @@ class Lent:
         for name in self._weights_in:
             for _ in range(min(self._late[name], self._updates)):
                 self._take(name, parameters)
-        for outlet in [*self._gradients_out.values(), *(one for many in self._weights_out.values() for one in many)]:
-            outlet.finish()
+        for gradients in self._gradients_out.values():
+            gradients.finish()
+        for weights in itertools.chain.from_iterable(self._weights_out.values()):
+            weights.finish()
         self._updates = 0
 
     def _take(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:

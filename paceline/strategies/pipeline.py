@@ -65,7 +65,11 @@ class Pipeline(Strategy):
 
     @classmethod
     def check_shares(cls, settings: Settings, order: Order, workers: int, largest: int) -> None:
-        """The workers share the model, so there may be fewer microbatches; but some schedules need a number of them."""
+        """The workers share the model, so there may be fewer microbatches; but some schedules need a number of them.
+
+        Raises:
+            ConfigError: there are too few of them, or not a multiple of the workers of a stage.
+        """
         if workers > 1 and settings.pipeline.schedule in STREAMED:
             stream_for(settings.pipeline, workers, order.microbatches)
 

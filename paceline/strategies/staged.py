@@ -22,7 +22,7 @@ from paceline.strategies.elsewhere import Elsewhere
 from paceline.strategies.executor import Executor, Held, Hooks
 from paceline.strategies.layer_times import measure
 from paceline.strategies.layers import bounds_of, layers_of
-from paceline.strategies.modes import Modes
+from paceline.strategies.modes import Freezing, Modes
 from paceline.strategies.scattered import bring_together
 from paceline.strategies.stage import Layers
 from paceline.strategies.tied import Tied
@@ -60,6 +60,7 @@ class Staged:
         held: the stages of this worker.
         team: the workers that hold the same stages.
         modes: in which the model is, and was.
+        freezing: which of the parameters that were trained at the start are, and were.
         tied: the parameters that several stages use.
         names: for each stage held the trained parameters whose update is made here, in the order of the model.
     """
@@ -69,6 +70,7 @@ class Staged:
         self.stages = schedule.stages
         world, model = job.world, job.compute.model
         self.modes = Modes(model)
+        self.freezing = Freezing(job.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
         with kept_states():
             (piece,) = job.feed.load(0, [range(1)])

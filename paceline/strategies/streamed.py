@@ -31,7 +31,7 @@ from paceline.strategies.executor import Hooks
 from paceline.strategies.lent import Lent
 from paceline.strategies.staged import Staged
 from paceline.strategies.sums import ScatteredSums, Values
-from paceline.strategies.verdict import Part, refusal
+from paceline.strategies.verdict import Part, check_dense, refusal
 from paceline.strategies.versions import Versions
 
 _BOOK = "pipeline"
@@ -99,12 +99,15 @@ class Streamed(Hooks):
         job, begin = self._job, self._entered
         job.world.check()
         job.world.await_group()
-        if self.staged.modes.changed:
+        if self.staged.modes.changed or self.staged.freezing.changed:
             self._run_empty()
             begin = 0
         if not self.staged.known:
             self.staged.learn()
         self.staged.modes.note()
+        if self.staged.freezing.changed:
+            self._executor.forget_forms()
+            self.staged.freezing.note()
         if begin % self._turns:  # after a short batch it would be another replica's turn
             self._run_empty()
             begin = 0
@@ -152,6 +155,7 @@ class Streamed(Hooks):
         for parameter in self._parameters:
             values.append(parameter.grad)
             parameter.grad = None
+        check_dense(self._names, values)
         pair = self._executor.pairs[microbatch]
         self._sums.push(microbatch, values)
         made, names = (
@@ -200,7 +204,7 @@ class Streamed(Hooks):
     def _apply(self, sums: Values, count: float, statistics: list[torch.Tensor]) -> None:
         job = self._job
         for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
-            if value is not None and not self._lent.is_borrowed(name):
+            if value is not None and parameter.requires_grad and not self._lent.is_borrowed(name):
                 parameter.grad = value.div_(count)
         job.compute.buffers.accept(statistics)
         seed_torch(seed_of(UPDATE, job.settings.seed, self._updates))
@@ -273,7 +277,8 @@ class Streamed(Hooks):
         """Do what is left to do for the microbatches under way, and count from the start again."""
         if not self._entered:
             return
-        with self.staged.modes.being(self.staged.modes.last):
+        modes, freezing = self.staged.modes, self.staged.freezing
+        with modes.being(modes.last), freezing.being(freezing.last):
             self._executor.run(self._operations(drain(self._stream, self._entered)))
         self._executor.finish()
         self._lent.finish(self._job.update.parameters)

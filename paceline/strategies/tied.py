@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.counted import TAGS, CountedInlet, CountedOutlet
 from paceline.comm.world import Message
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.strategies.base import Job
@@ -42,11 +43,13 @@ class Tied:
         self._numbers = {name: number for number, name in enumerate(users)}
         self._forward: Operation | None = None
         self._uses: dict[tuple[str, int, int], Uses] = {}
-        self._here: dict[tuple[str, int, int], list[torch.Tensor | None]] = {}
+        self._looked: dict[tuple[str, int], int] = {}
+        """For each name and stage the microbatch of this step whose gradient is compared with those of its uses."""
+        self._here: dict[tuple[str, int, int], list[torch.Tensor]] = {}
         self._coming: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
-        self._outlets: dict[tuple[str, int, int], Outlet] = {}
-        self._inlets: dict[tuple[str, int, int], Inlet] = {}
+        self._outlets: dict[tuple[str, int, int], CountedOutlet] = {}
+        self._inlets: dict[tuple[str, int, int], CountedInlet] = {}
 
     @property
     def users(self) -> Mapping[str, Sequence[int]]:
@@ -59,8 +62,7 @@ class Tied:
 
     def watched(self, stage: int, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """The forward pass of a stage; with exact bits the uses of what a later stage uses as well are kept apart."""
-        names = [name for name, used in self._users.items() if stage in used[:-1]]
-        names = [name for name in names if name in self._job.update.parameters]
+        names = [name for name, used in self._users.items() if stage in used and name in self._job.update.parameters]
         return partial(self._watch, names, call) if self._each and names else call
 
     @contextmanager
@@ -74,18 +76,33 @@ class Tied:
 
     def _watch(self, names: Sequence[str], call: Callable[[Any], Any], values: Any) -> Any:
         outputs = call(values)
-        if self._forward is not None:  # not when it is computed again, of which nothing goes back
-            autocast = self._job.settings.autocast is not None
-            for name in names:
-                uses = Uses(name, self._job.update.parameters[name], outputs, autocast)
-                self._uses[name, self._forward.stage, self._forward.microbatch] = uses
+        if self._forward is None:  # it is computed again, and nothing of that goes back
+            return outputs
+        stage, microbatch = self._forward.stage, self._forward.microbatch
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        for name in names:
+            if not self._job.update.parameters[name].requires_grad:
+                continue
+            looked = self._looked.setdefault((name, stage), microbatch)
+            is_last = stage == self._users[name][-1]
+            if is_last and microbatch != looked:
+                continue
+            uses = self._uses[name, stage, microbatch] = Uses(name, stage, self._job.update.parameters[name], leaves)
+            if not is_last:
+                uses.check_apart(self._job.settings.autocast is not None)
         return outputs
 
-    def _apart(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """The gradients of the uses in a stage, from the last to the first; if there is one only, it is the sum."""
+    def _apart(self, name: str, stage: int, microbatch: int, sum_: torch.Tensor | None) -> list[torch.Tensor]:
+        """The gradients of the uses in a stage, from the last to the first, or their sum if nothing comes before it.
+
+        Raises:
+            InputError: for the first microbatch of a step: these are not all that there is to the sum.
+        """
         uses = self._uses.pop((name, stage, microbatch), None)
-        found = [] if uses is None else uses.gradients()
-        return [*found] if len(found) > 1 else [sum_]
+        if uses is not None and microbatch == self._looked[name, stage]:
+            uses.check_all_found(sum_)
+        found = [] if uses is None or stage == self._users[name][-1] else uses.gradients()
+        return found if len(found) > 1 else _given(sum_)
 
     def give(self, name: str, stage: int, microbatch: int, gradient: torch.Tensor | None, schedule: Schedule) -> None:
         """The gradient from a stage that does not own the parameter."""
@@ -98,7 +115,7 @@ class Tied:
         if rank == self._job.world.rank:
             self._here[name, stage, microbatch] = gradients
         else:
-            self._outlet(name, stage, rank).send(0, gradients)
+            self._outlet(name, stage, rank).send(gradients)
 
     def complete(self, name: str, microbatch: int, own: torch.Tensor | None, schedule: Schedule) -> torch.Tensor | None:
         """The gradient of a microbatch from all stages; ``own`` is that of the stage that owns the parameter."""
@@ -143,10 +160,10 @@ class Tied:
                     if rank == self._job.world.rank == owner:
                         sums[name] = _sum(self._sums.pop((name, stage), None), sums.get(name))
                     elif rank == self._job.world.rank:
-                        self._outlet(name, stage, owner).send(0, [self._sums.pop((name, stage), None)])
+                        self._outlet(name, stage, owner).send(_given(self._sums.pop((name, stage), None)))
                     elif owner == self._job.world.rank:
-                        (gradient,) = self._take(name, stage, rank)
-                        sums[name] = _sum(gradient, sums.get(name))
+                        for gradient in self._take(name, stage, rank):
+                            sums[name] = _sum(gradient, sums.get(name))
         self.finish()
         return sums
 
@@ -166,7 +183,8 @@ class Tied:
             transfer.wait()
 
     def finish(self) -> None:
-        """Wait until all has been sent."""
+        """The step has ended: wait until all has been sent."""
+        self._looked.clear()
         for outlet in self._outlets.values():
             outlet.finish()
 
@@ -175,17 +193,18 @@ class Tied:
         owners = self._workers_of[first]
         return [(rank, owners[place % len(owners)]) for place, rank in enumerate(self._workers_of[stage])]
 
-    def _outlet(self, name: str, stage: int, rank: int) -> Outlet:
+    def _outlet(self, name: str, stage: int, rank: int) -> CountedOutlet:
         key = name, stage, rank
         if key not in self._outlets:
-            self._outlets[key] = Outlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
+            what = f"the gradient of {name!r}"
+            self._outlets[key] = CountedOutlet(self._job.world, rank, self._tag(name, stage), what)
         return self._outlets[key]
 
-    def _take(self, name: str, stage: int, rank: int) -> list[torch.Tensor | None]:
+    def _take(self, name: str, stage: int, rank: int) -> list[torch.Tensor]:
         key = name, stage, rank
         if key not in self._inlets:
-            self._inlets[key] = Inlet(self._job.world, rank, self._tag(name, stage), f"the gradient of {name!r}")
-        self._inlets[key].expect(0)
+            what = f"the gradient of {name!r}"
+            self._inlets[key] = CountedInlet(self._job.world, rank, self._tag(name, stage), what)
         return self._inlets[key].take()
 
     def _tag(self, name: str, stage: int) -> int:
@@ -196,3 +215,7 @@ def _sum(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor 
     if left is None or right is None:
         return left if right is None else right
     return left + right
+
+
+def _given(gradient: torch.Tensor | None) -> list[torch.Tensor]:
+    return [] if gradient is None else [gradient]

@@ -6,10 +6,14 @@ stage uses as well, the sum must begin there to have the same bits::
     uses             stage 0: 1, 2     stage 1: 3
     one process      (g3 + g2) + g1
     stage by stage   g3 + (g2 + g1)                 so stage 0 keeps g2 and g1 apart until g3 has come
+
+What changes the sum on its way into ``.grad``, or adds to it by another way, is refused: in one process it would meet
+the gradients of all stages.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -22,39 +26,73 @@ _CAST = "ToCopyBackward0"
 
 
 class Uses:
-    """Keeps the gradient of each use of a parameter, from the last use to the first.
+    """Keeps the gradient of each use of a parameter in a stage, from the last use to the first.
 
     Args:
-        name: of the parameter.
+        name: of the parameter, which other stages use as well.
+        stage: its number.
         parameter: the parameter.
         outputs: of the stage: what a backward pass will start from.
-        autocast: whether its casts are shared.
-
-    Raises:
-        InputError: its uses cannot be told from those of other stages.
     """
 
-    def __init__(self, name: str, parameter: nn.Parameter, outputs: Sequence[torch.Tensor], autocast: bool) -> None:
+    def __init__(self, name: str, stage: int, parameter: nn.Parameter, outputs: Sequence[torch.Tensor]) -> None:
+        self._name = name
+        self._stage = stage
+        self._parameter = parameter
         self._kept: dict[tuple[int, int], torch.Tensor] = {}
-        what = "is handed on to the next stage as a value" if any(value is parameter for value in outputs) else ""
+        self._is_cast = False
+        self._is_output = any(value is parameter for value in outputs)
         end = get_gradient_edge(parameter).node
         seen: set[Node] = {get_gradient_edge(value).node for value in outputs if value.requires_grad}
         waiting = [*seen]
         for number, node in enumerate(waiting):
             places = [place for place, (below, _) in enumerate(node.next_functions) if below == end]
-            if places and autocast and node.name() == _CAST:
-                what = "is cast by autocast, once for all its uses in one process but once in each stage here"
             if places:
+                self._is_cast |= node.name() == _CAST
                 self._keep(node, number, places)
             new = {below for below, _ in node.next_functions if below is not None} - seen
             seen |= new
             waiting += new
-        if what:
-            raise InputError(
-                f"exact=True: the parameter {name!r} {what}, and a later stage uses it as well, so its gradient would "
-                f"not have the bits of one process. Cut so that one stage has all its uses (pipeline.cut), or leave "
-                f"out exact=True."
-            )
+
+    def check_apart(self, autocast: bool) -> None:
+        """Refuse what cannot be told from the uses in later stages.
+
+        Args:
+            autocast: whether casts of the parameter are shared.
+
+        Raises:
+            InputError: says what.
+        """
+        parameter = self._parameter
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            what = "has a hook, which would get the gradient of each stage by itself"
+        elif self._is_output:
+            what = "is handed on to the next stage as a value"
+        elif autocast and self._is_cast:
+            what = "is cast by autocast, once for all its uses in one process but once in each stage here"
+        else:
+            return
+        raise InputError(
+            f"exact=True: the parameter {self._name!r} {what}, and a later stage uses it as well, so its gradient "
+            f"would not have the bits of one process. Cut so that one stage has all its uses (pipeline.cut), or leave "
+            f"out exact=True."
+        )
+
+    def check_all_found(self, gradient: torch.Tensor | None) -> None:
+        """Refuse a gradient that is not the sum of those of the uses.
+
+        Raises:
+            InputError: it comes from elsewhere as well, or was changed.
+        """
+        found = self.gradients()
+        if self._is_output or _same(functools.reduce(torch.add, found) if found else None, gradient):
+            return
+        raise InputError(
+            f"exact=True: the parameter {self._name!r} got a gradient in stage {self._stage} that is not the sum of "
+            f"those of its uses there, as in reentrant checkpointing; other stages use it as well, so its gradient "
+            f"would not have the bits of one process. Use checkpoint(..., use_reentrant=False), cut so that one stage "
+            f"has all its uses (pipeline.cut), or leave out exact=True."
+        )
 
     def gradients(self) -> list[torch.Tensor]:
         """Those that a backward pass has left."""
@@ -68,3 +106,10 @@ class Uses:
                     self._kept[number, place] = gradient
 
         node.register_hook(keep)
+
+
+def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether two values are equal, where one is NaN the other one, too."""
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right) or bool(((left == right) | (left != left) & (right != right)).all())

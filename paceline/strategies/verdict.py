@@ -89,7 +89,7 @@ def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) 
 
 
 def refused_as_sparse(what: str) -> InputError:
-    """The error for a module that gives, or a parameter that gets, sparse gradients."""
+    """The error for a module that gives, or a parameter or value that gets, sparse gradients."""
     return InputError(
         f"{what} sparse gradients, which several workers, now or later, cannot average with this strategy: use "
         f"sparse=False, or strategy 'hogwild'."

@@ -244,6 +244,25 @@ small(layers(Sometimes(), nn.Tanh()), pipeline={{"schedule": {schedule!r}, "cut"
     check_ended(ended, "InputError", ["'1.layer.weight'", "microbatch", "missing_gradient='zero'"])
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_tied_weight_that_is_used_sometimes(ranks: Run, tmp_path: Path, exact: bool) -> None:
+    body = f"""
+class Sometimes(nn.Linear):
+    calls = 0
+    def forward(self, values):
+        self.calls += 1
+        return super().forward(values) if self.calls < LAST else values
+model = layers(Sometimes(12, 12, bias=False), nn.Tanh(), Sometimes(12, 12, bias=False))
+model[3].weight = model[1].weight
+small(model, pipeline={{"cut": ["2"]}}, data=classes(64), exact={exact})
+"""
+    ended = ranks(HEAD + body.replace("LAST", "13"), 2, tmp_path / "both", deadline=60)
+    check_ended(ended, "InputError", ["'1.weight'", "microbatch 4", "missing_gradient='zero'"])
+    one = "13 or self is model[3]"
+    ended = ranks(HEAD + body.replace("LAST", one), 2, tmp_path / "one", deadline=60)
+    assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_buffer_that_two_stages_change(ranks: Run, tmp_path: Path, schedule: str) -> None:
     """It is known after the first step only: batch norms are known before."""
@@ -279,14 +298,73 @@ model = layers(Weight(12, 12), Both(12, 12))
 model[2].weight = model[1].weight
 small(model, exact=EXACT, pipeline={"cut": ["2"]})
 """
+HOOK = """
+model = layers(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
+model[3].weight = model[1].weight
+model[1].weight.HOOK
+small(model, exact=EXACT, pipeline={"cut": ["2"]})
+"""
+CLAMP = HOOK.replace("HOOK", "register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))")
+CLAMP_LATER = HOOK.replace("HOOK", "register_post_accumulate_grad_hook(lambda one: print(one.grad.clamp_(-0.1, 0.1)))")
+REENTRANT = """
+from torch.utils.checkpoint import checkpoint
+
+class Again(nn.Sequential):
+    def forward(self, values): return checkpoint(super().forward, values, use_reentrant=True)
+
+model = layers(nn.Linear(12, 12), nn.Tanh(), Again(nn.Linear(12, 12)), nn.Tanh(), nn.Linear(12, 12))
+model[3][0].weight = model[5].weight = model[1].weight
+small(model, exact=EXACT, pipeline={"cut": ["CUT"]})
+"""
+APART = {
+    "cast": (CAST, "cast by autocast"),
+    "value": (HANDED_ON, "handed on"),
+    "hook": (CLAMP, "has a hook"),
+    "hook of the sum": (CLAMP_LATER, "has a hook"),
+    "reentrant, first stage": (REENTRANT.replace("CUT", "4"), "stage 0 that is not the sum"),
+    "reentrant, last stage": (REENTRANT.replace("CUT", "3"), "use_reentrant=False"),
+    "reentrant, alone in the last stage": (
+        REENTRANT.replace("nn.Linear(12, 12))\nmodel", "nn.Tanh())\nmodel")
+        .replace("model[5].weight = ", "")
+        .replace("CUT", "3"),
+        "stage 1 that is not the sum",
+    ),
+}
 
 
-@pytest.mark.parametrize(("body", "why"), [(CAST, "cast by autocast"), (HANDED_ON, "handed on")], ids=["cast", "value"])
+@pytest.mark.parametrize(("body", "why"), APART.values(), ids=APART)
 def test_uses_of_a_weight_that_cannot_be_told_apart(ranks: Run, tmp_path: Path, body: str, why: str) -> None:
     ended = ranks(HEAD + body.replace("EXACT", "True"), 2, tmp_path, deadline=60)
     check_ended(ended, "InputError", ["exact=True", "'1.weight'", why, "pipeline.cut"])
     ended = ranks(HEAD + body.replace("EXACT", "False"), 2, tmp_path, deadline=60)
     assert [one.code for one in ended] == [0, 0]
+
+
+SPARSE = """
+class Table(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(4, 12))
+    def forward(self, values): return values, self.rows * 1
+
+class Look(nn.Module):
+    def forward(self, given):
+        values, rows = given
+        return values + functional.embedding((values[:, 0] > 0).long(), rows, sparse=True)
+
+class Rows(Table):
+    def forward(self, values): return Look()((values, self.rows))
+"""
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream", "2bw"])
+def test_sparse_gradients(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    body = f"small(layers(Rows()), pipeline={{'cut': ['1'], 'schedule': {schedule!r}}})"
+    ended = ranks(HEAD + SPARSE + body, 2, tmp_path / "own", deadline=60)
+    check_ended(ended, "InputError", ["The parameter '1.rows' gets sparse gradients", "sparse=False"])
+    body = f"small(layers(Table(), Look()), pipeline={{'cut': ['2'], 'schedule': {schedule!r}}})"
+    ended = ranks(HEAD + SPARSE + body, 2, tmp_path / "value", deadline=60)
+    check_ended(ended, "InputError", ["The output of stage 0 gets sparse gradients", "sparse=False"])
 
 
 def test_an_update_that_counts_nothing(ranks: Run, tmp_path: Path) -> None:

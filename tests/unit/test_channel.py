@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from paceline.comm.channel import TAGS, Inlet, Outlet
+from paceline.comm.counted import CountedInlet, CountedOutlet
 from paceline.comm.world import Message, World
 from paceline.errors import InputError
 
@@ -115,6 +116,33 @@ def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Ou
     before = len(wire.posted)
     inlet.expect(4)
     assert len(wire.posted) == before + 3
+
+
+def test_lists_of_any_length(wire: Wire) -> None:
+    """None, one, some; and more than a channel has places for."""
+    outlet = CountedOutlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
+    inlet = CountedInlet(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
+    for length in (1, 0, 3, 300, 3, 0, 1):
+        sent = [torch.randn(4, 3).t() for _ in range(length)]
+        outlet.send(sent)
+        assert same(inlet.take(), sent)
+    outlet.finish()
+    assert all(one.done for one in wire.posted)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_part_of_a_larger_tensor_takes_the_room_of_a_part(wire: Wire, inlet: Inlet, exact: bool) -> None:
+    """But if the bits are to be the same, which may depend on where the numbers lie."""
+    outlet = Outlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0", exact=exact)
+    whole = torch.randn(8, 512, 64)
+    outlet.send(8, [whole[:, 0], whole.transpose(0, 2)])
+    inlet.expect(8)
+    part, turned = inlet.take()
+    assert part is not None and turned is not None
+    assert torch.equal(part, whole[:, 0]) and torch.equal(turned, whole.transpose(0, 2))
+    assert part.stride() == (whole[:, 0].stride() if exact else (64, 1))
+    assert part.untyped_storage().nbytes() == 4 * ((7 * 512 + 1) * 64 if exact else 8 * 64)
+    assert turned.stride() == whole.transpose(0, 2).stride()
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.layout import laid_out, one_after_another, strides_of
+from paceline.comm.layout import dense_strides_of, laid_out, one_after_another, strides_of
 
 
 def numbers(*shape: int) -> torch.Tensor:
@@ -39,6 +39,19 @@ def test_strides_and_numbers_are_the_same(value: torch.Tensor) -> None:
     assert torch.equal(found, value)
     if value.numel():
         assert found.stride() == value.stride()
+
+
+@pytest.mark.parametrize("value", TENSORS.values(), ids=TENSORS)
+def test_dense_strides_take_no_room_but_for_the_numbers(value: torch.Tensor) -> None:
+    strides = dense_strides_of(value)
+    found = laid_out(one_after_another(value, strides), value.shape, strides)
+    assert torch.equal(found, value)
+    assert found.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def test_dense_strides_keep_the_order_of_the_axes() -> None:
+    assert dense_strides_of(numbers(2, 3, 4).transpose(0, 2)) == (1, 4, 12)
+    assert dense_strides_of(numbers(2, 5, 4)[:, ::2].transpose(0, 2)) == (1, 4, 12)
 
 
 def test_windows_that_overlap_become_contiguous() -> None:
