@@ -2,6 +2,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,19 @@ def _environment() -> dict[str, str]:
 def _process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What processes leave in the folder for temporary files goes with it, such as the sockets of torch's loaders."""
+    tmp_path_factory.getbasetemp()  # not in there: pytest keeps the newest ones to look at
+    with (
+        tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 
 @pytest.fixture(autouse=True)
