@@ -181,6 +181,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
 def _drawn(done: Any, options: Namespace, place: int, timeline: Timeline) -> str:
     """The last step of a session below what was predicted, to the same scale."""
     pipeline = pipelines_of(done.events)[place]
-    step = measured(pipeline, operations_of(done.events, pipeline), WARM + options.steps - 1)
+    done_each = list(operations_of(done.events, pipeline))
+    step = measured(pipeline, done_each, WARM + options.steps - 1)
     column = min(end - begin for spans in timeline.workers for one, begin, end in spans if one.kind is Kind.FORWARD)
     return f"{draw(timeline, column)}\n\n{draw(step, column)}"
