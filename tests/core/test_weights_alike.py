@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from odd_optimizers import NOISY, NORMED
 
 from paceline.testing.ranks import Ended
 
@@ -79,13 +80,6 @@ print("done", flush=True)
 
 
 COUPLED = """
-class Normed(torch.optim.SGD):
-    def step(self, closure=None):
-        gradients = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(norm)
-        return super().step(closure)
 model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 2))
 given["optimizer"] = partial(Normed, lr=0.1)
 session = paceline.start(model=model, **given, SETTINGS)
@@ -105,19 +99,12 @@ print("done", flush=True)
     ],
 )
 def test_an_optimizer_that_looks_at_all_gradients(ranks: Run, tmp_path: Path, settings: str) -> None:
-    for one in ranks(HEAD + COUPLED.replace("SETTINGS", settings), 2, tmp_path, deadline=60):
+    for one in ranks(HEAD + NORMED + COUPLED.replace("SETTINGS", settings), 2, tmp_path, deadline=60):
         assert (one.code, one.out) == (2, "")
         assert "InputError: The optimizer Normed updates a parameter in another way" in message(one)
 
 
-NOISY = """
-class Noisy(torch.optim.SGD):
-    # adds the same noise to each row of four; a small parameter has no such rows
-    def step(self, closure=None):
-        for value in self.param_groups[0]["params"]:
-            if value.grad is not None:
-                value.grad.view(-1, 4).add_(torch.randn(4), alpha=0.01)
-        return super().step(closure)
+DRAWING = """
 model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 4), nn.ReLU())
 given["optimizer"] = partial(Noisy, lr=0.1)
 session = paceline.start(model=model, **given, SETTINGS)
@@ -132,8 +119,8 @@ for batch in session.batches(steps=2):
 )
 def test_an_optimizer_that_draws_and_cannot_be_tried(ranks: Run, tmp_path: Path, settings: str) -> None:
     """It is found in the first update, also by workers that have drawn nothing: those with no parameter to update."""
-    for one in ranks(HEAD + NOISY.replace("SETTINGS", settings + ", exact=True"), 4, tmp_path, deadline=60):
+    for one in ranks(HEAD + NOISY + DRAWING.replace("SETTINGS", settings + ", exact=True"), 4, tmp_path, deadline=60):
         assert (one.code, one.out) == (2, "")
         assert "InputError: The optimizer Noisy draws random numbers" in message(one)
-    for one in ranks(HEAD + NOISY.replace("SETTINGS", settings), 4, tmp_path, deadline=60):
+    for one in ranks(HEAD + NOISY + DRAWING.replace("SETTINGS", settings), 4, tmp_path, deadline=60):
         assert (one.code, one.out) == (0, "done\ndone\n")

@@ -2,32 +2,17 @@
 
 import pytest
 from launchers import Run
+from odd_optimizers import NOISY, NORMED
 
-HEAD = """
+IMPORTS = """
 import crew
 import torch
 from functools import partial
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
-
-class Normed(torch.optim.SGD):
-    # looks at all gradients at once
-    def step(self, closure=None):
-        gradients = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
-        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        for gradient in gradients:
-            gradient.div_(norm)
-        return super().step(closure)
-
-class Noisy(torch.optim.SGD):
-    # adds the same noise to each row of four; a small parameter has no such rows
-    def step(self, closure=None):
-        for value in self.param_groups[0]["params"]:
-            if value.grad is not None:
-                value.grad.view(-1, 4).add_(torch.randn(4), alpha=0.01)
-        return super().step(closure)
-
+"""
+ROWS = """
 class Rows(nn.Embedding):
     def forward(self, words):
         return functional.embedding(words, self.weight, sparse=True)
@@ -37,6 +22,7 @@ words = torch.randint(0, 20, (48, 5))
 layers = [nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 4)]
 given = {"optimizer": partial(torch.optim.SGD, lr=0.1), "exact": True, "clip_norm": 1.0}
 """
+HEAD = IMPORTS + NORMED + NOISY + ROWS
 TAIL = """
 session = crew.begin(
     **{"model": nn.Sequential(*layers), "data": TensorDataset(words, words.sum(1) % 4), "batch": 16, "schedule": None,
