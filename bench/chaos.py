@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.data.order import Order
-from paceline.testing import ledger
+from paceline.observe import ledger
 
 SCRIPT = """
 import sys

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import agreement, env
 from paceline.checkpoint.state import hash_of
-from paceline.comm.line import Line
+from paceline.comm.rendezvous.coordinator_client import Line
 from paceline.comm.world import World
 from paceline.config import Resolved
 from paceline.data.feed import Feed
@@ -29,12 +29,12 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
-from paceline.strategies.apart import check_apart
+from paceline.step.checks import refused_as_sparse
+from paceline.step.forward import Compute, Forward, loss_of, recompute
+from paceline.step.optimizer import Update, scaling_of
+from paceline.step.optimizer_probe import check_apart
 from paceline.strategies.base import Job, Strategy
-from paceline.strategies.compute import Compute, Forward, loss_of, recompute
 from paceline.strategies.registry import strategy_named, unread
-from paceline.strategies.update import Update, scaling_of
-from paceline.strategies.verdict import refused_as_sparse
 
 _log = logging.getLogger("paceline")
 

@@ -24,18 +24,18 @@ from paceline.agreement import versions
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
-from paceline.comm.line import Line
-from paceline.course import Course, record_step
+from paceline.comm.rendezvous.coordinator_client import Line
 from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
-from paceline.elastic.preemption import catch_notices
 from paceline.errors import ConfigError
 from paceline.events import EventLog
+from paceline.recovery.preemption import catch_notices
 from paceline.settings import Arguments, CheckpointSettings
+from paceline.step.forward import loss_of
 from paceline.strategies.base import Job
-from paceline.strategies.compute import loss_of
-from paceline.testing import points
-from paceline.testing.trace import Trace
+from paceline.testing import fault_points
+from paceline.training_loop import Course, record_step
+from paceline.verify.trace import Trace
 
 _log = logging.getLogger("paceline")
 _sessions: list[Course] = []
@@ -138,7 +138,7 @@ def start(
     name = enrolled.name if enrolled else f"rank-{who.rank}"
     path = run / "errors" / f"{name}.json" if run else None
     excepthook.install(lambda: (log.rank, who.world_size), path, lambda: progress[0], lambda: _close(log))
-    points.install()
+    fault_points.install()
     resolved = config.resolve_here(settings)
     report_to = env.config_report()
     if report_to is not None:

@@ -1,6 +1,6 @@
 """Layers whose costs differ by a factor of ten: the step time beside the one predicted from measured layers.
 
-The first worker measures the layers (``strategies.layer_times``) and the program cuts the model (``schedule.balance``).
+The first worker measures the layers (``partition.profile``) and the program cuts the model (``schedule.balance``).
 The prediction is that of the simulated clock for these stages, with nothing for all that is not a layer.
 """
 
@@ -22,11 +22,11 @@ from torch import nn
 
 import paceline
 from paceline.config import PipelineSettings
+from paceline.partition.cut import layers_of
+from paceline.partition.profile import measure as layer_times
 from paceline.schedule.balance import Cluster, LayerCost, balance
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.clock import Times, simulate
-from paceline.strategies.layer_times import measure as layer_times
-from paceline.strategies.layers import layers_of
 
 ASLEEP = (1, 4, 10, 2, 7, 1, 3, 9, 2, 5, 1, 6)
 """Costs of the sleeping layers, in units."""

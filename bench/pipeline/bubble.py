@@ -26,7 +26,7 @@ from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
 from paceline.schedule.operations import Kind
 from paceline.settings import PipelineSettings
-from paceline.strategies.halves import backward_of_input, backward_of_weights
+from paceline.strategies.pipeline.split_backward import backward_of_input, backward_of_weights
 
 LAYERS, MICROBATCHES, SAMPLES = 8, 8, 4
 SPLIT = ("zb-h1", "zb-v")

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.elastic.watch import Alert, Watch
-    from paceline.launch.account import Account
+    from paceline.coordinator.watch import Alert, Watch
+    from paceline.failure.coordinator_report import Account
     from paceline.launch.base import Launch, Request
     from paceline.launch.local import Outcome
 
@@ -35,24 +35,24 @@ def report(
     Returns:
         the exit code.
     """
-    from paceline.launch import story
-    from paceline.launch.failure import diagnose
+    from paceline.failure import message
+    from paceline.failure.root_cause import diagnose
     from paceline.launch.runs import newest_checkpoint
 
     failure = diagnose(launch, outcome, account, seen)
     if failure is None:
         return 0
-    context = story.Context(
+    context = message.Context(
         launch.workers,
-        story.shown_path(launch.run / "output"),
-        story.shown_path(launch.run / "failure.txt"),
+        message.shown_path(launch.run / "output"),
+        message.shown_path(launch.run / "failure.txt"),
         newest_checkpoint(launch.run) if request is not None else None,
         resume_command(launch, request) if request is not None else "",
         **({"account": account} if account is not None else {}),
     )
-    lines = [*story.short(failure, context), *story.details(failure)]
+    lines = [*message.short(failure, context), *message.details(failure)]
     _keep(launch.run / "failure.txt", "\n".join(lines) + "\n")
-    _keep(launch.run / "failure.json", json.dumps(story.record(failure, context), indent=1) + "\n")
+    _keep(launch.run / "failure.json", json.dumps(message.record(failure, context), indent=1) + "\n")
     for line in lines:
         say(line)
     return failure.code
@@ -115,8 +115,8 @@ def _too_early(alert: Alert, watch: Watch) -> bool:
 
 def _line(alert: Alert, watch: Watch, launch: Launch) -> str:
     """One line for a person; of a worker that has not come also what can be seen of it from outside."""
+    from paceline.failure.worker_report import tail
     from paceline.launch.kernel import state_of
-    from paceline.launch.reports import tail
 
     if alert.kind == "lost":
         return f"lost: {watch.seen.get(alert.workers[0], alert.text)}"
@@ -131,7 +131,7 @@ def _line(alert: Alert, watch: Watch, launch: Launch) -> str:
 
 def summary(account: Account) -> str:
     """How many workers were lost and replaced, in one line; empty if none was."""
-    from paceline.launch.story import lost_in_words
+    from paceline.failure.message import lost_in_words
 
     return lost_in_words(account) if account.lost else ""
 

@@ -13,7 +13,7 @@ from paceline.cli.report import alerts_of, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
 
 if TYPE_CHECKING:
-    from paceline.elastic.machines import Rendezvous
+    from paceline.coordinator.machines import Rendezvous
     from paceline.launch.base import Request
 
 CONTEXT = BEFORE_SCRIPT
@@ -131,8 +131,8 @@ def node_range(nodes: str | None, rendezvous: str | None) -> tuple[int, int] | N
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
-    from paceline.elastic import machines
-    from paceline.elastic.connections import listen
+    from paceline.coordinator import machines
+    from paceline.coordinator.messages import listen
     from paceline.launch.base import HOST
     from paceline.launch.prepare import check
 
@@ -150,8 +150,8 @@ def _take_part(request: Request, where: Rendezvous, quiet: bool) -> int:
     """Train with workers of this machine in the run of another one, again when that one comes back."""
     from dataclasses import replace
 
-    from paceline.elastic.agent import GuestAgent
-    from paceline.elastic.machines import interface_of, visit
+    from paceline.coordinator.agent import GuestAgent
+    from paceline.coordinator.machines import interface_of, visit
     from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
 
@@ -181,12 +181,12 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
     from dataclasses import replace
 
     from paceline.cli.progress import display
-    from paceline.elastic.agent import HostAgent, bounds_of
-    from paceline.elastic.roster import Roster
+    from paceline.coordinator.agent import HostAgent, bounds_of
+    from paceline.coordinator.server import Roster
     from paceline.events import EventLog
+    from paceline.failure.message import shown_path
     from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
-    from paceline.launch.story import shown_path
 
     try:
         launch = prepare(request, interface)

@@ -14,8 +14,8 @@ from paceline.cli.options import Arguments, Plan, Script, Set
 
 if TYPE_CHECKING:
     from paceline.launch.base import Request
-    from paceline.testing.compare import Comparison
-    from paceline.testing.recorded import Recorded
+    from paceline.verify.compare import Comparison
+    from paceline.verify.recorded import Recorded
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ Options may also stand after the script; what follows -- is the script's own.
@@ -74,7 +74,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from paceline.cli.report import report
     from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
-    from paceline.testing.recorded import read
+    from paceline.verify.recorded import read
 
     traces = directory / f"trace-{workers}"
     traces.mkdir()
@@ -92,7 +92,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
 
 def _tell(sizes: list[Size]) -> int:
     from paceline.cli import table
-    from paceline.testing.compare import compare
+    from paceline.verify.compare import compare
 
     reference, *others = sizes
     found = [(size, compare(reference.trace, size.trace)) for size in others]

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 
 from paceline import env
-from paceline.comm import collectives
-from paceline.comm.calls import Calls
-from paceline.comm.group import Group
-from paceline.comm.lane import Lanes, can_have
-from paceline.comm.line import Line, Seat, View
-from paceline.comm.meeting import Meeting, reason_of
-from paceline.comm.memory import Arena, Memory, can_share, memory_of, shared_memory
-from paceline.comm.names import ranks_in_words
-from paceline.comm.posts import MemoryPosts, Posts, StorePosts
+from paceline.comm.desync import patch
+from paceline.comm.desync.board import MemoryPosts, Posts, StorePosts
+from paceline.comm.desync.recorder import Calls
+from paceline.comm.ranks import ranks_in_words
+from paceline.comm.rendezvous.coordinator_client import Line, Seat, View
+from paceline.comm.rendezvous.env_init import Meeting, reason_of
+from paceline.comm.rendezvous.process_group import Group
+from paceline.comm.shm.arena import Arena, Memory, can_share, memory_of, shared_memory
+from paceline.comm.shm.ring import Lanes, can_have
 from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent
 
 PENDING, LEAVING = 1, 2
@@ -132,7 +132,7 @@ class World:
 
     def leave(self) -> None:
         """Part from the others, who may be gone or blocked; nothing is sent any more, and nothing waits."""
-        collectives.stop()
+        patch.stop()
         if self.memory is not None:
             self.memory.give_up()
         self.memory = self.calls = None
@@ -242,7 +242,7 @@ class World:
         else:
             posts = StorePosts(dist.distributed_c10d._get_default_store(), self.rank, self.size)
         calls = Calls(self.rank, posts, weakref.WeakMethod(self.lost))
-        collectives.record_in(calls, self.await_group)
+        patch.record_in(calls, self.await_group)
         return calls
 
     def gather(self, value: Any, what: str) -> list[Any]:

@@ -11,13 +11,13 @@ import torch
 
 from paceline.comm.world import Message, World
 from paceline.errors import ConfigError
+from paceline.partition.cut import layers_of
+from paceline.partition.loss_check import check_loss
+from paceline.partition.profile import measure
 from paceline.plan.costs import Profile
 from paceline.schedule.balance import LayerCost
+from paceline.step.forward import pair_of, sum_and_count
 from paceline.strategies.base import Job
-from paceline.strategies.compute import pair_of, sum_and_count
-from paceline.strategies.dependence import check_loss
-from paceline.strategies.layer_times import measure
-from paceline.strategies.layers import layers_of
 
 _LINK_BYTES = 8 << 20
 _LINK_REPEATS = 5

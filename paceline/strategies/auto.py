@@ -20,9 +20,9 @@ from statistics import fmean
 from typing import ClassVar
 
 from paceline.data.feed import Piece
-from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.base import Job, Outcome, Strategy
-from paceline.strategies.stealing import Stealing
+from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.work_stealing import Stealing
 
 _log = logging.getLogger("paceline")
 WINDOW = 12

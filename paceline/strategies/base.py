@@ -16,8 +16,8 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.settings import Settings
-from paceline.strategies.compute import Compute
-from paceline.strategies.update import Update
+from paceline.step.forward import Compute
+from paceline.step.optimizer import Update
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Outcome:
     """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
 
     ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is what the workers
-    told each other of the world (``comm.line``): whether it is about to change, or a worker is to leave.
+    told each other of the world (``comm.rendezvous.coordinator_client``): whether it is about to change, or a worker is to leave.
     """
 
     loss: float

@@ -6,16 +6,16 @@ from collections.abc import Iterable
 
 from paceline.config import check_strategy
 from paceline.settings import Settings
-from paceline.strategies.allreduce import AllReduce
 from paceline.strategies.auto import Auto
-from paceline.strategies.backup import Backup
 from paceline.strategies.base import Strategy
-from paceline.strategies.hogwild import HogWild
-from paceline.strategies.local_sgd import LocalSgd
-from paceline.strategies.parameter_server import ParameterServer
-from paceline.strategies.pipeline import Pipeline
+from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.backup_workers import Backup
+from paceline.strategies.data_parallel.local_sgd import LocalSgd
+from paceline.strategies.data_parallel.work_stealing import Stealing
+from paceline.strategies.parameter_server.hogwild import HogWild
+from paceline.strategies.parameter_server.strategy import ParameterServer
+from paceline.strategies.pipeline.strategy import Pipeline
 from paceline.strategies.single import Single
-from paceline.strategies.stealing import Stealing
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,

@@ -12,10 +12,10 @@ from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.strategies.apart import check_drawn
+from paceline.step.commit import conclude
+from paceline.step.full_batch import Whole
+from paceline.step.optimizer_probe import check_drawn
 from paceline.strategies.base import Job, Outcome, Strategy
-from paceline.strategies.outcome import conclude
-from paceline.strategies.whole import Whole
 
 
 class Single(Strategy):

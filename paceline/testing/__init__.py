@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.testing import faults
     from paceline.testing.decorator import Worker, processes
-    from paceline.testing.points import reach
+    from paceline.testing.fault_points import reach
     from paceline.testing.ranks import Ended, Kill, run
 
 _HOMES = {
@@ -25,7 +25,7 @@ _HOMES = {
     "Worker": "decorator",
     "faults": "faults",
     "processes": "decorator",
-    "reach": "points",
+    "reach": "fault_points",
     "run": "ranks",
 }
 

@@ -33,13 +33,13 @@ from paceline.errors import ConfigError
 from paceline.testing import ranks
 from paceline.testing.faults import Plan
 from paceline.testing.forks import fork
-from paceline.testing.inside import ARGUMENTS, CALL, FUNCTION, PARAMETER, Call, Report, Worker, call_in_worker
 from paceline.testing.ranks import Ended, Process
+from paceline.testing.worker_main import ARGUMENTS, CALL, FUNCTION, PARAMETER, Call, Report, Worker, call_in_worker
 
 __all__ = ["Worker", "WorkersFailed", "processes"]
 
 _AFTER_FAILURE_SECONDS = 3.0
-_SCRIPT = "from paceline.testing.inside import main\n\nmain(__file__)\n"
+_SCRIPT = "from paceline.testing.worker_main import main\n\nmain(__file__)\n"
 _SHOWN_LINES = 40
 
 Start = Literal["new", "fork"] | Callable[[list[ranks.Worker]], Sequence[Process]]

@@ -6,7 +6,7 @@
     run("train.py", 3, tmp_path, environment=plan.environment())
 
 The plan travels in one variable of the environment, ``PACELINE_FAULTS``. Where it is set, ``paceline.start`` wraps the
-functions at the points that the plan names (``paceline.testing.points``); where it is not, nothing is changed.
+functions at the points that the plan names (``paceline.testing.fault_points``); where it is not, nothing is changed.
 
 A fault belongs to the worker that holds its rank when its step is first reached, and happens once in a run: it is
 marked as done by a file in the plan's directory. So a worker that takes the place of a killed one, or a step that is

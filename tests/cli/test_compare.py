@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.testing.compare import compare
-from paceline.testing.recorded import Record, Recorded, Tensor
+from paceline.verify.compare import compare
+from paceline.verify.recorded import Record, Recorded, Tensor
 
 Change = Callable[[Record], Record]
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.cli.report import alerts_of, resume_command, summary
-from paceline.elastic.rollcall import Place
-from paceline.elastic.watch import Alert, Watch
+from paceline.coordinator.hang_detection import Place
+from paceline.coordinator.watch import Alert, Watch
 from paceline.errors import EXIT_CODES
-from paceline.launch.account import Account, Loss
+from paceline.failure.coordinator_report import Account, Loss
 from paceline.launch.base import Launch, Request
 from paceline.launch.runs import newest_checkpoint
 

@@ -298,11 +298,11 @@ def test_scripts_that_are_right(told: Told, tmp_path: Path, one_machine: bool) -
 
 
 PLAIN = """
-from paceline.comm import collectives
+from paceline.comm.desync import patch
 if SIZE > 1:
     recorded = summed
     assert recorded is dist.all_reduce is not dist.distributed_c10d.all_reduce
-    collectives.stop()
+    patch.stop()
 assert summed is dist.all_reduce is dist.distributed_c10d.all_reduce
 go(lambda: None)
 """

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.testing import faults, points
+from paceline.testing import fault_points as points
+from paceline.testing import faults
+from paceline.testing.fault_points import Faults
 from paceline.testing.faults import Plan, Point
-from paceline.testing.points import Faults
 from paceline.testing.ranks import Ended, Kill
 
 STEPS = 8
@@ -189,7 +190,7 @@ def test_without_a_plan_nothing_is_wrapped(ranks: Run, tmp_path: Path) -> None:
 import os
 from subjects import CASES, train, tell
 from paceline.comm.world import World
-from paceline.strategies.update import Update
+from paceline.step.optimizer import Update
 train(CASES["mlp, momentum"](), 1)
 tell(wrapped=[hasattr(one, "__wrapped__") for one in (World.__init__, World.gather, Update.apply)])
 """
@@ -234,10 +235,10 @@ def test_a_plan_that_makes_no_sense(make: Callable[[], object], told: str) -> No
 
 
 def test_every_point_can_be_set() -> None:
-    """Each function that is wrapped for a point is there; a new name must be named in points.py, too."""
-    assert points.SETTERS.keys() == set(faults.POINTS)
+    """Each function that is wrapped for a point is there; a new name must be named in fault_points.py, too."""
+    assert fault_points.SETTERS.keys() == set(faults.POINTS)
     with pytest.raises(AssertionError, match=r"No fault can be set at paceline.env:nobody"):
-        points.find("paceline.env:nobody")
+        fault_points.find("paceline.env:nobody")
 
 
 # What a process meets.
@@ -293,4 +294,4 @@ def test_the_next_recovery_is_the_one(tmp_path: Path, struck: list[str]) -> None
 
 
 def test_to_reach_a_point_without_a_plan_is_nothing() -> None:
-    points.reach("during recovery", 5)
+    fault_points.reach("during recovery", 5)

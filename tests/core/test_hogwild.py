@@ -47,7 +47,7 @@ HERE = (
     SUBJECT
     + """
 import time
-from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.parameter_server.async_steps import Asynchronous
 arrive = Asynchronous._arrive
 def arrive_late(strategy, step):  # when the other worker has taken the step
     while strategy._claims.look().top <= step:
@@ -153,8 +153,8 @@ UPDATED_MEANWHILE = (
     SUBJECT
     + """
 import time
-from paceline.strategies.asynchronous import Asynchronous
-from paceline.strategies.joining import Joining
+from paceline.strategies.parameter_server.async_steps import Asynchronous
+from paceline.step.fusion import Joining
 rank = int(os.environ["RANK"])
 arrive, obstacle = Asynchronous._arrive, Joining._obstacle
 def arrive_late(strategy, step):  # so that rank 1 takes step 1

@@ -10,8 +10,8 @@ TORCH = """
 import torch
 from functools import partial
 import paceline
-from paceline.comm.channel import TAGS, Inlet, Outlet
-from paceline.comm.lane import LARGEST_BYTES
+from paceline.comm.links.channel import TAGS, Inlet, Outlet
+from paceline.comm.shm.ring import LARGEST_BYTES
 from subjects import tell
 
 torch.manual_seed(0)

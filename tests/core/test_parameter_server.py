@@ -176,7 +176,7 @@ def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: boo
 
 REPORTED = """
 import counted, json, os
-from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.parameter_server.async_steps import Asynchronous
 from subjects import tell
 known = []
 set_out = Asynchronous._set_out

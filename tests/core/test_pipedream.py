@@ -142,7 +142,7 @@ CASES = {
 SCRIPT = """
 import json, os
 import by_hand
-from paceline.strategies.versions import Versions
+from paceline.strategies.pipeline.weight_stash import Versions
 from subjects import tell
 
 most, next_version = [0], Versions.next

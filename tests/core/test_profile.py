@@ -17,9 +17,9 @@ from torch import nn
 from torch.nn import functional
 
 from paceline.cli.main import main
+from paceline.partition.cut import layers_of
+from paceline.partition.profile import measure
 from paceline.schedule.balance import Cluster, LayerCost, Prices, balance
-from paceline.strategies.layer_times import measure
-from paceline.strategies.layers import layers_of
 
 
 class _Nap(torch.autograd.Function):

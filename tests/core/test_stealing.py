@@ -122,7 +122,7 @@ STUCK = """
 import time
 from subjects import CASES, tell
 import paceline
-from paceline.comm.leases import Leases
+from paceline.comm.assignment.leases import Leases
 
 given = CASES["batch norm, dropout, short batch"]() | {"strategy": "stealing", "microbatches": 8, "exact": True}
 loss = given.pop("loss")

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from paceline.elastic.membership import Membership
-from paceline.elastic.words import Bounds, Lost
+from paceline.coordinator.membership import Membership
+from paceline.coordinator.types import Bounds, Lost
 
 
 class Hand:

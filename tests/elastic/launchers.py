@@ -18,7 +18,7 @@ from typing import Any
 from copies import WHERE
 
 from paceline.data.order import Order
-from paceline.testing import ledger
+from paceline.observe import ledger
 
 HERE = Path(__file__).resolve().parent
 OURS = ("PACELINE_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_", "TMPDIR")

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from launchers import Ran, Run
 
-from paceline.testing import faults, ledger
+from paceline.observe import ledger
+from paceline.testing import faults
 from paceline.testing.faults import Plan, Point
 
 SCRIPT = """
@@ -122,8 +123,8 @@ HELD = """
 import os, signal
 from pathlib import Path
 import crew
-from paceline.strategies.asynchronous import Asynchronous
-from paceline.strategies.update import Update
+from paceline.strategies.parameter_server.async_steps import Asynchronous
+from paceline.step.optimizer import Update
 
 made, worker = Path(os.environ["PACELINE_RUN"]) / "made", os.environ["PACELINE_WORKER"]
 apply, compute = Update.apply, Asynchronous._compute
@@ -159,7 +160,7 @@ def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None
 SETTLING = """
 import os, signal
 import crew
-from paceline.strategies.asynchronous import Asynchronous
+from paceline.strategies.parameter_server.async_steps import Asynchronous
 
 compute = Asynchronous._compute
 

@@ -8,7 +8,8 @@ import pytest
 from launchers import BATCH, LENGTH, Ran, Run
 
 from paceline.data.order import Order
-from paceline.testing import faults, ledger
+from paceline.observe import ledger
+from paceline.testing import faults
 from paceline.testing.faults import Point
 
 ELASTIC = "-n", 3, "--elastic", "1:3"
@@ -109,8 +110,8 @@ def test_the_last_worker_uses_what_was_too_late(run: Run) -> None:
 
 
 NETWORK = """
-import paceline.comm.memory, paceline.comm.world
-paceline.comm.memory.can_share = paceline.comm.world.can_share = lambda device: False
+import paceline.comm.shm.arena, paceline.comm.world
+paceline.comm.shm.arena.can_share = paceline.comm.world.can_share = lambda device: False
 """
 
 

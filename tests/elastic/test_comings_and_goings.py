@@ -82,22 +82,22 @@ def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str
 def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -> None:
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
     kill = {
-        "before": "paceline.comm.line.Line.greet = die",
-        "within": "paceline.elastic.recovery.Recovery._take = die",
-        "after": "paceline.strategies.update.Update.apply = die",
+        "before": "paceline.comm.rendezvous.coordinator_client.Line.greet = die",
+        "within": "paceline.recovery.recovery.Recovery._take = die",
+        "after": "paceline.step.optimizer.Update.apply = die",
     }[point]
     script = f"""
 import os
-import paceline.comm.line, paceline.elastic.recovery, paceline.strategies.update
+import paceline.comm.rendezvous.coordinator_client, paceline.recovery.recovery, paceline.step.optimizer
 def die(*_):
     os.kill(os.getpid(), 9)
 if os.environ["PACELINE_WORKER"] == "3":
     if {point != "within"}:
-        paceline.course.Course._warm_up = lambda course: None
+        paceline.training_loop.Course._warm_up = lambda course: None
     {kill}
-""" + JOINED.replace("import sys", "import sys, paceline.course")
+""" + JOINED.replace("import sys", "import sys, paceline.training_loop")
     plan = faults.kill(rank=1, step=2)
-    ran = run("import paceline.course\n" + script, *ELASTIC, faults=plan, arguments=(4,))
+    ran = run("import paceline.training_loop\n" + script, *ELASTIC, faults=plan, arguments=(4,))
     check(ran, undisturbed(JOINED, (4,)), 3 if point == "before" else 2)
     assert "SIGKILL" in ran.said or len(ran.launcher("lost")) >= 1
 

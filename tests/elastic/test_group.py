@@ -14,7 +14,7 @@ from datetime import timedelta
 from torch import device
 from torch._C._distributed_c10d import TCPStore
 import torch.distributed as dist
-from paceline.comm import group
+from paceline.comm.rendezvous import process_group as group
 
 class Dying(dist.Store):
     def __init__(self, store):

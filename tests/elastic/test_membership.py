@@ -3,7 +3,7 @@
 import pytest
 from hand import Hand
 
-from paceline.elastic.words import Bounds, Lost
+from paceline.coordinator.types import Bounds, Lost
 
 
 @pytest.fixture

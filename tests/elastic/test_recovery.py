@@ -35,8 +35,8 @@ crew.end(session, values=values)
 """
 
 OVER_THE_NETWORK = """
-import paceline.comm.memory, paceline.comm.world
-paceline.comm.memory.can_share = paceline.comm.world.can_share = lambda device: False
+import paceline.comm.shm.arena, paceline.comm.world
+paceline.comm.shm.arena.can_share = paceline.comm.world.can_share = lambda device: False
 """
 
 

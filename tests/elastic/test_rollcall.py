@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.elastic.rollcall import Place, deadline, late, places_of, sentence
+from paceline.coordinator.hang_detection import Place, deadline, late, places_of, sentence
 
 WAITS = Place(0, 7, "in the all-reduce of bucket 2 of the gradients", waits=True, since=40.0, step_seconds=0.1)
 BUSY = Place(1, 7, "in the script", waits=False, since=41.0, line="train.py:41", step_seconds=0.1)

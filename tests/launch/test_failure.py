@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.account import Account, Loss, Scene
+from paceline.failure.coordinator_report import Account, Loss, Scene
+from paceline.failure.message import Context, details, lost_in_words, record, short
+from paceline.failure.root_cause import Failure, diagnose, name_ranks
 from paceline.launch.base import Launch
-from paceline.launch.failure import Failure, diagnose, name_ranks
 from paceline.launch.local import Ended, Outcome
-from paceline.launch.story import Context, details, lost_in_words, record, short
 
 BOTH = {0: 0, 1: 1}
 

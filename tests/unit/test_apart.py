@@ -13,7 +13,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import InputError
-from paceline.strategies.apart import check_apart
+from paceline.step.optimizer_probe import check_apart
 from paceline.strategies.base import Job
 
 

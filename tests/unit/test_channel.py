@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paceline.comm.channel import TAGS, Inlet, Outlet
-from paceline.comm.counted import CountedInlet, CountedOutlet
+from paceline.comm.links.channel import TAGS, Inlet, Outlet
+from paceline.comm.links.variable_length import CountedInlet, CountedOutlet
 from paceline.comm.world import Message, World
 from paceline.errors import InputError
 

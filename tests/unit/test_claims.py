@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-import paceline.comm.claims
-from paceline.comm.claims import FREE, Claims, Table
-from paceline.comm.lock import Lock, Look
+import paceline.comm.assignment.step_claims
+from paceline.comm.assignment.step_claims import FREE, Claims, Table
+from paceline.comm.shm.lock import Lock, Look
 from paceline.errors import WorkerLost
 
 
@@ -160,7 +160,7 @@ def begun(name: str, gone: Collection[int] = ()) -> Claims:
 
 
 def test_who_parts_waits_for_an_update_that_is_being_made(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paceline.comm.claims, "_UPDATE_SECONDS", 30.0)
+    monkeypatch.setattr(paceline.comm.assignment.step_claims, "_UPDATE_SECONDS", 30.0)
     claims = begun(name)
     child = forked(lambda: _update(name, _stop))
     os.waitpid(child, os.WUNTRACED)
@@ -177,7 +177,7 @@ def test_who_parts_waits_for_an_update_that_is_being_made(name: str, monkeypatch
 def test_a_process_that_is_stopped_in_an_update_holds_nobody_up_for_long(
     name: str, gone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(paceline.comm.claims, "_UPDATE_SECONDS", 30.0 if gone else 0.1)
+    monkeypatch.setattr(paceline.comm.assignment.step_claims, "_UPDATE_SECONDS", 30.0 if gone else 0.1)
     claims = begun(name, gone)
     child = forked(lambda: _update(name, _stop))
     os.waitpid(child, os.WUNTRACED)

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm.team import Team
+from paceline.comm.subgroup import Team
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.schedule.pipeline import one_forward_one_backward
 from paceline.settings import Settings
 from paceline.strategies.base import Job
-from paceline.strategies.staged import Borders, Staged
+from paceline.strategies.pipeline.stages import Borders, Staged
 
 
 def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> Job:

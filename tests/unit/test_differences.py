@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.comm.differences import Record, compare, named, swapped
-from paceline.comm.posts import line, parse
+from paceline.comm.desync.board import line, parse
+from paceline.comm.desync.compare import Record, compare, named, swapped
 
 
 def calls(*texts: str, first: int = 1, group: str = "", ranks: list[int] | None = None) -> list[Record]:

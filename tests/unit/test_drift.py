@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from paceline.schedule.balance import fitted
-from paceline.strategies.drift import WINDOW, Drift
+from paceline.strategies.pipeline.rebalance import WINDOW, Drift
 
 
 @pytest.mark.parametrize("factors", [[1.0, 1.0], [1.0, 3.0], [2.0, 1.0, 1.0], [1.0, 1.0, 4.0, 1.0]])

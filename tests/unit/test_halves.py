@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.halves import backward_of_input, backward_of_weights
+from paceline.strategies.pipeline.split_backward import backward_of_input, backward_of_weights
 
 
 class Stage(nn.Module):

@@ -16,8 +16,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
 from paceline.errors import ConfigError, InputError
-from paceline.strategies.layers import bounds_of, layers_of
-from paceline.strategies.stage import Layers
+from paceline.partition.base import Layers
+from paceline.partition.cut import bounds_of, layers_of
 
 
 class Block(nn.Module):

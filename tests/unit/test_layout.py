@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.comm.layout import dense_strides_of, laid_out, one_after_another, strides_of
+from paceline.comm.links.strides import dense_strides_of, laid_out, one_after_another, strides_of
 
 
 def numbers(*shape: int) -> torch.Tensor:

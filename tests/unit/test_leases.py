@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from paceline.comm import leases
-from paceline.comm.leases import Lease, Leases
+from paceline.comm.assignment import leases
+from paceline.comm.assignment.leases import Lease, Leases
 from paceline.errors import WorkerSilent
 from paceline.schedule.shares import even
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.testing import ledger
-from paceline.testing.ledger import Records
+from paceline.observe import ledger
+from paceline.observe.ledger import Records
 
 Line = dict[str, Any]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.lock import Lock
-from paceline.comm.naps import LOOK_SECONDS
+from paceline.comm.shm.backoff import LOOK_SECONDS
+from paceline.comm.shm.lock import Lock
 
 
 class Scene:

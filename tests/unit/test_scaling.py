@@ -5,7 +5,7 @@ import math
 import pytest
 
 from paceline.settings import Settings
-from paceline.strategies.update import Scaling, scaling_of
+from paceline.step.optimizer import Scaling, scaling_of
 
 
 def test_a_fixed_batch_needs_no_scaling() -> None:

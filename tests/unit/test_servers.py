@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.settings import Settings
-from paceline.strategies.asynchronous import remarks_on_servers, servers_among
+from paceline.strategies.parameter_server.async_steps import remarks_on_servers, servers_among
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from paceline.errors import InputError
-from paceline.strategies.compute import sum_and_count
-from paceline.strategies.sums import Sums
-from paceline.strategies.verdict import Part, check_gradients, mean_loss, not_finite, unused
+from paceline.step.accumulate import Sums
+from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, unused
+from paceline.step.forward import sum_and_count
 
 
 def part(microbatch: int, loss: float = 1.0, count: float = 2.0, missing: frozenset[int] = frozenset()) -> Part:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.versions import Versions
+from paceline.strategies.pipeline.weight_stash import Versions
 
 
 @pytest.fixture

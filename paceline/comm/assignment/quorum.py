@@ -1,0 +1,287 @@
+"""Who contributes to a step that does not wait for everybody: one set of workers, agreed before anything is added up.
+
+::
+
+    worker 0   compute ─ finish: counts ─┐
+    worker 1   compute ──────────────────│── abandon ─┐          2 of 3 are needed
+    worker 2   compute ── finish: counts ┴────────────┴─ exchange: the sums of 0 and 2
+
+Each worker computes a group of microbatches and says when it is done. The first ones count, until there are enough; all
+workers then know the same set, and meet in the exchange. The same group may be computed by several workers: the first
+one counts.
+
+On one machine the set is a table in shared memory (:class:`SharedContributors`), on several machines a text in the
+store of ``torch.distributed`` (:class:`StoreContributors`).
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+from paceline.comm.assignment.store import Store
+from paceline.comm.ranks import ranks_in_words
+from paceline.comm.shm.arena import Memory
+from paceline.comm.world import World
+from paceline.errors import DisagreementError, WorkerSilent
+
+_NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
+
+
+class Contributors(Protocol):
+    """How the workers of a step find out whose results count."""
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        """Start a step of so many groups, of which so many different ones are needed.
+
+        Raises:
+            DisagreementError: another worker is at another step.
+        """
+        ...
+
+    def start(self, group: int) -> None:
+        """This worker computes a group now."""
+        ...
+
+    def finish(self, group: int) -> bool:
+        """This worker has computed a group; whether its result counts."""
+        ...
+
+    def is_late(self, group: int) -> bool:
+        """Whether the result of a group would not count any more."""
+        ...
+
+    def wait(self, until: float | None = None) -> bool:
+        """Wait until there are enough, or until a time of ``time.monotonic``; whether there are.
+
+        Raises:
+            WorkerLost: a worker was lost, or those that are waited for stayed silent for the timeout.
+        """
+        ...
+
+    def open_group(self) -> int | None:
+        """A group whose result is still needed, with as few workers at it as possible; none if there are enough."""
+        ...
+
+    def agreed(self) -> dict[int, int]:
+        """The rank whose result counts for each group; once there are enough."""
+        ...
+
+
+def contributors_for(world: World) -> Contributors:
+    """The fastest way for these workers to agree."""
+    if world.memory is not None:
+        return SharedContributors(world, world.memory)
+    return StoreContributors(world) if world.size > 1 else OnlyContributor()
+
+
+def check_steps(begun: list[int], last: int, step: int) -> None:
+    """All workers begin the same steps: another one has begun this step, or the one that this worker began last.
+
+    Raises:
+        DisagreementError: names them.
+    """
+    if any(other not in (last, step) for other in begun):
+        told = ", ".join(f"rank {rank} at step {other}" for rank, other in enumerate(begun))
+        raise DisagreementError(
+            f"The workers are not at the same step: {told}. Every worker must take the same batches from "
+            f"session.batches; look for a loop that leaves or skips early on some ranks only."
+        )
+
+
+class OnlyContributor:
+    """One worker alone."""
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        self._needed = needed
+        self._done: set[int] = set()
+
+    def start(self, group: int) -> None:
+        pass
+
+    def finish(self, group: int) -> bool:
+        self._done.add(group)
+        return True
+
+    def is_late(self, group: int) -> bool:
+        return False
+
+    def wait(self, until: float | None = None) -> bool:
+        return len(self._done) >= self._needed
+
+    def open_group(self) -> int | None:
+        return next((group for group in range(self._needed) if group not in self._done), None)
+
+    def agreed(self) -> dict[int, int]:
+        return dict.fromkeys(sorted(self._done), 0)
+
+
+class SharedContributors:
+    """The set in shared memory: 10 us for each worker and step."""
+
+    def __init__(self, world: World, memory: Memory) -> None:
+        size = world.size
+        self._world = world
+        self._memory = memory
+        table = memoryview(memory.share(8 * (2 + 3 * size))[0]).cast("q")
+        self._step = table[:1]
+        self._count = table[1:2]
+        self._owners = table[2 : 2 + size]  # 1 + the rank whose result counts for a group
+        self._at = table[2 + size : 2 + 2 * size]  # 1 + the group that a worker computes
+        self._begun = table[2 + 2 * size : 2 + 3 * size]  # the last step that a worker has begun
+        self._last = -1
+        self._lock = memory.lock()
+        self._fresh = True
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        if self._fresh:  # what is in the table is not known
+            self._begun[self._world.rank] = -1
+            if self._world.rank == 0:
+                self._step[0] = -1
+            self._memory.exchange(b"")
+            self._fresh = False
+        self._groups, self._needed = groups, needed
+        with self._lock:
+            self._begun[self._world.rank] = step
+            check_steps(list(self._begun), self._last, step)
+            self._last = step
+            if self._step[0] != step:  # the first one here
+                self._step[0], self._count[0] = step, 0
+                for place in range(self._world.size):
+                    self._owners[place] = self._at[place] = 0
+
+    def start(self, group: int) -> None:
+        self._at[self._world.rank] = group + 1
+
+    def finish(self, group: int) -> bool:
+        with self._lock:
+            self._at[self._world.rank] = 0
+            counts = not self.is_late(group)
+            if counts:
+                self._owners[group] = self._world.rank + 1
+                self._count[0] += 1
+        return counts
+
+    def is_late(self, group: int) -> bool:
+        return self._enough() or self._owners[group] != 0
+
+    def wait(self, until: float | None = None) -> bool:
+        self._memory.until(lambda: self._enough() or (until is not None and time.monotonic() > until), self._awaited)
+        return self._enough()
+
+    def open_group(self) -> int | None:
+        with self._lock:
+            if self._enough():
+                return None
+            busy = list(self._at)
+            return min(
+                (group for group in range(self._groups) if not self._owners[group]),
+                key=lambda group: busy.count(group + 1),
+                default=None,
+            )
+
+    def agreed(self) -> dict[int, int]:
+        return {group: self._owners[group] - 1 for group in range(self._groups) if self._owners[group]}
+
+    def _enough(self) -> bool:
+        return self._count[0] >= self._needed
+
+    def _awaited(self) -> list[int]:
+        """Whoever has not given a result: some of them are needed."""
+        owners = list(self._owners)
+        return [rank for rank in range(self._world.size) if rank != self._world.rank and rank + 1 not in owners]
+
+
+class StoreContributors:
+    """The set in the store: one text for each step, to which a worker that is done appends its group and its rank.
+
+    The order of the text decides who counts. Each question is a round trip.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._store = Store(world, "contributors", "while they agreed who contributes to a step")
+        self._last = -1
+
+    def begin(self, step: int, groups: int, needed: int) -> None:
+        if not self._store.is_open:
+            self._store.open()
+            self._tell(-1)
+            self._world.gather(None, "step")
+        self._tell(step)
+        self._before = self._last
+        self._check_steps(step)
+        if self._world.rank == 0 and self._last >= 0:  # all have used that set
+            self._store.ask(lambda store: store.delete_key(self._key))
+        self._last = step
+        self._groups, self._needed = groups, needed
+        self._owners: dict[int, int] = {}
+        self._append("")
+
+    def _tell(self, step: int) -> None:
+        self._store.ask(lambda store: store.set(self._store.key("begun", self._world.rank), str(step)))
+
+    def _check_steps(self, step: int) -> None:
+        keys = [self._store.key("begun", rank) for rank in range(self._world.size)]
+        told = self._store.ask(lambda store: store.multi_get(keys))
+        check_steps(list(map(int, told)), self._before, step)
+
+    def start(self, group: int) -> None:
+        pass
+
+    def finish(self, group: int) -> bool:
+        self._append(f"{group}:{self._world.rank}")
+        self._look()
+        return self._owners.get(group) == self._world.rank
+
+    def is_late(self, group: int) -> bool:
+        return self._enough() or group in self._owners
+
+    def wait(self, until: float | None = None) -> bool:
+        begin = looked = time.monotonic()
+        self._world.waits_for([rank for rank in range(self._world.size) if rank != self._world.rank])
+        while not self._enough() and (until is None or time.monotonic() < until):
+            if time.monotonic() - begin > self._world.timeout:
+                silent = [rank for rank in range(self._world.size) if rank not in self._owners.values()]
+                raise WorkerSilent(
+                    f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for {self._needed} groups of step "
+                    f"{self._last}, and got {len(self._owners)}; none came from {ranks_in_words(silent)} "
+                    f"(timeout_seconds). Look at their output: they are stopped, or busy with something else."
+                )
+            if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended
+                looked = time.monotonic()
+                self._check_steps(self._last)
+            time.sleep(_NAP_SECONDS)
+        self._world.waits_for(())
+        return self._enough()
+
+    def open_group(self) -> int | None:
+        """The copies of all workers begin at different groups."""
+        if self._enough():
+            return None
+        groups = ((self._world.rank + place) % self._groups for place in range(self._groups))
+        return next((group for group in groups if group not in self._owners), None)
+
+    def agreed(self) -> dict[int, int]:
+        return dict(sorted(self._owners.items()))
+
+    def _enough(self) -> bool:
+        if len(self._owners) < self._needed:
+            self._look()
+        return len(self._owners) >= self._needed
+
+    def _look(self) -> None:
+        text = self._store.ask(lambda store: store.get(self._key)).decode()
+        owners: dict[int, int] = {}
+        for one in text.split():
+            group, rank = map(int, one.split(":"))
+            if len(owners) < self._needed:
+                owners.setdefault(group, rank)
+        self._owners = owners
+
+    def _append(self, text: str) -> None:
+        self._store.ask(lambda store: store.append(self._key, text + " "))  # type: ignore[attr-defined]
+
+    @property
+    def _key(self) -> str:
+        return self._store.key(self._last)

@@ -1,0 +1,1 @@
+"""What the script itself does with torch.distributed, recorded and compared."""

@@ -1,0 +1,217 @@
+"""Where each worker leaves its last calls so that the others can read them, also when it is blocked or dead.
+
+A call is posted before it is made. gloo ends a process that gets more bytes than it asked for (SIGABRT), so afterwards
+is too late. On one machine the posts lie in shared memory, where each worker sees at once whether another one differs.
+On several machines they go to the store at which the workers met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from paceline.comm.desync.compare import Record
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+    from paceline.comm.shm.arena import Memory
+
+ALL, SOME = 0, 1
+"""The two kinds of posts: calls on the group of all workers, which have the same place everywhere, and others."""
+
+KEPT = (64, 32)
+"""How many calls of each kind are kept."""
+
+_BYTES = 512
+_HASH_BITS = 44
+_HASH, _NUMBERS = (1 << _HASH_BITS) - 1, (1 << 19) - 1
+_NAP_SECONDS = 0.002
+_READ_SECONDS = 2.0
+
+
+class Posts(Protocol):
+    """The last calls of all workers."""
+
+    immediate: bool
+    """Whether what is posted can be seen at once, so that :meth:`parted` can tell."""
+
+    def post(self, number: int, mark: int, text: bytes) -> bool:
+        """Leave a call of all workers for the others to read; whether one of them differs, as :meth:`parted`.
+
+        Args:
+            number: the place of the call.
+            mark: a hash of what must be equal.
+            text: the number, and the line of the record.
+        """
+        ...
+
+    def post_in_group(self, slot: int, text: bytes) -> None:
+        """Leave a call of a smaller group; the slot counts all of these."""
+        ...
+
+    def parted(self, number: int, mark: int) -> bool:
+        """Whether another worker is known to have made a different call at this place; it costs next to nothing."""
+        ...
+
+    def meet(self, number: int, seconds: float) -> None:
+        """Wait until the others have come to this place, at most so long."""
+        ...
+
+    def linger(self, seconds: float) -> None:
+        """Stay until the others have read too, at most so long: one of them may need what this one keeps."""
+        ...
+
+    def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
+        """What each worker left that can be reached: at least these places, and calls of smaller groups if asked."""
+        ...
+
+
+def line(record: Record) -> bytes:
+    """A record as bytes, without its number; shortened to fit."""
+    ranks = "" if record["ranks"] is None else ",".join(map(str, record["ranks"]))
+    fields = record["group"][:60], ranks[:100], record["call"][:160], record["note"][:20], "<".join(record["sites"])
+    plain = "\t".join(field.replace("\t", " ").replace("\n", " ") for field in fields)
+    return b"\t" + plain.encode(errors="replace")[: _BYTES - 24] + b"\n"
+
+
+def parse(text: bytes) -> Record | None:
+    """A record from its number and line; none if it is not whole."""
+    number, *fields = text.partition(b"\n")[0].decode(errors="replace").split("\t")
+    if len(fields) != 5 or not number.isdigit():
+        return None
+    group, ranks, call, note, sites = fields
+    members = [int(rank) for rank in ranks.split(",") if rank] if group else None
+    return Record(
+        number=int(number), group=group, ranks=members, call=call, note=note, sites=sites.split("<") if sites else []
+    )
+
+
+class MemoryPosts:
+    """Posts in the shared memory of one machine: the texts, and for the calls of all workers a number each to compare.
+
+    The number holds the place of the call and the hash, so that one look is enough.
+    """
+
+    immediate = True
+
+    def __init__(self, memory: Memory, rank: int) -> None:
+        self._blocks = memory.share(8 * KEPT[ALL] + sum(KEPT) * _BYTES)
+        self._marks = [memoryview(block).cast("q") for block in self._blocks]
+        self._own = self._blocks[rank]
+        self._own[:] = bytes(len(self._own))  # the block may have been used before
+        self._own_marks = self._marks[rank]
+        self._others = [marks for place, marks in enumerate(self._marks) if place != rank]
+
+    def post(self, number: int, mark: int, text: bytes) -> bool:
+        slot = number % KEPT[ALL]
+        start = 8 * KEPT[ALL] + slot * _BYTES
+        self._own[start : start + len(text)] = text
+        self._own_marks[slot] = own = (number & _NUMBERS) << _HASH_BITS | mark & _HASH
+        for marks in self._others:
+            other = marks[slot]
+            if other != own and other >> _HASH_BITS == own >> _HASH_BITS:
+                return True
+        return False
+
+    def post_in_group(self, slot: int, text: bytes) -> None:
+        start = 8 * KEPT[ALL] + (KEPT[ALL] + slot % KEPT[SOME]) * _BYTES
+        self._own[start : start + len(text)] = text
+
+    def parted(self, number: int, mark: int) -> bool:
+        slot = number % KEPT[ALL]
+        own = (number & _NUMBERS) << _HASH_BITS | mark & _HASH
+        return any(marks[slot] != own and marks[slot] >> _HASH_BITS == own >> _HASH_BITS for marks in self._others)
+
+    def meet(self, number: int, seconds: float) -> None:
+        place, slot = number & _NUMBERS, number % KEPT[ALL]
+        deadline = time.monotonic() + seconds
+        while any(marks[slot] >> _HASH_BITS < place for marks in self._others) and time.monotonic() < deadline:
+            time.sleep(_NAP_SECONDS)
+
+    def linger(self, seconds: float) -> None:
+        pass  # each has a share in the memory
+
+    def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
+        starts = range(8 * KEPT[ALL], 8 * KEPT[ALL] + sum(KEPT) * _BYTES, _BYTES)
+        return {rank: _whole([block[at : at + _BYTES] for at in starts]) for rank, block in enumerate(self._blocks)}
+
+
+class StorePosts:
+    """Posts in the store at which the workers met. To post takes a few microseconds: nobody waits for the store."""
+
+    immediate = False
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def post(self, number: int, mark: int, text: bytes) -> bool:
+        self._set(self._key(self._rank, ALL, number), text)
+        return False
+
+    def post_in_group(self, slot: int, text: bytes) -> None:
+        self._set(self._key(self._rank, SOME, slot), text)
+
+    def _set(self, key: str, text: bytes) -> None:
+        with contextlib.suppress(dist.DistError, RuntimeError):  # who hosts it is gone: the call itself will tell
+            self._store.set(key, text.decode())
+
+    def parted(self, number: int, mark: int) -> bool:
+        return False
+
+    def meet(self, number: int, seconds: float) -> None:
+        deadline, nap = time.monotonic() + seconds, _NAP_SECONDS / 8
+        waiting = [rank for rank in range(self._size) if rank != self._rank]
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            while waiting and time.monotonic() < deadline:
+                waiting = [rank for rank in waiting if not self._reached(rank, number)]
+                time.sleep(nap if waiting else 0)
+                nap = min(2 * nap, 10 * _NAP_SECONDS)
+
+    def linger(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self._store.set(f"calls/{self._rank}/read", "")
+            keys = [f"calls/{rank}/read" for rank in range(self._size)]
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_NAP_SECONDS)
+
+    def _reached(self, rank: int, number: int) -> bool:
+        record = self._look(self._key(rank, ALL, number))
+        return record is not None and record["number"] >= number
+
+    def _look(self, key: str) -> Record | None:
+        return parse(self._store.get(key)) if self._store.check([key]) else None
+
+    def _key(self, rank: int, kind: int, number: int) -> str:
+        return f"calls/{rank}/{kind}/{number % KEPT[kind]}"
+
+    def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
+        """In a thread: a store that is out of reach would keep this worker waiting for its timeout."""
+        found: dict[int, list[Record]] = {}
+        reading = threading.Thread(target=self._read, args=(numbers, others, found), daemon=True)
+        reading.start()
+        reading.join(_READ_SECONDS)
+        return dict(found)
+
+    def _read(self, numbers: range, others: bool, found: dict[int, list[Record]]) -> None:
+        if len(numbers) > 1 or others:  # what was posted just now may still be on its way
+            self.meet(numbers.stop - 1, _READ_SECONDS / 4)
+        places = [(ALL, number) for number in numbers[-KEPT[ALL] :]]
+        places += [(SOME, slot) for slot in range(KEPT[SOME]) if others]
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            for rank in range(self._size):
+                keys = [self._key(rank, kind, place) for kind, place in places]
+                found[rank] = _whole([self._store.get(key) for key in keys if self._store.check([key])])
+
+
+def _whole(texts: list[bytes]) -> list[Record]:
+    """The records that can be read, oldest first."""
+    records = [record for record in map(parse, texts) if record is not None]
+    return sorted(records, key=lambda record: (record["group"], record["number"]))

@@ -1,0 +1,1 @@
+"""Tensors from one worker to another."""

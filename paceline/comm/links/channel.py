@@ -1,0 +1,233 @@
+"""Tensors that go from one worker to another in a known order, such as what crosses the border between two stages.
+
+Their types, shapes and strides are told once for each number of samples, ahead of the first tensors; from then on the
+receiver is ready before they come. Between workers of one machine small ones go through memory that both see.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+
+from paceline.comm.links.strides import Strides, dense_strides_of, laid_out, one_after_another, strides_of
+from paceline.comm.shm.ring import LARGEST_BYTES, Lane
+from paceline.comm.world import Message, Transfer, World
+from paceline.errors import InputError
+
+TAGS = 1 << 8
+"""Of each channel: two for what is told once, one for each tensor."""
+
+_UNDER_WAY = 8
+"""So many messages may be on their way before the sender waits for the oldest."""
+
+
+class Form(NamedTuple):
+    """What a tensor is like."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    trained: bool
+    """Whether a gradient for it is wanted."""
+    strides: Strides
+
+
+Forms: TypeAlias = "tuple[Form | None, ...]"
+
+
+class Outlet:
+    """Sends lists of tensors to one worker.
+
+    Args:
+        world: the workers.
+        peer: the rank that receives.
+        tag: the first tag to use.
+        what: is sent, for an error.
+        lane: through memory that both workers see, if there is one.
+        exact: whether a tensor that is a part of a larger one is to lie in memory as such a part, as bits may depend
+            on it; else it takes no more room than its numbers.
+    """
+
+    def __init__(
+        self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None, exact: bool = False
+    ) -> None:
+        self._world = world
+        self._peer = peer
+        self._tag = tag
+        self._what = what
+        self._lane = lane
+        self._strides_of = strides_of if exact else dense_strides_of
+        self._forms: dict[int, Forms] = {}
+        self._leaving: deque[list[Transfer]] = deque()
+
+    def send(self, samples: int, values: Sequence[torch.Tensor | None]) -> int:
+        """Start to send; returns the bytes.
+
+        Args:
+            samples: how many samples the values are about.
+            values: the tensors; they must not change until :meth:`finish`.
+
+        Raises:
+            InputError: the tensors have other shapes than before for as many samples.
+            WorkerLost: the receiver is gone.
+        """
+        values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
+        forms = tuple(None if value is None else self._form(value) for value in values)
+        transfers: list[Transfer] = []
+        if len(values) > TAGS - 2:
+            raise InputError(
+                f"{self._what} has {len(values)} tensors; {TAGS - 2} can be sent at most. Put them together."
+            )
+        if samples not in self._forms:
+            self._forms[samples] = forms
+            letter = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)
+            length = torch.tensor([len(letter)])
+            transfers += self._post(length.to(self._world.device), 0) + self._post(letter.to(self._world.device), 1)
+        before, now = _differing(self._forms[samples], forms)
+        if before != now:
+            raise InputError(
+                f"{self._what} changed between microbatches of {samples} samples from {_told(before)} to {_told(now)}. "
+                f"All microbatches must give the same types and shapes here: pad the samples to one length."
+            )
+        plain = {
+            2 + place: one_after_another(value.detach(), form.strides)
+            for place, (value, form) in enumerate(zip(values, self._forms[samples], strict=True))
+            if value is not None and form is not None
+        }
+        size = sum(value.nbytes for value in plain.values())
+        with self._world.awaits("take", self._what):
+            if self._lane is not None and size <= LARGEST_BYTES:
+                self._lane.send([*plain.values()])
+            else:
+                for place, value in plain.items():
+                    transfers += self._post(value, place)
+            self._leaving.append(transfers)
+            while len(self._leaving) > _UNDER_WAY:
+                _await(self._leaving.popleft())
+        return size
+
+    def finish(self) -> None:
+        """Wait until all has been sent.
+
+        Raises:
+            WorkerLost: the receiver is gone.
+        """
+        with self._world.awaits("take", self._what):
+            while self._leaving:
+                _await(self._leaving.popleft())
+
+    def _form(self, value: torch.Tensor) -> Form:
+        return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value))
+
+    def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
+        return self._world.post([Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}")
+
+
+class Inlet:
+    """Receives what an :class:`Outlet` sends, in the same order.
+
+    Args:
+        world: the workers.
+        peer: the rank that sends.
+        tag: the first tag of the outlet.
+        what: is received, for an error.
+        lane: that of the outlet.
+    """
+
+    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None) -> None:
+        self._world = world
+        self._peer = peer
+        self._tag = tag
+        self._what = what
+        self._lane = lane
+        self._forms: dict[int, Forms] = {}
+        self._expected: deque[_Arrival] = deque()
+
+    def expect(self, samples: int) -> None:
+        """Make room for the next list of tensors, about so many samples."""
+        self._expected.append(_Arrival(samples))
+        self._make_ready()
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Wait for the first list that is expected and not taken yet; those for which a gradient is wanted say so.
+
+        Raises:
+            WorkerLost: the sender is gone, or silent for the timeout.
+        """
+        first, values = self._expected[0], list[torch.Tensor | None]()
+        with self._world.awaits("send", self._what):
+            if not first.ready:
+                self._forms[first.samples] = self._ask()
+                self._make_ready()
+            self._expected.popleft()
+            _await(first.transfers)
+            if self._lane is not None and first.through_lane:
+                self._lane.take([numbers for numbers in first.numbers if numbers is not None])
+        for numbers, form in zip(first.numbers, self._forms[first.samples], strict=True):
+            if numbers is None or form is None:
+                values.append(None)
+            else:
+                values.append(laid_out(numbers, form.shape, form.strides).requires_grad_(form.trained))
+        return values
+
+    def _make_ready(self) -> None:
+        """Receive in the order in which it is sent: nothing before what is not known yet."""
+        for arrival in self._expected:
+            if arrival.ready:
+                continue
+            forms = self._forms.get(arrival.samples)
+            if forms is None:
+                return
+            arrival.ready = True
+            arrival.numbers = [None if form is None else self._room_for(form) for form in forms]
+            size = sum(numbers.nbytes for numbers in arrival.numbers if numbers is not None)
+            arrival.through_lane = self._lane is not None and size <= LARGEST_BYTES
+            for place, numbers in enumerate(arrival.numbers):
+                if numbers is not None and not arrival.through_lane:
+                    arrival.transfers += self._post(numbers, 2 + place)
+
+    def _room_for(self, form: Form) -> torch.Tensor:
+        return torch.empty(math.prod(form.shape), dtype=form.dtype, device=self._world.device)
+
+    def _ask(self) -> Forms:
+        length = torch.zeros(1, dtype=torch.int64, device=self._world.device)
+        _await(self._post(length, 0))
+        letter = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.device)
+        _await(self._post(letter, 1))
+        forms: Forms = pickle.loads(letter.cpu().numpy().tobytes())
+        return forms
+
+    def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
+        return self._world.post([], [Message(tensor, self._peer, self._tag + place)], f"while it sent {self._what}")
+
+
+class _Arrival:
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.ready = False
+        self.through_lane = False
+        self.numbers: list[torch.Tensor | None] = []
+        self.transfers: list[Transfer] = []
+
+
+def _await(transfers: list[Transfer]) -> None:
+    for transfer in transfers:
+        transfer.wait()
+
+
+def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:
+    """Both without the places where both have nothing, and without strides: others can be laid out like the first."""
+    empty = {place for place, pair in enumerate(zip(left, right, strict=False)) if pair == (None, None)}
+    before, now = (
+        tuple(form and form._replace(strides=()) for place, form in enumerate(forms) if place not in empty)
+        for forms in (left, right)
+    )
+    return before, now
+
+
+def _told(forms: Forms) -> str:
+    return ", ".join("nothing" if form is None else f"{form.dtype} {list(form.shape)}" for form in forms)

@@ -1,0 +1,1 @@
+"""Sums and means of tensors over workers."""

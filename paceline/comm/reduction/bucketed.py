@@ -1,0 +1,254 @@
+"""Sums over all workers, in one canonical order, at the bytes of a ring.
+
+Every worker holds the sums of some nodes of the canonical tree (``schedule.tree``), for each tensor. Tensors are
+packed into buckets. A bucket is cut into as many chunks as there are workers, and goes around in two rounds::
+
+    reduce-scatter    worker q gets chunk q of every node, adds the nodes up along the tree, divides
+    all-gather        worker q sends its chunk, now the mean, to all others
+
+With one node for each worker that is 2(P-1)/P times the bucket's bytes in each direction, the least possible
+(Patarasuk and Yuan, 2009), for any number of workers P; each node more adds (P-1)/P. As the owner of a chunk adds
+along the tree, the bits do not depend on who computed what.
+
+A bucket starts as soon as its tensors are written, while the backward pass computes the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
+from time import perf_counter
+
+import torch
+
+from paceline.comm.subgroup import Team
+from paceline.comm.world import Message, Transfer, World
+from paceline.events import EventLog
+from paceline.schedule.tree import Node, first_of, total
+
+BUCKET_BYTES = 5 * 2**20
+"""Large enough to fill the wire, small enough to overlap: 5 MB is the best for gloo in Li et al. 2020 and here."""
+
+_TAGS = 1 << 12
+"""Tags for each bucket: one for each node a worker can hold, the last for the all-gather."""
+
+Divisor = Callable[[], "torch.Tensor | float"]
+
+
+@dataclass
+class Bucket:
+    """Some tensors of one type, packed one after the other."""
+
+    index: int
+    members: list[int]
+    views: list[list[torch.Tensor]]
+    flats: list[torch.Tensor]
+    chunk: int
+    inbox: list[torch.Tensor]
+    waiting: int = 0
+    receives: list[Transfer] = field(default_factory=list)
+    sends: list[Transfer] = field(default_factory=list)
+    started: float = 0.0
+
+
+class Exchange:
+    """Averages tensors over all workers; used again for each step.
+
+    Args:
+        world: the workers, or a team of them.
+        tensors: examples of what will be summed (shapes, types, strides), in the order in which they become ready.
+        events: where to record each bucket.
+        name: what is being summed, for the records.
+        tags: the first tag to use.
+    """
+
+    def __init__(
+        self, world: World | Team, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
+    ) -> None:
+        self._world = world
+        self._events = events
+        self._name = name
+        self._tensors = tensors
+        self._tags = tags
+        self._buckets = [self._pack(index, members) for index, members in enumerate(self._split())]
+        self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
+        self._place_of = {member: place for bucket in self._buckets for place, member in enumerate(bucket.members)}
+        self._nodes: list[list[Node]] = []
+
+    def _split(self) -> list[list[int]]:
+        """The tensors of each bucket."""
+        return _split(self._tensors)
+
+    def _pack(self, index: int, members: list[int]) -> Bucket:
+        elements = sum(self._tensors[member].numel() for member in members)
+        chunk = -(-elements // self._world.size)
+        return Bucket(index, members, [], [], chunk, [])
+
+    @property
+    def members(self) -> int:
+        """How many tensors there are."""
+        return len(self._tensors)
+
+    def begin(self, nodes: list[list[Node]], divisor: Divisor) -> None:
+        """Start a step.
+
+        Args:
+            nodes: for each rank, the nodes whose sums it holds, from left to right.
+            divisor: what the sums are divided by; asked for when the first bucket has left.
+        """
+        self._nodes = nodes
+        self._divisor = divisor
+        self._left = self._done = 0
+        self._add_flats(max(map(len, nodes)))
+        for bucket in self._buckets:
+            bucket.waiting = len(bucket.members)
+
+    def _add_flats(self, count: int) -> None:
+        """Make room for so many nodes of each worker in each bucket."""
+        for bucket in self._buckets:
+            example = self._example(bucket)
+            while len(bucket.flats) < count:
+                flat = torch.zeros(bucket.chunk * self._world.size, dtype=example.dtype, device=example.device)
+                self._add_flat(bucket, flat)
+            while len(bucket.inbox) < count * self._world.size:
+                bucket.inbox.append(example.new_empty(bucket.chunk))
+
+    def _example(self, bucket: Bucket) -> torch.Tensor:
+        return self._tensors[bucket.members[0]]
+
+    def _add_flat(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        bucket.flats.append(flat)
+        views, start = [], 0
+        for member in bucket.members:
+            views.append(_view_like(flat, start, self._tensors[member]))
+            start += self._tensors[member].numel()
+        bucket.views.append(views)
+
+    def slots(self, member: int) -> list[torch.Tensor]:
+        """Where to write the sums of this worker's nodes for a tensor: one place for each node."""
+        place = self._place_of[member]
+        own = len(self._nodes[self._world.rank])
+        return [views[place] for views in self._bucket_of[member].views[:own]]
+
+    def written(self, member: int) -> None:
+        """The slots of a tensor are filled; a bucket leaves when all its tensors are, and those before it have left."""
+        self._world.check()
+        bucket = self._bucket_of[member]
+        bucket.waiting -= 1
+        while self._left < len(self._buckets) and self._buckets[self._left].waiting == 0:
+            leaving = self._buckets[self._left]
+            leaving.started = perf_counter()
+            self._scatter(leaving)
+            self._left += 1
+            if self._left > 1:
+                self._reduce(self._buckets[self._left - 2])
+
+    def finish(self) -> None:
+        """Wait until the means are in :meth:`mean`."""
+        while self._done < len(self._buckets):
+            self._reduce(self._buckets[self._done])
+        for bucket in self._buckets:
+            self._world.exchanging = self._name, bucket.index
+            self._await_means(bucket)
+            self._record(bucket)
+        self._world.exchanging = "", 0
+
+    def mean(self, member: int) -> torch.Tensor:
+        """The mean of a tensor over all workers, after :meth:`finish`; overwritten by the next step."""
+        return self._bucket_of[member].views[0][self._place_of[member]]
+
+    def _reduce(self, bucket: Bucket) -> None:
+        """Add up this worker's chunk along the tree, divide, and give it to all others."""
+        self._done += 1
+        divisor = self._divisor()  # refuses workers at different steps, whose parts would never come
+        self._world.exchanging = self._name, bucket.index
+        self._await_parts(bucket)
+        parts = [
+            (node, self._part(bucket, rank, place))
+            for rank, nodes in enumerate(self._nodes)
+            for place, node in enumerate(nodes)
+        ]
+        parts.sort(key=lambda part: first_of(part[0]))
+        mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
+        torch.div(total(parts, torch.Tensor.add_), divisor, out=mean)
+        self._deliver(bucket, mean)
+
+    def _scatter(self, bucket: Bucket) -> None:
+        """Send each worker its chunk of this worker's nodes."""
+        world, tag = self._world, self._tag(bucket)
+        sends, receives = [], []
+        for peer in range(world.size):
+            if peer == world.rank:
+                continue
+            for place in range(len(self._nodes[peer])):
+                receives.append(Message(bucket.inbox[place * world.size + peer], peer, tag + place))
+            for place in range(len(self._nodes[world.rank])):
+                sends.append(Message(bucket.flats[place][self._chunk(bucket, peer)], peer, tag + place))
+        transfers = world.post(sends, receives)
+        bucket.receives, bucket.sends = transfers[: len(receives)], transfers[len(receives) :]
+
+    def _await_parts(self, bucket: Bucket) -> None:
+        for transfer in bucket.receives:
+            transfer.wait()
+
+    def _part(self, bucket: Bucket, rank: int, place: int) -> torch.Tensor:
+        """This worker's chunk of a node of some rank; it may be overwritten."""
+        if rank == self._world.rank:
+            return bucket.flats[place][self._chunk(bucket, rank)]
+        return bucket.inbox[place * self._world.size + rank]
+
+    def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
+        """Send the mean of this worker's chunk to all others, and get theirs."""
+        peers = [peer for peer in range(self._world.size) if peer != self._world.rank]
+        tag = self._tag(bucket) + _TAGS - 1
+        receives = [Message(bucket.flats[0][self._chunk(bucket, peer)], peer, tag) for peer in peers]
+        transfers = self._world.post([Message(mean, peer, tag) for peer in peers], receives)
+        bucket.receives = transfers[: len(receives)]
+        bucket.sends += transfers[len(receives) :]
+
+    def _await_means(self, bucket: Bucket) -> None:
+        for transfer in (*bucket.receives, *bucket.sends):
+            transfer.wait()
+        bucket.receives, bucket.sends = [], []
+
+    def _chunk(self, bucket: Bucket, rank: int) -> slice:
+        return slice(rank * bucket.chunk, (rank + 1) * bucket.chunk)
+
+    def _tag(self, bucket: Bucket) -> int:
+        return self._tags + bucket.index * _TAGS
+
+    def _record(self, bucket: Bucket) -> None:
+        own = len(self._nodes[self._world.rank])
+        sent = (own + 1) * (self._world.size - 1) * bucket.chunk * bucket.flats[0].element_size()
+        self._events.mark(
+            "exchange",
+            what=self._name,
+            bucket=bucket.index,
+            bytes=sent,
+            seconds=perf_counter() - bucket.started,
+        )
+
+
+def _split(tensors: list[torch.Tensor]) -> list[list[int]]:
+    """Buckets of neighbours of one type, each of about ``BUCKET_BYTES``."""
+    buckets: list[list[int]] = []
+    for _, run in groupby(range(len(tensors)), key=lambda member: (tensors[member].dtype, tensors[member].device)):
+        members: list[int] = []
+        size = 0
+        for member in run:
+            members.append(member)
+            size += tensors[member].numel() * tensors[member].element_size()
+            if size >= BUCKET_BYTES:
+                buckets.append(members)
+                members, size = [], 0
+        if members:
+            buckets.append(members)
+    return buckets
+
+
+def _view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:
+    """A view into the bucket with the shape of the example, and with its strides where it has no holes."""
+    part = flat[start : start + example.numel()]
+    dense = torch.empty_like(example, device="meta").stride()
+    return part.as_strided(example.shape, dense, part.storage_offset())

@@ -1,0 +1,70 @@
+"""The exchange of workers on one machine: gradients need no copy through a socket."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.reduction.bucketed import Bucket, Divisor, Exchange
+from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.tensors import aligned
+from paceline.comm.world import World
+from paceline.events import EventLog
+from paceline.schedule.tree import Node
+
+
+def exchange_for(world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0) -> Exchange:
+    """The fastest exchange that these workers can use: through memory on one machine, else over the network."""
+    if world.memory is not None:
+        return SharedExchange(world, world.memory, tensors, events, name)
+    return Exchange(world, tensors, events, name, tags)
+
+
+class SharedExchange(Exchange):
+    """The same sums through shared memory: a worker reads the others' nodes and writes the mean where they want it.
+
+    Chunk q of every buffer belongs to worker q from the moment the buffer's owner has announced the bucket until
+    worker q has announced the mean.
+    """
+
+    def __init__(self, world: World, memory: Memory, tensors: list[torch.Tensor], events: EventLog, name: str) -> None:
+        super().__init__(world, tensors, events, name)
+        self._memory = memory
+        self._flag = memory.reserve(2 * len(self._buckets))
+        self._steps = 0
+        self._seen: list[list[list[torch.Tensor]]] = [[] for _ in self._buckets]
+        """For each bucket and each of its flats, that flat of every rank."""
+
+    def begin(self, nodes: list[list[Node]], divisor: Divisor) -> None:
+        self._steps += 1
+        super().begin(nodes, divisor)
+
+    def _add_flats(self, count: int) -> None:
+        while len(self._buckets[0].flats) < count:
+            sizes = [bucket.chunk * self._world.size * self._example(bucket).element_size() for bucket in self._buckets]
+            blocks = self._memory.share(sum(map(aligned, sizes)))
+            start = 0
+            for bucket, size in zip(self._buckets, sizes, strict=True):
+                dtype, elements = self._example(bucket).dtype, bucket.chunk * self._world.size
+                flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
+                self._seen[bucket.index].append(flats)
+                self._add_flat(bucket, flats[self._world.rank])
+                start += aligned(size)
+
+    def _scatter(self, bucket: Bucket) -> None:
+        self._memory.announce(self._flag + 2 * bucket.index, self._steps)
+
+    def _await_parts(self, bucket: Bucket) -> None:
+        self._memory.wait(self._flag + 2 * bucket.index, self._steps)
+
+    def _part(self, bucket: Bucket, rank: int, place: int) -> torch.Tensor:
+        return self._seen[bucket.index][place][rank][self._chunk(bucket, self._world.rank)]
+
+    def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
+        mine = self._chunk(bucket, self._world.rank)
+        for rank, flat in enumerate(self._seen[bucket.index][0]):
+            if rank != self._world.rank:
+                flat[mine].copy_(mean)
+        self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
+
+    def _await_means(self, bucket: Bucket) -> None:
+        self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps)

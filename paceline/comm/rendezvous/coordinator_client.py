@@ -1,0 +1,260 @@
+"""A worker's line to the roster: what it is told about the others, and what it tells of itself.
+
+A thread holds the connection, so that a worker whose main thread is in a long computation, or blocked, still hears
+that the world has changed and still says where it is. Messages are JSON objects, one a line.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import select
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import PREEMPTED, StartError, WorkerLost
+
+_BEAT_SECONDS = 1.0
+_PACKAGE = str(Path(__file__).resolve().parents[2])
+_MAIN = threading.main_thread()
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A worker in a view: how to reach it, how far it is, and where its shared memory is."""
+
+    worker: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    progress: tuple[int, ...] | None
+    arena: tuple[int, str] | None
+
+
+@dataclass(frozen=True)
+class View:
+    """The workers of one generation, in the order of their ranks; ``fenced`` if one that was dropped may still run."""
+
+    generation: int
+    seats: tuple[Seat, ...]
+    joined: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    fenced: bool = False
+
+    def rank_of(self, worker: int) -> int:
+        """The rank of a worker process."""
+        return next(rank for rank, seat in enumerate(self.seats) if seat.worker == worker)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The end of a worker's part: with this exit code, for this reason, after saving for all or not."""
+
+    code: int
+    reason: str
+    save: bool = False
+
+
+class Line:
+    """The connection of one worker.
+
+    Args:
+        address: ``host:port`` of the roster.
+        number: of this worker process.
+        seconds: how long to try to connect, and how long this worker waits for others (``timeout_seconds``).
+        session: how often the script has called ``paceline.start``.
+    """
+
+    def __init__(self, address: str, number: int, seconds: float, session: int = 1) -> None:
+        self.number = number
+        self._session = session
+        self._seconds = seconds
+        self.generation = -1
+        self.pending = -1
+        self._alarm = -1
+        self._lost: dict[int, frozenset[int]] = {}
+        self.broken = False
+        self.on_alarm: Callable[[], None] = lambda: None
+        self.place: Callable[[], dict[str, Any]] = dict
+        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        host, _, port = address.rpartition(":")
+        try:
+            self._socket = socket.create_connection((host, int(port)), timeout=seconds)
+        except OSError as error:
+            raise StartError(f"Worker {number} could not reach the launcher at {address}: {error}.") from None
+        make_watchful(self._socket)
+        self._socket.settimeout(None)
+        self.address = str(self._socket.getsockname()[0])
+        threading.Thread(target=self._listen, name="paceline-line", daemon=True).start()
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether somebody was lost since the present view was formed."""
+        return self._alarm > self.generation
+
+    @property
+    def missing(self) -> frozenset[int]:
+        """The workers that will not be in the next view, as far as it is known."""
+        generation = self.generation
+        return frozenset().union(*(lost for told, lost in list(self._lost.items()) if told > generation))
+
+    def greet(
+        self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, local: bool, fits: Sequence[int]
+    ) -> None:
+        """Say that the model is built, what this worker is, and how many workers can train together."""
+        self._send(
+            {
+                "type": "hello",
+                "worker": self.number,
+                "about": about,
+                "facts": facts,
+                "hang_seconds": hang_seconds,
+                "timeout_seconds": self._seconds,
+                "local": local,
+                "fits": fits,
+                "session": self._session,
+            }
+        )
+
+    def await_view(
+        self,
+        progress: tuple[int, ...] | None,
+        arena: tuple[int, str] | None,
+        leaving: bool = False,
+        planned: bool = False,
+        ended: Sequence[int] = (),
+    ) -> View | Parting:
+        """Say that this worker is ready for the next view, and wait for it.
+
+        Raises:
+            WorkerLost: the roster is gone.
+            StartError: this worker does not fit the others.
+        """
+        self._send(
+            {
+                "type": "ready",
+                "progress": progress,
+                "arena": arena,
+                "leaving": leaving,
+                "planned": planned,
+                "ended": list(ended),
+            }
+        )
+        while True:
+            message = self._told.get()
+            kind = message["type"]
+            if kind == "view" and message["generation"] > self.generation:
+                return self._view(message)
+            if kind == "end":
+                saves = message["save"] and message.get("saver") == self.number
+                return Parting(message["code"], message["reason"], saves)
+            if kind == "dismissed":
+                return Parting(PREEMPTED, "preempted; the others go on")
+            if kind == "refused":
+                raise StartError(
+                    f"This worker does not fit the run that it was to join: {message['key']} is {message['here']} "
+                    f"here and {message['there']} there."
+                )
+            if kind == "broken":
+                raise WorkerLost(f"Worker {self.number} lost the launcher that holds the roster.")
+
+    def _view(self, message: dict[str, Any]) -> View:
+        seats = []
+        for member in message["members"]:
+            progress, arena = member.pop("progress"), member.pop("arena")
+            seats.append(
+                Seat(progress=tuple(progress) if progress else None, arena=tuple(arena) if arena else None, **member)
+            )
+        view = View(
+            generation=message["generation"],
+            seats=tuple(seats),
+            joined=tuple(message["joined"]),
+            lost=tuple(message["lost"]),
+            fenced=message["fenced"],
+        )
+        self.generation = view.generation
+        return view
+
+    def finish(self) -> None:
+        """Say that the script has come to its end."""
+        self._send({"type": "finished"})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            with self._lock:
+                self._socket.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self._break()
+
+    def _listen(self) -> None:
+        rest, beaten = b"", 0.0
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while True:
+            due = beaten + _BEAT_SECONDS - time.monotonic()
+            if due <= 0:
+                beaten, due = time.monotonic(), _BEAT_SECONDS
+                self._beat()
+            if not poll.poll(1000 * due):
+                continue
+            try:
+                data = self._socket.recv(1 << 16)
+            except OSError:
+                data = b""
+            if not data:
+                self._break()
+                return
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+
+    def _beat(self) -> None:
+        place = self.place()
+        if place:
+            self._send({"type": "place", "place": {**place, "line": line_of_script()}})
+
+    def _hear(self, message: dict[str, Any]) -> None:
+        if message["type"] == "change":
+            self.pending = max(self.pending, message["generation"])
+            self._lost[message["generation"]] = frozenset(message.get("lost", ()))
+            if message["urgent"]:
+                self._alarm = max(self._alarm, message["generation"])
+                self.on_alarm()
+        else:
+            self._told.put(message)
+
+    def _break(self) -> None:
+        if not self.broken:
+            self.broken = True
+            self.pending = self._alarm = sys.maxsize
+            self._told.put({"type": "broken"})
+            self.on_alarm()
+
+
+def make_watchful(connection: socket.socket) -> None:
+    """Send at once, and let the connection end when the other machine is silent for long."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_USER_TIMEOUT", 30_000), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def line_of_script() -> str:
+    """Where the main thread is in the user's code: ``train.py:41``; empty if nowhere."""
+    frame = sys._current_frames().get(_MAIN.ident or 0)
+    others = _PACKAGE, f"{sys.base_prefix}/lib", "<"
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(others) and "site-packages" not in file:
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

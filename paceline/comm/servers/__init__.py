@@ -1,0 +1,1 @@
+"""Shards of a parameter server."""

@@ -1,0 +1,79 @@
+"""Gradients on their way to servers, in the memory of one machine: the worker writes, the servers read."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.tensors import aligned, view_of
+
+_LENGTH = struct.Struct("<q")
+_ANSWER = struct.Struct("<qqd")
+_WORDS_BYTES = 1 << 20
+
+
+class Answer(NamedTuple):
+    """What became of a gradient: the update that it made (-1: none, it was dropped), how late it was, and the rate."""
+
+    version: int
+    delay: int
+    rate: float
+
+
+class Parcels:
+    """One parcel of each worker; all workers make them together.
+
+    Args:
+        memory: of the workers.
+        examples: tensors like the gradients.
+        words: bytes of the tensors that go along with the words.
+    """
+
+    def __init__(self, memory: Memory, examples: Sequence[torch.Tensor], words: int) -> None:
+        self._room = _WORDS_BYTES + 2 * words
+        places, place = [], self._room
+        for example in examples:
+            places.append(place)
+            place += aligned(example.nbytes)
+        self._blocks = memory.share(place)
+        self._answers = memory.share(_ANSWER.size * len(self._blocks))
+        self._views = [
+            [
+                view_of(block, start, example.dtype, example.shape)
+                for start, example in zip(places, examples, strict=True)
+            ]
+            for block in self._blocks
+        ]
+
+    def write(self, rank: int, gradients: Sequence[torch.Tensor | None], words: Any) -> None:
+        """Fill the parcel of a worker."""
+        given = [(view, value) for view, value in zip(self._views[rank], gradients, strict=True) if value is not None]
+        if given:
+            torch._foreach_copy_([view for view, _ in given], [value for _, value in given])
+        written = pickle.dumps((words, [value is not None for value in gradients]))
+        assert len(written) <= self._room - _LENGTH.size, f"{len(written)} bytes beside the gradients"
+        _LENGTH.pack_into(self._blocks[rank], 0, len(written))
+        self._blocks[rank][_LENGTH.size : _LENGTH.size + len(written)] = written
+
+    def words(self, rank: int) -> tuple[Any, list[bool]]:
+        """What stands in a parcel besides the gradients, and which of these there are."""
+        (length,) = _LENGTH.unpack_from(self._blocks[rank], 0)
+        words, there = pickle.loads(self._blocks[rank][_LENGTH.size : _LENGTH.size + length])
+        return words, there
+
+    def gradients(self, rank: int) -> list[torch.Tensor]:
+        """The gradients as they lie there; what holds one that is not there has no meaning."""
+        return self._views[rank]
+
+    def answer(self, server: int, rank: int, answer: Answer) -> None:
+        """Tell a worker what became of its gradient."""
+        _ANSWER.pack_into(self._answers[server], rank * _ANSWER.size, *answer)
+
+    def answered(self, server: int, rank: int) -> Answer:
+        """What a server told a worker."""
+        return Answer(*_ANSWER.unpack_from(self._answers[server], rank * _ANSWER.size))

@@ -1,0 +1,48 @@
+"""A number in shared memory on which processes sleep until another one changes it: Linux's futex."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from mmap import mmap
+
+_SYSCALL = 202
+"""Of futex on x86-64, the only processor on which memory is shared (``comm.shm.arena.can_share``)."""
+_WAIT, _WAKE = 0, 1
+_ALL = 2**31 - 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Bell:
+    """Rung by one process, heard by the others (1 us if nobody listens).
+
+    Args:
+        block: of shared memory.
+        place: of the number in it, in bytes; a multiple of 4.
+    """
+
+    def __init__(self, block: mmap, place: int) -> None:
+        self._count = ctypes.c_uint32.from_buffer(block, place)
+        self._address = ctypes.c_void_p(ctypes.addressof(self._count))
+
+    @property
+    def count(self) -> int:
+        """How often it was rung; ask before looking at what it is rung for."""
+        return self._count.value
+
+    def ring(self) -> None:
+        """Wake all who listen."""
+        self._count.value += 1
+        _libc.syscall(_SYSCALL, self._address, _WAKE, _ALL, None, None, 0)
+
+    def listen(self, count: int, seconds: float) -> None:
+        """Sleep until it is rung, if it has not been since it had this count; not longer than a part of a second."""
+        limit = _Timespec(0, int(seconds * 1e9))
+        if _libc.syscall(_SYSCALL, self._address, _WAIT, count, ctypes.byref(limit), None, 0) == 0:
+            return
+        if ctypes.get_errno() not in (errno.EAGAIN, errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(ctypes.get_errno(), "futex")

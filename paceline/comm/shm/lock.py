@@ -1,0 +1,82 @@
+"""A lock between the processes of one machine that the kernel takes back from a process that ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+import time
+from collections.abc import Callable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from paceline.comm.shm.backoff import LOOK_SECONDS, nap_after
+
+if TYPE_CHECKING:
+    from paceline.comm.world import World
+
+_YIELDS = 50
+
+Look = Callable[[list[int], float], None]
+"""Called now and then while another process holds a lock, with its rank and the seconds waited; may raise."""
+
+
+class Lock:
+    """One byte of a file, locked for this open file (2 us): nobody waits for a holder that was killed.
+
+    Args:
+        file: the number of an open file; each process must have opened it for itself.
+        place: of the byte; it need not exist.
+        holder: a number in the memory of all, for the rank that has the lock.
+        world: the workers.
+        look: see :data:`Look`.
+    """
+
+    def __init__(self, file: int, place: int, holder: memoryview, world: World, look: Look) -> None:
+        self._file = file
+        self._take = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
+        self._give = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0)
+        self._holder = holder
+        self._world = world
+        self._look = look
+
+    def __enter__(self) -> None:
+        looks, begin, looked = 0, 0.0, 0.0
+        ranks: list[int] = []
+        while not self._taken():
+            looks += 1
+            if looks < _YIELDS:
+                os.sched_yield()
+                continue
+            now = time.monotonic()
+            begin, looked = begin or now, looked or now
+            if now - looked > LOOK_SECONDS:
+                looked = now
+                if (holders := self._holders()) != ranks:
+                    ranks = holders
+                    self._world.waits_for(ranks)
+                self._look(ranks, now - begin)
+            time.sleep(nap_after(now - begin))
+        if ranks:
+            self._world.waits_for(())
+        self._holder[0] = self._world.rank
+
+    def _holders(self) -> list[int]:
+        """Who may have the lock: any other worker while its new holder has not written its rank yet."""
+        holder, own = self._holder[0], self._world.rank
+        return [holder] if holder != own else [rank for rank in range(self._world.size) if rank != own]
+
+    def _taken(self) -> bool:
+        try:
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._take)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._give)

@@ -1,0 +1,1 @@
+"""Who trains: membership, its server, hang detection, agents of machines. No torch."""

@@ -1,1 +1,0 @@
-"""Who is alive, and how training goes on when that changes."""

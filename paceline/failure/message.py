@@ -1,0 +1,250 @@
+"""A failure in words, the first cause first, and as data with keys that stay the same."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.failure.coordinator_report import Account
+from paceline.failure.root_cause import Failure, name_ranks
+from paceline.failure.worker_report import Report
+
+_LONGEST = 400
+"""Characters of the first line."""
+_WORTH_TELLING = 1.0
+"""Seconds that others have waited."""
+_MEMORY = (
+    "give each worker less to hold: more microbatches, recompute=True, fewer processes in workers_per_loader, or fewer "
+    "workers on this machine"
+)
+_CURES = {
+    "killed": "look who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
+    "out-of-memory": _MEMORY,
+    "crashed": "native code crashed: PYTHONFAULTHANDLER=1 prints the line of the script",
+    "exit": "the script ended itself (sys.exit or os._exit): look at what it printed last",
+    "ended-early": "all workers must take the same batches: look for a loop that some ranks leave before the others",
+    "not-started": "look at what the script does before paceline.start; timeout_seconds is how long the others wait",
+    "lost-connection": "look at that machine and at the network, and start it there again",
+    "port": "another program has the port: start again, or choose another one with --port",
+}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What else there is to tell.
+
+    Attributes:
+        workers: how many the run started with.
+        output: the folder with the output of every worker, as the reader would write it.
+        text: the file with the whole message, likewise.
+        checkpoint: the newest one, its step, and when it was written, in seconds since 1970.
+        resume: the command that goes on from it.
+        account: what the roster knows.
+    """
+
+    workers: int
+    output: str
+    text: str
+    checkpoint: tuple[str, int, float] | None
+    resume: str
+    account: Account = field(default_factory=Account)
+
+
+def short(failure: Failure, context: Context) -> list[str]:
+    """At most ten lines: the cause, who, what was done and what is to be done."""
+    lines = [_first_line(failure, context)]
+    if failure.cause is not None:
+        lines += [f"who: {_who(failure)}", *_when(failure), *_others(failure, context)]
+    lines.append(f"done: {_done(failure, context)}")
+    lines += _checkpoint(failure, context)
+    cure = _cure(failure, context)
+    if cure:
+        lines.append(f"fix: {cure}")
+    if context.checkpoint is not None:
+        lines.append(f"resume with: {context.resume}")
+    lines.append(f"output of every worker: {context.output} (this message: {context.text})")
+    return lines
+
+
+def details(failure: Failure) -> list[str]:
+    """What the first worker left last: its exception, or the last lines it printed."""
+    return failure.cause.details.rstrip("\n").split("\n") if failure.cause and failure.cause.details else []
+
+
+def record(failure: Failure, context: Context) -> dict[str, Any]:
+    """The failure as plain data."""
+    cause, scene = failure.cause, failure.scene
+    thrown = cause.thrown if cause else None
+    found = context.checkpoint
+    return {
+        "kind": failure.kind,
+        "code": failure.code,
+        "message": _first_line(failure, context),
+        "rank": failure.ranks[0] if failure.ranks else None,
+        "ranks": list(failure.ranks),
+        "worker": cause.worker if cause else None,
+        "host": (cause.host if cause else "") or platform.node(),
+        "pid": cause.pid or None if cause else None,
+        "signal": cause.signal if cause else None,
+        "exit_code": cause.exit_code if cause else None,
+        "exception": {"type": thrown.type, "message": thrown.message, "line": thrown.line or None} if thrown else None,
+        "traceback": cause.details if cause and thrown else None,
+        "step": _step(failure, context.account),
+        "operation": scene.doing or None,
+        "line": scene.line or (thrown.line if thrown else "") or None,
+        "waited": {"seconds": round(scene.seconds, 1), "ranks": list(scene.waiting)},
+        "done": _done(failure, context),
+        "checkpoint": {"path": found[0], "step": found[1]} if found else None,
+        "resume": context.resume if found else None,
+        "others": [_told(one, context.account) for one in failure.others],
+        "consequences": [_told(one, context.account) for one in failure.consequences],
+        "time": failure.time,
+    }
+
+
+def _told(report: Report, account: Account) -> dict[str, Any]:
+    return {"rank": account.rank_of(report.worker), "worker": report.worker, "message": report.message}
+
+
+def _first_line(failure: Failure, context: Context) -> str:
+    if failure.cause is None:
+        return failure.message
+    if failure.kind == "disagreement" or (failure.kind == "hang" and context.account.kind == "hang"):
+        line = failure.message
+    else:
+        line = f"{_name(failure, context)}: {failure.message}"
+    thrown = failure.cause.thrown
+    if thrown is not None and thrown.line:
+        line += f" ({thrown.line})"
+    return line if len(line) <= _LONGEST or failure.kind == "disagreement" else f"{line[:_LONGEST]} ..."
+
+
+def _name(failure: Failure, context: Context) -> str:
+    if len(failure.ranks) < len(failure.workers):
+        numbers = ", ".join(map(str, failure.workers))
+        return f"worker {numbers}" if len(failure.workers) == 1 else f"workers {numbers}"
+    return name_ranks(failure.ranks, context.workers)
+
+
+def _who(failure: Failure) -> str:
+    cause = failure.cause
+    assert cause is not None
+    process = f"process {cause.pid} " if cause.pid else ""
+    where = f"{process}on {cause.host or platform.node()}"
+    return f"worker {cause.worker}, {where}"
+
+
+def _when(failure: Failure) -> list[str]:
+    scene = failure.scene
+    parts: list[str] = []
+    if scene.step is not None:
+        parts.append(f"at step {scene.step}")
+    if scene.doing:
+        parts.append(f"last heard {scene.doing}" + (f" ({scene.line})" if scene.line else ""))
+    if scene.waiting and scene.seconds >= _WORTH_TELLING and failure.kind != "hang":
+        has = "has" if len(scene.waiting) == 1 else "have"
+        parts.append(f"{name_ranks(scene.waiting)} {has} waited {scene.seconds:.0f} s {scene.where}".rstrip())
+    return [f"when: {', '.join(parts)}"] if parts else []
+
+
+def _others(failure: Failure, context: Context) -> list[str]:
+    lines = []
+    if failure.others:
+        told = [f"{_named([one], context)} failed too: {one.message}" for one in failure.others]
+        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
+        lines.append(f"{told[0][:_LONGEST]}{more}")
+    if failure.consequences:
+        who = _named(failure.consequences, context)
+        assert failure.cause is not None
+        if failure.cause.consequence:
+            lines.append(f"{who} stopped after that")
+        else:
+            several = len(failure.consequences) > 1
+            lost = f"because {'they' if several else 'it'} lost {_name(failure, context)}"
+            lines.append(f"{who} stopped {lost}; what {'they report' if several else 'it reports'} follows from that")
+    return lines
+
+
+def _named(reports: list[Report] | tuple[Report, ...], context: Context) -> str:
+    found = {one.worker: context.account.rank_of(one.worker) for one in reports}
+    ranks = [rank for rank in found.values() if rank is not None]
+    numbers = [str(worker) for worker, rank in found.items() if rank is None]
+    names = [name_ranks(ranks)] if ranks else []
+    names += [f"worker{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}"] if numbers else []
+    return " and ".join(names)
+
+
+def _done(failure: Failure, context: Context) -> str:
+    parts = []
+    replaced = len(context.account.replaced())
+    if replaced:
+        parts.append(lost_in_words(context.account))
+    left = context.account.reason.rpartition("; ")[2]
+    if "of at least" in left:
+        parts.append(left)
+    if failure.consequences:
+        parts.append("the other workers were ended")
+    elif failure.cause is not None:
+        parts.append("no worker is left")
+    else:
+        parts.append("all workers have ended")
+    if _saved_after(failure, context):
+        parts.append("the state was saved first")
+    return "; ".join(parts)
+
+
+def lost_in_words(account: Account) -> str:
+    """``2 workers were lost on the way; 2 were replaced``."""
+    lost = len(account.replaced()) or len(account.lost)
+    came = min(lost, account.joined)
+    verbs = ["was" if count == 1 else "were" for count in (lost, came)]
+    return f"{lost} worker{'' if lost == 1 else 's'} {verbs[0]} lost on the way; {came} {verbs[1]} replaced"
+
+
+def _saved_after(failure: Failure, context: Context) -> bool:
+    found = context.checkpoint
+    if found is None:
+        return False
+    if failure.kind in ("preempted", "stopped"):
+        return found[1] >= context.account.step > 0
+    return found[2] > failure.time
+
+
+def _checkpoint(failure: Failure, context: Context) -> list[str]:
+    if context.checkpoint is None:
+        return ["checkpoint: none"] if failure.scene.step or context.account.step else []
+    path, step, written = context.checkpoint
+    ago = max(0.0, time.time() - written)
+    return [f"checkpoint: {shown_path(path)} (step {step}, written {ago:.0f} s ago)"]
+
+
+def shown_path(path: str | Path) -> str:
+    """Relative to the current directory if it is below it."""
+    here = Path.cwd()
+    if "://" in str(path) or not Path(path).is_relative_to(here):
+        return str(path)
+    return str(Path(path).relative_to(here))
+
+
+def _cure(failure: Failure, context: Context) -> str:
+    cause, account = failure.cause, context.account
+    if failure.kind == "exception" and cause is not None and cause.thrown is not None:
+        line = cause.thrown.line
+        return f"look at {line}; the traceback is at the end" if line else "the traceback is at the end"
+    if failure.kind == "hang" and cause is not None:
+        place = f"look at {failure.scene.line}" if failure.scene.line else "look at what it printed last"
+        more = "" if account.elastic else "; with --elastic MIN:MAX the others go on without it"
+        return f"{place}; hang_seconds and timeout_seconds are the deadlines{more}"
+    cure = _CURES.get(failure.kind, "")
+    if failure.kind == "killed" and not account.elastic:
+        cure += "; with --elastic MIN:MAX the others go on"
+    return cure
+
+
+def _step(failure: Failure, account: Account) -> int | None:
+    if failure.scene.step is not None:
+        return failure.scene.step
+    return account.step or None

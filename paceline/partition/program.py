@@ -1,0 +1,155 @@
+"""The operations of a model, as ``torch.export`` lists them."""
+
+from __future__ import annotations
+
+import io
+import logging
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.nn.modules.module import register_module_forward_hook
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, tree_unflatten
+
+from paceline.data.keys import generator_states, kept_states, same_states
+from paceline.errors import InputError
+from paceline.partition.base import names_of, unopened
+from paceline.partition.preserve import untouched
+
+WAY_OUT = "Write the model as nn.Sequential of its blocks, which may do anything, or do not cut it."
+_TORCH = Path(torch.__file__).parent
+_PACKAGE = Path(__file__).resolve().parents[1]
+_DROPPED = {torch.ops.aten._assert_tensor_metadata.default}  # wrong under autocast, which is not traced
+
+
+class Program:
+    """The traced operations of a model.
+
+    ``operations``: in the order in which they compute. ``inputs``: what stands for the leaves of the model's input.
+    ``output``: what the leaves of the model's output are. ``tensors``: where to find each parameter and buffer (its
+    module and its key there), and each constant. ``names``: of the parameters and buffers, in the model.
+    ``assigned``: pairs of a buffer and the value that replaces it.
+    """
+
+    def __init__(self, model: nn.Module, example: Any) -> None:
+        exported = _export(model, example)
+        self.root = exported.graph_module
+        self.output_spec: TreeSpec = exported.call_spec.out_spec
+        self.ranges = {str(symbol): found for symbol, found in exported.range_constraints.items()}
+        self.inputs: list[fx.Node] = []
+        self.tensors: dict[fx.Node, tuple[nn.Module, str] | torch.Tensor] = {}
+        self.names: dict[fx.Node, str] = {}
+        self.assigned: list[tuple[fx.Node, fx.Node]] = []
+        self.operations: list[fx.Node] = []
+        self._place_inputs(exported, model)
+        for node in exported.graph.nodes:
+            if node.op != "call_function" or node.target in _DROPPED:
+                continue
+            if self._assigns(node):
+                self.assigned.append((node.args[0], node.args[1]))
+            else:
+                self.operations.append(node)
+        output = next(node for node in reversed(exported.graph.nodes) if node.op == "output")
+        kinds = [spec.kind for spec in exported.graph_signature.output_specs]
+        assert set(kinds) <= {OutputKind.USER_OUTPUT}, kinds
+        self.output: list[Any] = list(output.args[0])
+        if not any(isinstance(leaf, fx.Node) for leaf in self.output):
+            raise InputError(
+                f"{type(model).__name__} returns no tensor but "
+                f"{type(tree_unflatten(self.output, self.output_spec)).__name__}."
+            )
+
+    def _place_inputs(self, exported: ExportedProgram, model: nn.Module) -> None:
+        nodes = {node.name: node for node in exported.graph.nodes}
+        known = names_of(model)
+        for spec in exported.graph_signature.input_specs:
+            node = nodes[spec.arg.name]
+            if spec.kind is InputKind.USER_INPUT:
+                self.inputs.append(node)
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                path, _, key = str(spec.target).rpartition(".")
+                module = model.get_submodule(path)
+                self.tensors[node] = module, key
+                self.names[node] = known[id(getattr(module, key))]
+            else:
+                self.tensors[node] = exported.constants[str(spec.target)]
+
+    def _assigns(self, node: fx.Node) -> bool:
+        """Whether this stands for ``self.buffer = value``: a copy that the trace adds, and the model does not make."""
+        called = node.meta.get("torch_fn", ("", ""))[1]
+        copies = node.target is torch.ops.aten.copy_.default and not called.endswith("copy_")
+        return copies and node.args[0] in self.names
+
+
+def _export(model: nn.Module, example: Any) -> ExportedProgram:
+    several = _several_samples(example)
+    dims = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.ndim else None, several)
+    met = [several]
+
+    def note(module: nn.Module, given: Any, made: Any) -> None:
+        if module is model:
+            met.append(made)
+
+    with untouched(model), kept_states():
+        before = generator_states()
+        noting = register_module_forward_hook(note)
+        try:
+            with _quiet(), torch.enable_grad():
+                exported = torch.export.export(model, (several,), dynamic_shapes=(dims,), strict=False)
+        except Exception as error:
+            cure = unopened(met)
+            why = f"{_reason(error)}. {WAY_OUT}" if cure is None else cure
+            raise InputError(
+                f"{type(model).__name__} cannot be cut into stages, as it cannot be traced: {why}"
+            ) from error
+        finally:
+            noting.remove()
+        if not same_states({**generator_states(), "torch": before["torch"]}, before):
+            raise InputError(
+                f"{type(model).__name__} cannot be cut into stages: its forward draws from the random numbers of "
+                f"Python or NumPy, and a trace would keep what it drew once. Draw with torch. {WAY_OUT}"
+            )
+    return exported
+
+
+def _several_samples(example: Any) -> Any:
+    """The trace takes one sample for a constant, so it is made with two."""
+    sizes = {leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if sizes != {1}:
+        return example
+    return tree_map_only(torch.Tensor, lambda leaf: torch.cat([leaf, leaf]) if leaf.ndim else leaf, example)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the pages that a trace that fails prints and logs besides its error."""
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+            warnings.filterwarnings("ignore", message="The tensor attributes? .* assigned during export")
+            yield
+    finally:
+        logging.disable(level)
+
+
+def _reason(error: Exception) -> str:
+    """One line: what the trace could not follow, and where it stands."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    where = f"{frames[-1].line!r} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a line"
+    if "DataDependent" in type(error).__name__:
+        return f"{where} depends on the values of tensors"
+    said = str(error).strip().splitlines()
+    return f"{where} ends in {type(error).__name__}: {said[0] if said else ''}".rstrip(": .")
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename)
+    return path.is_absolute() and not path.is_relative_to(_TORCH) and not path.is_relative_to(_PACKAGE)

@@ -1,0 +1,1 @@
+"""In a worker: go on after losses, joins and notices."""

@@ -1,0 +1,96 @@
+"""The end of a synchronous step, the same on every worker: judge it, then update the model or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from paceline.data.feed import Piece, apart
+from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, refusal, unused
+from paceline.strategies.base import Job, Outcome
+
+
+def conclude(
+    job: Job, step: int, pieces: list[Piece], parts: list[Part], statistics: list[torch.Tensor], notice: int = 0
+) -> Outcome:
+    """Judge a step whose mean gradients are in ``.grad``, and update the model.
+
+    Args:
+        job: what is trained.
+        step: its number.
+        pieces: what this worker computed.
+        parts: the outcome of all pieces of all workers, in the order of microbatches.
+        statistics: the means of the buffers that the forward pass changes.
+        notice: what the workers told each other of the world.
+
+    Raises:
+        NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
+        InputError: a parameter has a gradient from some microbatches only, and the run is to stop.
+    """
+    skipped = judge(job, step, parts, lambda bad: _located(job, step, pieces, bad), notice)
+    if skipped is not None:
+        return skipped
+    job.compute.buffers.accept(statistics)
+    loss = mean_loss(parts, job.settings.exact)
+    seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
+    norm, rate = job.update.apply(step)
+    return Outcome(loss, norm, rate, notice=notice)
+
+
+def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> Outcome | None:
+    """Whether a step whose mean gradients are in ``.grad`` is to be left out: then its outcome.
+
+    Args:
+        job: what is trained.
+        step: its number.
+        parts: the outcome of all pieces.
+        locate: the microbatches to which a loss that is not finite goes back.
+        notice: for the outcome.
+
+    Raises:
+        NonFiniteLoss, InputError: see :func:`conclude`.
+    """
+    bad = not_finite(parts)
+    if bad is not None:
+        job.compute.buffers.reset()
+        error = refusal(bad, locate(bad), step)
+        if job.settings.nonfinite == "stop":
+            raise error
+        job.events.mark("skipped", step=step, reason=str(error))
+        loss = mean_loss(parts, job.settings.exact)
+        return Outcome(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
+    if any(part.missing for part in parts):
+        _leave_out_unused(job, parts)
+    return None
+
+
+def _leave_out_unused(job: Job, parts: list[Part]) -> None:
+    parameters = job.update.parameters
+    if job.settings.missing_gradient == "stop":
+        job.compute.buffers.reset()
+        check_gradients(parts, list(parameters))
+    without = unused(parts)
+    for place, parameter in enumerate(parameters.values()):
+        if place in without:
+            parameter.grad = None
+
+
+def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+    """The one microbatch of a piece whose loss is not finite; the worker that has the data looks, and tells all."""
+    if len(bad.microbatches) == 1:
+        return bad.microbatches
+    found = located_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
+    located: range = job.world.gather(found, "step")[bad.rank]
+    return located
+
+
+def located_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+    """The one microbatch of a piece of this worker whose loss is not finite, or all of them."""
+    (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
+    for part in apart(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
+        if not job.compute.loss_only(part).isfinite().all():
+            return part.microbatches
+    return bad.microbatches

@@ -1,0 +1,221 @@
+"""One microbatch: its forward pass, always from the same random numbers and the same buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
+
+from paceline.data.feed import Piece
+from paceline.data.keys import STEP, drawn_again, generator_states, same_states, seed_all, seed_of
+from paceline.errors import InputError
+from paceline.step.buffers import Buffers
+
+
+class Computed(NamedTuple):
+    """The forward pass of a piece, ready for its backward pass.
+
+    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it
+    is to be divided by. ``buffers``: what the piece made of the buffers, times its samples.
+    """
+
+    total: torch.Tensor
+    pair: torch.Tensor
+    buffers: list[torch.Tensor]
+
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+class Compute:
+    """Computes the loss of a piece, as a sum over what the loss counts.
+
+    Args:
+        model: the user's model.
+        forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
+        seed: of the run.
+        autocast: the type of the forward pass, or none.
+        largest: how many workers there may ever be; with more than one no forward pass may change weights.
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None, largest: int) -> None:
+        self.model = model
+        self.forward = forward
+        self.buffers = Buffers(model)
+        self._seed = seed
+        self._autocast = autocast
+        self._largest = largest
+        self._weights = dict(model.named_parameters())
+        self.joins: bool | None = None  # whether neighbouring microbatches are computed in one pass; none: not known
+        self.watches_random = False
+        self.drew_random = False
+
+    def forward_pass(self, piece: Piece, step: int) -> Computed:
+        """The forward pass of a piece, with the random numbers and buffers that belong to it."""
+        self.buffers.reset()
+        seed_all(seed_of(STEP, self._seed, step, piece.microbatches.start))
+        before = generator_states() if self.watches_random else None
+        total, count = self._loss(piece)
+        if before is not None and not same_states(before, generator_states()):
+            self.drew_random = True
+        buffers = self.buffers.collect(piece.samples)
+        if not total.requires_grad:
+            raise InputError("The loss does not depend on any parameter that requires a gradient.")
+        return Computed(total, _pair(total, count), buffers)
+
+    def loss_only(self, piece: Piece) -> torch.Tensor:
+        """The same two numbers without gradients, and without keyed random numbers."""
+        with torch.no_grad():
+            total, count = self._loss(piece)
+        return _pair(total, count)
+
+    def _loss(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor | float]:
+        with self.precision(), self.keeping_weights():
+            value = self.forward(self.model, piece.data)
+        return sum_and_count(value, piece.samples)
+
+    @contextmanager
+    def keeping_weights(self) -> Iterator[None]:
+        """In which a forward pass must not change weights: each worker would do it for its own samples.
+
+        Raises:
+            InputError: names one that it has changed.
+        """
+        if self._largest == 1:
+            yield
+            return
+        before = [value._version for value in self._weights.values()]
+        yield
+        for (name, value), version in zip(self._weights.items(), before, strict=True):
+            if value._version != version:
+                raise InputError(
+                    f"The forward pass changes the parameter {name!r} in place, as an embedding with max_norm does. "
+                    f"This run may have {self._largest} workers: each would change it for its own samples, while the "
+                    f"others compute with it or with copies of their own. Change weights in the loop after "
+                    f"session.step, in the same way on all workers."
+                )
+
+    def precision(self) -> AbstractContextManager[object]:
+        """The autocast context of the forward pass."""
+        if self._autocast is None:
+            return nullcontext()
+        device = next(self.model.parameters()).device.type
+        return torch.autocast(device, getattr(torch, self._autocast))
+
+
+def _pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    if total.device.type == "cpu":
+        return torch.tensor((total.item(), float(count)), dtype=torch.float64)
+    counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
+    return torch.stack((total.detach().double(), counted))
+
+
+def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A loss as a sum and what it is to be divided by.
+
+    Raises:
+        InputError: the loss is neither a scalar tensor nor a pair of a scalar and a count.
+    """
+    count: torch.Tensor | float = samples
+    if isinstance(value, tuple) and len(value) == 2:
+        value, count = value
+    elif isinstance(value, torch.Tensor) and value.ndim == 0:
+        value = (value if value.dtype in (torch.float32, torch.float64) else value.float()) * samples
+    if not isinstance(value, torch.Tensor) or value.ndim != 0:
+        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
+        raise InputError(
+            f"The loss must be a scalar tensor (the mean over the samples it is given) or a pair (sum, count), "
+            f"but it is {got}. Reduce it, for example with .mean()."
+        )
+    return value, count
+
+
+def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
+    """The forward pass of ``loss(model(input), target)``; also of a metric."""
+
+    def forward(model: nn.Module, data: Any) -> Any:
+        features, target = pair_of(data)
+        return loss(model(features), target)
+
+    return forward
+
+
+def pair_of(data: Any) -> tuple[Any, Any]:
+    """The input of the model and the target in a batch of data.
+
+    Raises:
+        InputError: it is no pair.
+    """
+    try:
+        features, target = data
+    except (TypeError, ValueError):
+        raise InputError(
+            f"With a loss or metric of (output, target) the data set must give pairs (input, target); a batch of "
+            f"it is a {type(data).__name__}. Use forward(model, microbatch) for anything else."
+        ) from None
+    return features, target
+
+
+Context = AbstractContextManager[object]
+
+
+def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Context]:
+    """The ``context_fn`` of a checkpoint: what is computed again draws the same numbers, and sees the same buffers.
+
+    Args:
+        buffers: of the model.
+        part: the names of those that it uses.
+    """
+    first, again = drawn_again()
+    return first, _Again(again, buffers.copies(part))
+
+
+def on_copy(call: Callable[[Any], Any], values: Any) -> Any:
+    """The input of the model may be changed in place, and is needed as it was to compute it again.
+
+    Of what comes from another stage the stage itself copies what it changes.
+    """
+    return call(tree_map_only(torch.Tensor, torch.clone, values))
+
+
+class _Again:
+    """In which a part of a model is computed again; it leaves nothing behind, and may be entered several times."""
+
+    def __init__(self, drawing: Context, buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
+        self._drawing = drawing
+        self._buffers = buffers
+
+    def __enter__(self) -> None:
+        self._drawing.__enter__()
+        self._now = [module._buffers[key] for module, key, _ in self._buffers]
+        for module, key, before in self._buffers:
+            module._buffers[key] = before.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        for (module, key, _), now in zip(self._buffers, self._now, strict=True):
+            module._buffers[key] = now
+        self._drawing.__exit__(*error)
+
+
+def recompute(model: nn.Module, classes: tuple[str, ...], buffers: Buffers) -> None:
+    """Let modules of these classes compute their activations again in the backward pass (Chen et al. 2016).
+
+    Raises:
+        InputError: no module of the model is of one of the classes.
+    """
+    found = set()
+    for module in model.modules():
+        if type(module).__name__ in classes:
+            found.add(type(module).__name__)
+            contexts = partial(computed_again, buffers, buffers.of(module))
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
+    missing = [name for name in classes if name not in found]
+    if missing:
+        present = sorted({type(module).__name__ for module in model.modules()})
+        raise InputError(f"recompute: the model has no module of class {missing[0]!r}; it has {', '.join(present)}.")

@@ -1,0 +1,87 @@
+"""The gradient of a whole batch, by one worker: the reference, and each step of the asynchronous strategies."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from paceline.data.feed import Piece
+from paceline.step.accumulate import Sums, Values
+from paceline.step.checks import Part, check_dense
+from paceline.step.fusion import Joining
+from paceline.strategies.base import Job
+
+
+class Whole:
+    """Computes all microbatches of a step, and adds them up along the canonical tree.
+
+    Args:
+        job: what is trained.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._joining = Joining(job, alone=True)
+        self._parameters = list(job.update.parameters.values())
+
+    @property
+    def decided(self) -> bool:
+        """Whether the pieces stay as they are now."""
+        return self._joining.decided
+
+    def pieces(self, step: int, share: range | None = None) -> list[range]:
+        """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
+        return self._joining.pieces(range(len(self._job.order.parts_of(step))) if share is None else share)
+
+    def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[Part], list[torch.Tensor]]:
+        """Put the mean gradients into ``.grad``.
+
+        Returns:
+            the outcome of each piece, and the means of the buffers that the forward pass changes.
+        """
+        job, exact = self._job, self._job.settings.exact
+        gradients, statistics = Sums(exact), Sums(exact)
+        pairs, missing = [], []
+        self.take_gradients()
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        for piece in pieces:
+            job.world.check()
+            computed = job.compute.forward_pass(piece, step)
+            computed.total.backward()
+            values = self.take_gradients()
+            if not job.sparse:
+                check_dense(job.update.parameters, values)
+            gradients.push(piece.microbatches.start, values)
+            statistics.push(piece.microbatches.start, [*computed.buffers])
+            pairs.append(computed.pair)
+            missing.append(frozenset(place for place, value in enumerate(values) if value is None))
+        table = torch.stack(pairs) if len(pairs) > 1 else pairs[0].unsqueeze(0)
+        parts = [
+            Part(piece.microbatches, job.world.rank, loss, count, without)
+            for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
+        ]
+        count = math.fsum(part.counted for part in parts)
+        means = gradients.total()
+        given = [value for value in means if value is not None]
+        if given:
+            torch._foreach_div_(given, count)
+        for parameter, value in zip(self._parameters, means, strict=True):
+            parameter.grad = value
+        self._joining.decide(pieces, table)
+        samples = sum(piece.samples for piece in pieces)
+        return parts, [value.div_(samples) for value in self._changed(statistics.total())]
+
+    def take_gradients(self) -> Values:
+        """The gradients as they are; there are none then."""
+        values: Values = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        return values
+
+    def _changed(self, sums: Values) -> list[torch.Tensor]:
+        buffers = self._job.compute.buffers
+        if not buffers.settled:
+            sums = [sums[place] for place in buffers.settle(buffers.live)]
+        return [value for value in sums if value is not None]

@@ -1,0 +1,60 @@
+"""A state of which each worker holds a part, brought together on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.checkpoint.state import check_savable, put_optimizer_state, tensors_of
+from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
+from paceline.comm.world import Message
+from paceline.strategies.base import Job
+
+_TAG = (1 << 26) - 1
+
+
+def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
+    """Give all workers the whole state; all call this together.
+
+    Args:
+        job: what is trained.
+        holds: of each worker the parameters and buffers whose newest values it has; none: all of them. Together they
+            have all; what several have is taken from the first.
+
+    Raises:
+        CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
+        WorkerLost: a worker was lost meanwhile; nothing has been changed.
+    """
+    check_savable(job.update.optimizer)
+    world = job.world
+    state = tensors_of(job.compute.model, job.update.optimizer)
+    everything = frozenset(map(_bare, state))
+    held = [everything if part is None else part for part in holds]
+    own = held[world.rank].difference(*held[: world.rank])
+    mine = {name: value for name, value in state.items() if _bare(name) in own}
+    parts: list[Kinds] = world.gather(kinds_of(mine), "settling")
+    world.await_group()
+    flats = [torch.empty(room_of(part), dtype=torch.uint8, device=world.device) for part in parts]
+    for name, view in views_of(flats[world.rank], parts[world.rank]).items():
+        view.copy_(mine[name])
+    peers = [rank for rank in range(world.size) if rank != world.rank]
+    sends = [Message(flats[world.rank], peer, _TAG) for peer in peers if parts[world.rank]]
+    receives = [Message(flats[peer], peer, _TAG) for peer in peers if parts[peer]]
+    for transfer in world.post(sends, receives, "while the workers brought their stages together"):
+        transfer.wait()
+    whole: dict[str, torch.Tensor] = {}
+    for flat, part in zip(flats, parts, strict=True):
+        whole.update(views_of(flat, part))
+    with torch.no_grad():
+        for name, value in state.items():
+            if name in whole and name not in mine and not name.startswith("optimizer/"):
+                value.copy_(whole[name])
+    optimizer = {name: value for name, value in whole.items() if name.startswith("optimizer/")}
+    put_optimizer_state(job.compute.model, job.update.optimizer, optimizer)
+
+
+def _bare(name: str) -> str:
+    """The parameter or buffer that a tensor of the state belongs to."""
+    kind, _, rest = name.partition("/")
+    return rest.rpartition("/")[0] if kind == "optimizer" else rest

@@ -1,0 +1,1 @@
+"""Strategies whose workers all hold the whole model."""

@@ -1,0 +1,288 @@
+"""Synchronous training that does not wait for the last workers: backup workers.
+
+::
+
+    worker 0   ▓0 ▓1 ──── ┐                     2 workers are needed, 1 is a backup worker
+    worker 1   ▓2 ░3 ── ✗ ┼ exchange ─ update   worker 1 is late: it sends nothing; 2 and 3 come back in the next step
+    worker 2   ▓4 ▓5 ──── ┘
+
+After Chen et al. 2016 (arXiv 1604.00981): of N + b gradients the first N make the update, the others are dropped. Here
+without a server: the workers agree on one set of N contributors (``comm.assignment.quorum``) before any gradient leaves, so
+all tensors are summed over the same workers. Then all exchange; who is late gives up between two passes, and only adds
+up its part of the others' gradients. The sum is divided by the samples that count.
+
+The paper loses the samples of a dropped gradient. Here they go back into the epoch (``schedule.backup``): a step
+computes b groups more than its update needs, taken from the batches to come, and the last step of an epoch uses all
+that is left. With ``backup.late = "lose"`` the batch is cut for N + b workers, and what is late is left out.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from paceline.comm.assignment.quorum import contributors_for
+from paceline.comm.step_header import Losses
+from paceline.data.feed import Piece
+from paceline.errors import ConfigError
+from paceline.schedule.backup import Groups, Length, Progress, losing, resumed, returning
+from paceline.schedule.tree import Node
+from paceline.settings import Settings
+from paceline.step.accumulate import Values, add
+from paceline.step.checks import Part, check_dense
+from paceline.step.commit import conclude
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.data_parallel.allreduce import AllReduce
+
+_BOOK = "backup"
+_FEW = 4
+"""With fewer microbatches for each worker it is said that they are few."""
+_PATIENCE = 1.5
+"""A worker that is done copies a group that takes others so many times as long as its own took."""
+
+
+class Backup(AllReduce):
+    """All-reduce over the first workers to finish."""
+
+    bitwise: ClassVar[bool] = False
+    made_exact: ClassVar[str] = "backup.workers = 0"
+    reads: ClassVar[tuple[str, ...]] = ("backup",)
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, apart=job.settings.backup.workers != 0)
+        size, order = job.world.size, job.order
+        wanted = _spare(job.settings)
+        self._spare = min(wanted, size - 1)
+        if size > 1 and self._spare < wanted:
+            self.remarks.append(
+                f"{size} workers are left, of which at most {size - 1} can be backup workers: {self._spare} instead of "
+                f"backup.workers = {wanted}"
+            )
+        waited = size - self._spare
+        if self._spare and order.microbatches < _FEW * waited:
+            self.remarks.append(
+                f"{order.microbatches} microbatches for {waited} workers that are waited for: a late worker holds up "
+                f"the others by a part of one of its microbatches; set microbatches to {_FEW * waited} or more"
+            )
+        last = len(order.parts_of(order.steps_per_epoch - 1))
+        total = (order.steps_per_epoch - 1) * order.microbatches + last
+        self._length = Length(order.steps_per_epoch, order.microbatches, total)
+        self._contributors = contributors_for(job.world)
+        self._samples = 0
+
+    @classmethod
+    def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
+        wanted = _spare(settings)
+        if workers > 1 and wanted >= workers:
+            raise ConfigError(
+                f"backup.workers = {wanted} leaves none of the {workers} workers to wait for: use fewer than "
+                f"{workers} backup workers, or more than {wanted} workers."
+            )
+
+    @classmethod
+    def exact_with(cls, settings: Settings) -> bool:
+        """Without backup workers it is all-reduce."""
+        return settings.backup.workers == 0
+
+    @classmethod
+    def ignores(cls, settings: Settings) -> tuple[str, ...]:
+        return () if _spare(settings) else ("backup.late",)
+
+    def _most_pieces(self) -> int:
+        most = super()._most_pieces()
+        return most if self._plain else 2 * most  # what is left for the last step of an epoch is less
+
+    @property
+    def _plain(self) -> bool:
+        return self._job.settings.backup.workers == 0
+
+    def pieces(self, step: int) -> list[range]:
+        """What is loaded ahead: nothing, as the microbatches of a step depend on who was late in the one before."""
+        return super().pieces(step) if self._plain else []
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        if self._plain:
+            return super().step(step, pieces)
+        job = self._job
+        progress = self._progress(step)
+        groups = self._groups(progress, step)
+        self._leaving.begin([], exact=False)
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        self._contributors.begin(step, len(groups.members), groups.needed)
+        counted = self._compute(step, groups)
+        agreed = self._contributors.agreed()
+        outcome = self._conclude(step, groups, agreed, counted)
+        used = [one for group in agreed for one in groups.members[group]]
+        job.books[_BOOK] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
+        self._record(step, groups, agreed)
+        return outcome
+
+    def _samples_of(self, step: int) -> int:
+        return super()._samples_of(step) if self._plain else self._samples
+
+    def _progress(self, step: int) -> Progress:
+        """How far the epoch of a step is before it."""
+        epoch, place = divmod(step, self._length.steps)
+        book = self._job.books.get(_BOOK)
+        if book is None:
+            return resumed(place, self._length)
+        progress = Progress()
+        if book["epoch"] == epoch:
+            progress = Progress(book["steps"], book["before"], tuple(book["beyond"]))
+        while progress.steps < place:  # the script has left steps out
+            progress = progress.skipped(self._length)
+        return progress
+
+    def _groups(self, progress: Progress, step: int) -> Groups:
+        size = self._job.world.size
+        if self._job.settings.backup.late == "return":
+            return returning(progress, self._length, size, self._spare)
+        start = progress.steps * self._length.batch
+        return losing(range(start, start + len(self._job.order.parts_of(step))), size, self._spare)
+
+    def _origin(self, step: int, microbatch: int) -> tuple[int, int]:
+        """The step, and the number in its batch, of a microbatch of the epoch."""
+        place, number = divmod(microbatch, self._length.batch)
+        return step - step % self._length.steps + place, number
+
+    def _compute(self, step: int, groups: Groups) -> Counted:
+        """Compute a group, and copies of others if that may help, until there are enough contributors."""
+        contributors, world = self._contributors, self._job.world
+        counted = Counted()
+        group = groups.of(world.rank, step, world.size)
+        while group is not None:
+            begin = time.monotonic()
+            contributors.start(group)
+            result = self._computed(step, groups.members[group], group)
+            if result is not None and contributors.finish(group):
+                counted.add(group, result)
+            now = time.monotonic()
+            if not groups.copied or contributors.wait(now + (_PATIENCE - 1.0) * (now - begin)):
+                break
+            group = contributors.open_group()
+        contributors.wait()
+        return counted
+
+    def _computed(self, step: int, members: tuple[int, ...], group: int) -> Result | None:
+        """What a group gives; none if it is too late for that."""
+        job, result = self._job, Result()
+        for microbatch in members:
+            job.world.check()
+            if self._contributors.is_late(group):
+                return None
+            origin, number = self._origin(step, microbatch)
+            (piece,) = job.feed.load(origin, [range(number, number + 1)])
+            computed = job.compute.forward_pass(piece, origin)
+            if self._contributors.is_late(group):
+                return None
+            computed.total.backward()
+            if computed.total.device.type == "cuda":
+                torch.cuda.synchronize()  # what is only queued is not done
+            gradients: Values = [parameter.grad for parameter in self._parameters]
+            for parameter in self._parameters:
+                parameter.grad = None
+            check_dense(job.update.parameters, gradients)
+            result.add(piece.samples, computed.pair, gradients, [*computed.buffers])
+        return result
+
+    def _conclude(self, step: int, groups: Groups, agreed: dict[int, int], counted: Counted) -> Outcome:
+        """Exchange what counts, and update the model."""
+        job, size = self._job, self._job.world.size
+        places = _places(groups)
+        held = [[place for group in agreed if agreed[group] == rank for place in places[group]] for rank in range(size)]
+        layout = [[range(place, place + 1) for place in own] for own in held]
+        nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
+        pairs = [pair for group in sorted(counted.results) for pair in counted.results[group].pairs]
+        losses = Losses(self._losses, step, held[job.world.rank], pairs, job.world.device)
+        self._leaving.at_once(nodes, counted.gradients(), losses)
+        self._leaving.finish()
+        missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
+        parts = [self._named(step, groups, part) for part in self._parts(layout, losses, missing)]
+        used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
+        self._samples = sum(len(job.order.parts_of(origin)[number]) for origin, number in used)
+        means = self._mean_statistics(step, nodes, counted.statistics())
+        return conclude(job, step, [], parts, means, losses.notice)
+
+    def _named(self, step: int, groups: Groups, part: Part) -> Part:
+        """A part that is known by its place in the step, by the name that its microbatch has in its batch."""
+        members = [one for group in groups.members for one in group]
+        origin, number = self._origin(step, members[part.microbatches.start])
+        return part._replace(microbatches=range(number, number + 1), origin=None if origin == step else origin)
+
+    def _record(self, step: int, groups: Groups, agreed: dict[int, int]) -> None:
+        """The set, as this worker knows it: rank and microbatches of each contribution, and what was dropped."""
+        origins = [[self._origin(step, one) for one in group] for group in groups.members]
+        self._job.events.mark(
+            "backup",
+            step=step,
+            used=[(rank, origins[group]) for group, rank in agreed.items()],
+            dropped=[one for group, one in enumerate(origins) if group not in agreed],
+        )
+
+
+@dataclass
+class Result:
+    """What one group gives: sums over its microbatches, and for each of them the loss and what got no gradient."""
+
+    gradients: Values = field(default_factory=list)
+    statistics: Values = field(default_factory=list)
+    pairs: list[torch.Tensor] = field(default_factory=list)
+    missing: list[list[int]] = field(default_factory=list)
+    samples: int = 0
+
+    def add(self, samples: int, pair: torch.Tensor, gradients: Values, statistics: Values) -> None:
+        """One microbatch more."""
+        self.samples += samples
+        self.pairs.append(pair)
+        self.missing.append([place for place, value in enumerate(gradients) if value is None])
+        self.gradients = add(self.gradients, gradients) if self.gradients else gradients
+        self.statistics = add(self.statistics, statistics) if self.statistics else statistics
+
+
+@dataclass
+class Counted:
+    """The results of this worker that count, by group."""
+
+    results: dict[int, Result] = field(default_factory=dict)
+
+    def add(self, group: int, result: Result) -> None:
+        """One more."""
+        self.results[group] = result
+
+    def gradients(self) -> list[Values]:
+        """Their sum, if there is one."""
+        return _sum([result.gradients for result in self.results.values()])
+
+    def statistics(self) -> list[Values]:
+        """The sum of what they made of the buffers, if there is one."""
+        return _sum([result.statistics for result in self.results.values()])
+
+
+def _sum(results: list[Values]) -> list[Values]:
+    if not results:
+        return []
+    total = results[0]
+    for other in results[1:]:
+        total = add(total, other)
+    return [total]
+
+
+def _places(groups: Groups) -> list[list[int]]:
+    """The place of each microbatch of each group among all of the step."""
+    places, start = [], 0
+    for group in groups.members:
+        places.append(list(range(start, start + len(group))))
+        start += len(group)
+    return places
+
+
+def _spare(settings: Settings) -> int:
+    return 1 if settings.backup.workers is None else settings.backup.workers
+
+
+Backup.alone = Backup  # a single worker that is left still owes the epoch what was too late before

@@ -1,0 +1,271 @@
+"""Each worker trains by itself for some steps, then all average their models: local SGD.
+
+::
+
+    every = 3, after = 2         ▓ all-reduce   ░ this worker's share of the batch, its own update   A average
+
+    step        0   1   2   3   4       5   6   7
+    worker 0    ▓ ┐ ▓ ┐ ░   ░   ░   A ┐ ░   ░   ░   A ┐
+    worker 1    ▓ ┼ ▓ ┼ ░  ░  ░     A ┼ ░  ░  ░     A ┼        nobody waits between two averages
+    worker 2    ▓ ┘ ▓ ┘ ░    ░    ░ A ┘ ░    ░    ░ A ┘
+
+Stich 2018 (arXiv 1805.09767); with synchronous training before it, post-local SGD (Lin et al. 2018, arXiv 1808.07217).
+Parameters, the buffers that the forward pass changes and the optimizer's state are averaged, each worker's weighted by
+the samples that it has trained on since the last average: an average after each step is then the same as averaging the
+gradients, for SGD, whatever the shares. Counters are rounded.
+
+Before an evaluation or a checkpoint, and at the end, all average as well. What a worker has done since the last average
+is lost with it; the others go on from the model of the one that is furthest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from typing import Any, ClassVar
+
+import torch
+
+from paceline.checkpoint.state import put_optimizer_state, tensors_of
+from paceline.comm.reduction.bucketed import Exchange
+from paceline.comm.reduction.shared_memory import exchange_for
+from paceline.data.feed import Piece
+from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import DisagreementError
+from paceline.schedule.shares import even
+from paceline.schedule.tree import Node
+from paceline.step.checks import mean_loss
+from paceline.step.commit import judge, located_here
+from paceline.step.full_batch import Whole
+from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.strategies.data_parallel.allreduce import AllReduce
+
+_BOOK = "local-sgd"
+_TAGS = 1 << 20
+
+
+class LocalSgd(Strategy):
+    """Own updates, and an average of the models now and then."""
+
+    bitwise: ClassVar[bool] = False
+    replicated: ClassVar[bool] = False
+    reads: ClassVar[tuple[str, ...]] = ("local",)
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job)
+        local = job.settings.local
+        self._every, self._after = local.every, local.after
+        self._synchronous = AllReduce(job) if local.after else None
+        self._whole = None if local.after else Whole(job)
+        self._models = Models(job)
+        self._trained: list[int] = []
+        self._pair = 0.0, 0.0
+        self.remarks.append(
+            f"from step {local.after} on each worker makes updates of its own; the models are averaged after every "
+            f"{local.every} steps, before evaluations and checkpoints, and at the end. In between the loss is that of "
+            f"the worker's own share, and the bits depend on the number of workers"
+        )
+
+    @property
+    def decided(self) -> bool:
+        if self._whole is not None:
+            return self._whole.decided
+        assert self._synchronous is not None
+        return self._synchronous.decided
+
+    def pieces(self, step: int) -> list[range]:
+        if step < self._after:
+            assert self._synchronous is not None
+            return self._synchronous.pieces(step)
+        share = even(len(self._job.order.parts_of(step)), self._job.world.size)[self._job.world.rank]
+        return self._own().pieces(step, share)
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        if step < self._after:
+            assert self._synchronous is not None
+            return self._synchronous.step(step, pieces)
+        self._job.world.check()
+        outcome = self._train(step, pieces)
+        if len(self._trained) < self._every:
+            return outcome
+        return self._average(step, outcome)
+
+    def settle(self, steps: int) -> None:
+        if self._trained:
+            self._average(steps - 1, None)
+
+    def close(self) -> None:
+        if self._synchronous is not None:
+            self._synchronous.close()
+        self._own().take_gradients()
+
+    def _own(self) -> Whole:
+        """What computes this worker's share; made when the synchronous steps have found out how."""
+        if self._whole is None:
+            self._whole = Whole(self._job)
+        return self._whole
+
+    def _train(self, step: int, pieces: list[Piece]) -> Outcome:
+        """An update from this worker's share of the batch.
+
+        It may have been made before: when a worker is lost in the average that follows, the step is repeated, from the
+        model of one whose update was made.
+        """
+        job, book = self._job, self._job.books.get(_BOOK, {})
+        if step < book.get("steps", 0):
+            return Outcome(book["loss"], book["norm"], book["learning_rate"])
+        self._pair = 0.0, 0.0
+        outcome = self._update(step, pieces) if pieces else self._without_share(book)
+        self._trained.append(step)
+        job.books[_BOOK] = {
+            "steps": step + 1,
+            "loss": outcome.loss,
+            "norm": float(outcome.norm),
+            "learning_rate": outcome.learning_rate,
+        }
+        return outcome
+
+    def _update(self, step: int, pieces: list[Piece]) -> Outcome:
+        job = self._job
+        parts, changed = self._own().gradients(step, pieces)
+        skipped = judge(job, step, parts, lambda bad: located_here(job, step, pieces, bad))
+        if skipped is not None:
+            job.update.advance()  # the schedule is the same for all workers
+            return skipped
+        job.compute.buffers.accept(changed)
+        self._pair = math.fsum(part.loss for part in parts), math.fsum(part.counted for part in parts)
+        seed_torch(seed_of(UPDATE, job.settings.seed, step))
+        norm, rate = job.update.apply(step)
+        self._models.weight += self._pair[1]
+        return Outcome(mean_loss(parts, exact=False), norm, rate)
+
+    def _without_share(self, book: dict[str, Any]) -> Outcome:
+        """A short batch may have fewer microbatches than there are workers; the loss is the last one that is known."""
+        self._job.update.advance()
+        rate = self._job.update.learning_rate
+        return Outcome(book.get("loss", math.nan), 0.0, rate)
+
+    def _average(self, step: int, outcome: Outcome | None) -> Outcome:
+        """Average the models; of a step's outcome the loss is then that of the whole batch."""
+        begin = time.perf_counter()
+        world = self._job.world
+        own = self._trained, self._models.weight, self._pair, world.notice(), self._models.kinds()
+        told = world.gather(own, f"averaging after step {step}")
+        _check_trained([trained for trained, *_ in told])
+        weights = [weight for _, weight, *_ in told]
+        self._models.average(weights, same=all(kinds == own[-1] for *_, kinds in told))
+        self._trained = []
+        self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
+        count = math.fsum(pair[1] for _, _, pair, *_ in told)
+        if outcome is None or count == 0:
+            outcome = outcome or Outcome(math.nan, math.nan, self._job.update.learning_rate)
+            loss = outcome.loss
+        else:
+            loss = math.fsum(pair[0] for _, _, pair, *_ in told) / count
+        notice = max(notice for *_, notice, _ in told)
+        return Outcome(loss, outcome.norm, outcome.learning_rate, outcome.applied, notice)
+
+
+def _check_trained(told: list[list[int]]) -> None:
+    """Refuse an average of workers that have not trained on the same batches, by the steps of each."""
+    steps = set().union(*told)
+    for rank, trained in enumerate(told):
+        if missing := steps - set(trained):
+            raise DisagreementError(
+                f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
+                f"worker must take the same batches from session.batches; look for a loop that leaves or skips early "
+                f"on some ranks only."
+            )
+
+
+class Models:
+    """The average of what the workers' updates have changed.
+
+    Attributes:
+        weight: of this worker's model: what its losses have counted since the last average, mostly samples.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._names: list[str] = []
+        self._exchange: Exchange | None = None
+        self.weight = 0.0
+
+    def kinds(self) -> str:
+        """Tells whether two workers have tensors of the same names, types and shapes."""
+        told = [(name, value.dtype, value.shape) for name, value in self._changing().items()]
+        return hashlib.sha256(repr(told).encode()).hexdigest()
+
+    def average(self, weights: list[float], same: bool) -> None:
+        """Take over the mean of all workers' tensors.
+
+        Args:
+            weights: of each worker.
+            same: whether all workers have the same tensors; an optimizer has no state for what it never updated.
+        """
+        self.weight, whole = 0.0, math.fsum(weights)
+        if whole == 0:  # nobody has made an update
+            return
+        values = self._changing() if same else self._completed()
+        own = weights[self._job.world.rank] / whole
+        exchange = self._exchange_of(values)
+        exchange.begin([[Node(0, rank)] if weight else [] for rank, weight in enumerate(weights)], lambda: 1.0)
+        for member, value in enumerate(values.values()):
+            for slot in exchange.slots(member):
+                slot.copy_(value).mul_(own)
+            exchange.written(member)
+        exchange.finish()
+        self._take({name: exchange.mean(member) for member, name in enumerate(values)}, values)
+
+    def _changing(self) -> dict[str, torch.Tensor]:
+        """What updates and forward passes change, by name."""
+        job = self._job
+        fixed = {f"buffer/{name}" for name, _ in job.compute.model.named_buffers()}
+        fixed |= {f"parameter/{name}" for name, _ in job.compute.model.named_parameters()}
+        fixed -= {f"buffer/{name}" for name in job.compute.buffers.live}
+        fixed -= {f"parameter/{name}" for name in job.update.parameters}
+        tensors = tensors_of(job.compute.model, job.update.optimizer)
+        return {name: value for name, value in tensors.items() if name not in fixed}
+
+    def _completed(self) -> dict[str, torch.Tensor]:
+        """The same with zeros for what only other workers have, in one order for all."""
+        job, own = self._job, self._changing()
+        kinds = {name: (value.dtype, value.shape) for name, value in own.items()}
+        told = job.world.gather((job.compute.buffers.live, kinds), "step")
+        job.compute.buffers.settle(name for live, _ in told for name in live)
+        known: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        for _, others in told:
+            known |= others
+        own |= {name: value for name, value in self._changing().items() if name in known}
+        device = job.world.device
+        return {
+            name: own[name] if name in own else torch.zeros(known[name][1], dtype=known[name][0], device=device)
+            for name in sorted(known)
+        }
+
+    def _exchange_of(self, values: dict[str, torch.Tensor]) -> Exchange:
+        if self._exchange is None or self._names != list(values):
+            examples = [_summable(value).to(self._job.world.device) for value in values.values()]
+            self._names = list(values)
+            self._exchange = exchange_for(self._job.world, examples, self._job.events, "models", _TAGS)
+        return self._exchange
+
+    def _take(self, means: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
+        job, state = self._job, {}
+        with torch.no_grad():
+            for name, value in values.items():
+                counts = not (value.is_floating_point() or value.is_complex()) or name.endswith("/step")
+                mean = means[name].round() if counts else means[name]
+                if name.startswith("optimizer/"):
+                    state[name] = mean.to(value.dtype).to(value.device)
+                else:
+                    value.copy_(mean)
+        put_optimizer_state(job.compute.model, job.update.optimizer, state)
+
+
+def _summable(value: torch.Tensor) -> torch.Tensor:
+    """In a type whose sums are precise enough."""
+    if value.dtype in (torch.float16, torch.bfloat16):
+        return value.float()
+    return value if value.is_floating_point() or value.is_complex() else value.double()

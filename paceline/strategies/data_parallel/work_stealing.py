@@ -1,0 +1,163 @@
+"""All-reduce in which a worker that has done its share takes over from the slowest one: rapid reassignment.
+
+::
+
+    worker 0   ▓0 ▓1 ▓2 ▓7 ┐              8 microbatches on 3 workers: shares of 3, 3, 2
+    worker 1   ▓3     ▓4   ┼ exchange ─   worker 1 is slow: 5 goes to worker 2; worker 0 has done its share
+    worker 2   ▓6 ▓7 ▓5    ┘
+
+After FlexRR (Harlap et al., SoCC 2016), which moves work to faster workers in a parameter server that tolerates some
+lag; here within a synchronous step: the gradients of the same microbatches are summed in the same way, whoever
+computes them, so no sample is lost, and with ``exact`` the bits are those of all-reduce. A step takes as long as its
+microbatches take at the sum of the workers' speeds, and part of a microbatch of the slowest one.
+
+Who takes what is decided by leases (``comm.assignment.leases``). Between steps the shares follow the speeds (``schedule.pace``),
+so that a worker that is slow for long has less to give away. Gradients leave when everything is computed: until then
+nobody knows who holds what.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import ClassVar
+
+import torch
+
+from paceline.comm.assignment.leases import Lease, leases_for
+from paceline.comm.step_header import Losses
+from paceline.data.feed import Piece
+from paceline.schedule.pace import Pace
+from paceline.schedule.tree import Node, nodes_of
+from paceline.step.accumulate import ScatteredSums, Values
+from paceline.step.checks import check_dense
+from paceline.step.commit import conclude
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.data_parallel.allreduce import AllReduce
+
+
+class Stealing(AllReduce):
+    """Workers that are done early take microbatches from those that are not."""
+
+    reads: ClassVar[tuple[str, ...]] = ("shares",)
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job, apart=True)
+        total = job.order.microbatches
+        self._leases = leases_for(job.world, total)
+        self._pace = Pace(job.world.size, total, fits=job.settings.shares == "speed")
+        if total < 4 * job.world.size:
+            self.remarks.append(
+                f"{total} microbatches for {job.world.size} workers leave little to take over: set microbatches to "
+                f"{4 * job.world.size} or more (it is part of what decides the bits)"
+            )
+
+    def pieces(self, step: int) -> list[range]:
+        """This worker's share, if processes load it ahead; else each microbatch is loaded when it is leased."""
+        if not self._job.settings.workers_per_loader:
+            return []
+        return super().pieces(step)
+
+    def _shares(self, step: int) -> tuple[range, ...]:
+        return self._pace.shares(len(self._job.order.parts_of(step)))
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        job = self._job
+        computed = Computed(job, step, pieces)
+        self._leaving.begin([], job.settings.exact)
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        self._leases.begin(step, self._shares(step), self._pace.seconds())
+        while (lease := self._leases.next()) is not None:
+            if lease.share != job.world.rank or lease.again:
+                seconds = time.monotonic() - self._leases.asked
+                job.events.mark("steal", step=step, seconds=seconds, **lease._asdict())
+            self._compute(step, lease, computed)
+        return self._conclude(step, computed)
+
+    def _compute(self, step: int, lease: Lease, computed: Computed) -> None:
+        """Compute a microbatch, unless another worker's result is there first."""
+        job, begin = self._job, time.perf_counter()
+        job.world.check()
+        piece = computed.piece(lease.microbatch)
+        forward = job.compute.forward_pass(piece, step)
+        if lease.again and self._leases.overtaken(lease.microbatch):
+            return
+        forward.total.backward()
+        if forward.total.device.type == "cuda":
+            torch.cuda.synchronize()  # a microbatch that is only queued says nothing about the speed
+        gradients: Values = [parameter.grad for parameter in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+        check_dense(job.update.parameters, gradients)
+        if self._leases.finish(lease.microbatch):
+            computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
+
+    def _conclude(self, step: int, computed: Computed) -> Outcome:
+        job = self._job
+        pieces, pairs = computed.sorted()
+        starts = [piece.microbatches.start for piece in pieces]
+        missing = [computed.missing[start] for start in starts]
+        losses = Losses(
+            self._losses, step, starts, pairs, job.world.device, computed.seconds, missing=any(map(len, missing))
+        )
+        if not job.settings.exact:  # one sum of each worker, so nobody needs to know who holds what
+            nothing: Values = [None] * len(self._parameters)
+            one_each = [[Node(0, rank)] for rank in range(job.world.size)]
+            self._leaving.at_once(one_each, computed.gradients.values() or [nothing], losses)
+        held = self._held(losses, step)
+        if job.settings.exact:
+            nodes = [nodes_of(own) for own in held]
+            self._leaving.at_once(nodes, computed.gradients.values(), losses)
+        else:
+            nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
+        self._leaving.finish()
+        parts = self._parts([[range(one, one + 1) for one in own] for own in held], losses, missing)
+        means = self._mean_statistics(step, nodes, computed.statistics.values())
+        self.seconds = losses.seconds
+        if self._pace.observe(losses.seconds, [len(own) for own in held]):
+            job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
+        return conclude(job, step, pieces, parts, means, losses.notice)
+
+    def _held(self, losses: Losses, step: int) -> list[list[int]]:
+        """The microbatches whose results each rank holds."""
+        results = losses.results()
+        numbers = [result.start for result in results]
+        assert numbers == list(range(len(self._job.order.parts_of(step)))), f"step {step} has results of {numbers}"
+        held: list[list[int]] = [[] for _ in range(self._job.world.size)]
+        for result in results:
+            held[result.rank].append(result.start)
+        return held
+
+
+class Computed:
+    """What one worker has computed in a step."""
+
+    def __init__(self, job: Job, step: int, pieces: list[Piece]) -> None:
+        self._job = job
+        self._step = step
+        self._loaded = {piece.microbatches.start: piece for piece in pieces}
+        self._results: dict[int, tuple[Piece, torch.Tensor]] = {}
+        self.gradients = ScatteredSums(job.settings.exact)
+        self.statistics = ScatteredSums(job.settings.exact)
+        self.missing: dict[int, list[int]] = {}
+        self.seconds = 0.0
+
+    def piece(self, microbatch: int) -> Piece:
+        """The data of a microbatch, loaded now if it is not there yet."""
+        if microbatch not in self._loaded:
+            (self._loaded[microbatch],) = self._job.feed.load(self._step, [range(microbatch, microbatch + 1)])
+        return self._loaded[microbatch]
+
+    def add(self, piece: Piece, pair: torch.Tensor, gradients: Values, buffers: Values, seconds: float) -> None:
+        """A result that counts."""
+        start = piece.microbatches.start
+        self._results[start] = piece, pair
+        self.missing[start] = [place for place, value in enumerate(gradients) if value is None]
+        self.gradients.push(start, gradients)
+        self.statistics.push(start, buffers)
+        self.seconds += seconds
+
+    def sorted(self) -> tuple[list[Piece], list[torch.Tensor]]:
+        """The pieces in the order of microbatches, and their sums of losses and counts."""
+        results = [self._results[start] for start in sorted(self._results)]
+        return [piece for piece, _ in results], [pair for _, pair in results]

@@ -1,0 +1,1 @@
+"""Strategies whose workers send gradients to servers of the parameters."""

@@ -1,0 +1,341 @@
+"""Synchronous pipelines: all microbatches of a batch go through, the pipeline runs empty, then one update.
+
+The gradients of a microbatch are those of the model in one piece, and their sums go along the canonical tree, so the
+bits do not depend on the cut, on the schedule, or on how many workers hold a stage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+
+from paceline.checkpoint.state import check_savable
+from paceline.comm.reduction.bucketed import Divisor, Exchange
+from paceline.comm.step_header import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
+from paceline.data.feed import Piece
+from paceline.data.keys import UPDATE, seed_of, seed_torch
+from paceline.errors import InputError, WorkerLost
+from paceline.schedule.choice import flushed_schedule
+from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.tree import Node, nodes_of, total
+from paceline.step.accumulate import ScatteredSums, Values, add, add_one
+from paceline.step.checks import Part, check_dense, mean_loss
+from paceline.step.commit import judge
+from paceline.step.optimizer_probe import check_drawn
+from paceline.strategies.base import Job, Outcome
+from paceline.strategies.pipeline.executor import Hooks
+from paceline.strategies.pipeline.rebalance import Drift
+from paceline.strategies.pipeline.stages import Borders, Staged
+
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
+_NOT_MINE = -1.0
+"""Told for the norm of a gradient that another worker has, or nobody."""
+
+
+class Flushed(Hooks):
+    """A pipeline that runs empty in each step."""
+
+    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+        self._job = job
+        self._say = say
+        self._plans: dict[int, Schedule] = {}
+        self._updated = False
+        self._parameters = job.update.parameters
+        rows = job.order.microbatches + HEADER
+        self._losses = Notes(job.world, LOSSES, ROW_BYTES * rows)
+        self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
+        self._lay_out(None)
+
+    def _lay_out(self, cut: Borders | None) -> None:
+        """Borders the model, and get ready for what this worker holds of it then."""
+        job = self._job
+        enough = max(job.order.microbatches, job.world.size)  # for each worker to have some: who holds what
+        self.staged = Staged(job, self._plan(enough), cut)
+        self._executor = self.staged.executor(self)
+        self._own = [name for names in self.staged.names.values() for name in names]
+        examples = [self._parameters[name].detach() for name in self._own]
+        self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
+        self._statistics: Exchange | None = None
+        self._drift: Drift | None = None
+        borders, one_each = self.staged.cut, len(self.staged.held) == 1
+        if borders.times is not None and not borders.stays and one_each:
+            seconds = [forward + backward for forward, backward in borders.times]
+            self._drift = Drift(seconds, borders.bounds, self.staged.workers_of)
+
+    def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> Exchange | None:
+        team = self.staged.team
+        return Exchange(team, examples, self._job.events, name, tags) if team.size > 1 else None
+
+    def _plan(self, microbatches: int) -> Schedule:
+        if microbatches not in self._plans:
+            self._plans[microbatches] = flushed_schedule(
+                self._job.settings.pipeline, self._job.world.size, microbatches
+            )
+        return self._plans[microbatches]
+
+    def pieces(self, step: int) -> list[range]:
+        """See :meth:`Strategy.pieces`."""
+        return self.staged.loaded(self._plan(len(self._job.order.parts_of(step))))
+
+    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+        """See :meth:`Strategy.step`."""
+        job = self._job
+        job.world.check()
+        job.world.await_group()
+        if not self.staged.known:
+            self.staged.learn()
+        if self.staged.freezing.changed:
+            self._executor.forget_forms()
+            self.staged.freezing.note()
+        self._run(step, pieces)
+        exact = job.settings.exact
+        pairs = self._executor.pairs
+        starts, missing = sorted(pairs), any(self._without.values())
+        losses = Losses(
+            self._losses,
+            step,
+            starts,
+            [pairs[start] for start in starts],
+            job.world.device,
+            self._executor.busy,
+            missing,
+        )
+        self._executor.finish()
+        self._add_tied()
+        losses.results()
+        parts = self._parts(losses)
+        self._mean_gradients(losses)
+        statistics = self._mean_statistics(step)
+        skipped = judge(job, step, parts, lambda bad: bad.microbatches, losses.notice)
+        if skipped is not None:
+            self._heed(losses.notice)
+            return skipped
+        loss, norm = mean_loss(parts, exact), self._norm()  # so all know that all have their mean gradients
+        job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
+        seed_torch(seed_of(UPDATE, job.settings.seed, step))
+        _, rate = job.update.apply(step, norm=norm)
+        first, self._updated = not self._updated, True
+        if first:
+            check_savable(job.update.optimizer)
+        self.staged.moved()
+        with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
+            if first:
+                check_drawn(job)
+            self.staged.tied.spread(self._parameters)
+            self._watch(losses.seconds)
+            self._heed(losses.notice)
+        return Outcome(loss, norm, rate, notice=losses.notice)
+
+    def _run(self, step: int, pieces: list[Piece]) -> None:
+        """Carry out the forward and backward passes."""
+        job = self._job
+        self._now = plan = self._plan(len(job.order.parts_of(step)))
+        exact = job.settings.exact
+        self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
+        self._without: dict[int, Counter[str]] = {}  # in how many stages
+        self._seen: dict[str, int] = {}
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+        self._executor.clear()
+        self._scale = 1.0 if exact else _scale_for(job.order.samples_of(step))
+        self._executor.enter(step, pieces, scale=self._scale)
+        self._executor.run([one for one in plan.workers[job.world.rank] if one.kind not in (Kind.REDUCE, Kind.UPDATE)])
+
+    def _heed(self, notice: int) -> None:
+        """The world is to change, or the run to end: who leaves must not take the only copy of a stage along."""
+        if notice:
+            self.staged.settle()
+
+    def _watch(self, seconds: list[float]) -> None:
+        """Borders the model again if that would make the slowest stage faster."""
+        verdict = self._drift.see(seconds) if self._drift else None
+        if verdict is None:
+            return
+        self._job.events.mark("drift", **verdict._asdict())
+        self._say(verdict.told())
+        self.staged.settle()
+        before = self.staged.cut
+        try:
+            self._lay_out(replace(before, bounds=verdict.bounds))
+        except InputError:  # two stages would change one buffer
+            self._lay_out(before)
+            self._drift = None
+        self._job.world.gather(None, "settling")  # nobody's next step begins before the cut is recorded
+
+    def settle(self) -> None:
+        """See :meth:`Strategy.settle`."""
+        self.staged.settle()
+
+    def close(self) -> None:
+        """Let go of the gradients, and make room for the parameters that other workers have."""
+        self.staged.close()
+        for parameter in self._parameters.values():
+            parameter.grad = None
+
+    def worker_of(self, stage: int, microbatch: int) -> int:
+        return self._now.worker_of(stage, microbatch)
+
+    def weights(self, operation: Operation) -> AbstractContextManager[object]:
+        return self.staged.tied.during(operation)
+
+    def gave(self, stage: int, microbatch: int) -> None:
+        """Take the gradients that a backward pass of a stage has left.
+
+        Without exact bits those of parameters of one stage stay where they are: the next backward pass adds to them
+        while they are at hand.
+        """
+        tied, held, exact = self.staged.tied, self.staged.held[stage], self._job.settings.exact
+        values: dict[str, torch.Tensor | None] = {}
+        check_dense(held.trained, [self._parameters[name].grad for name in held.trained])
+        for name in held.trained:
+            parameter, alone = self._parameters[name], tied.owner_of(name) is None
+            gradient = parameter.grad
+            if exact or not alone:
+                parameter.grad = None
+            elif gradient is not None:
+                if self._seen.get(name) == gradient._version:  # nothing was added
+                    gradient = None
+                else:
+                    self._seen[name] = gradient._version
+            if gradient is None:
+                self._without.setdefault(microbatch, Counter())[name] += 1
+            values[name] = gradient if exact or not alone else None
+        for name in held.trained:
+            owner = tied.owner_of(name)
+            if owner == stage:
+                values[name] = tied.complete(name, microbatch, values[name], self._now)
+            elif owner is not None:
+                tied.give(name, stage, microbatch, values[name], self._now)
+        self._sums[stage].push(microbatch, [values[name] for name in self.staged.names[stage]])
+
+    def _add_tied(self) -> None:
+        """Without exact bits: what other stages have of the parameters owned here."""
+        for name, gradient in self.staged.tied.bring_together(self._now).items():
+            stage = self.staged.tied.owner_of(name)
+            assert stage is not None
+            if gradient is not None:
+                values: Values = [gradient if own == name else None for own in self.staged.names[stage]]
+                self._sums[stage].push(0, values)
+        self.staged.tied.finish()
+
+    def _parts(self, losses: Losses) -> list[Part]:
+        without: dict[int, Counter[str]] = defaultdict(Counter)
+        if losses.missing:
+            for told in self._job.world.gather(self._without, "step"):
+                for microbatch, names in told.items():
+                    without[microbatch].update(names)
+        return [
+            Part(range(start, start + 1), rank, loss, count, self._nowhere(without[start]))
+            for start, rank, loss, count in losses.results()
+        ]
+
+    def _nowhere(self, without: Counter[str]) -> frozenset[int]:
+        """The places of the parameters to which no stage gave a gradient."""
+        users = self.staged.tied.users
+        stages = [len(users[name]) if name in users else 1 for name in self._parameters]
+        return frozenset(place for place, name in enumerate(self._parameters) if without[name] == stages[place])
+
+    def _shares(self) -> list[list[Node]]:
+        """The nodes of the canonical tree whose sums each worker of the team holds."""
+        shares = []
+        stage = min(self.staged.held)
+        for place, rank in enumerate(self.staged.team.ranks):
+            mine = [
+                one.microbatch for one in self._now.workers[rank] if one.kind is Kind.FORWARD and one.stage == stage
+            ]
+            exact = nodes_of(mine) if self._job.settings.exact else [Node(0, place)] if mine else []
+            shares.append(exact)
+        return shares
+
+    def _mean_gradients(self, losses: Losses) -> None:
+        if not self._job.settings.exact and self._shares()[self.staged.team.rank]:
+            for stage, names in self.staged.names.items():
+                alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
+                self._sums[stage].push(0, [alone.get(name) for name in names])
+        sums = _side_by_side(self._sums[stage].values() for stage in self.staged.held)
+        means = self._total(self._exchange, sums, lambda: losses.count() * self._scale)
+        for name, value in zip(self._own, means, strict=True):
+            self._parameters[name].grad = value
+
+    def _total(self, exchange: Exchange | None, sums: list[Values], divisor: Divisor) -> Values:
+        """The means over the team of what its workers hold as sums of nodes."""
+        nodes = self._shares()
+        if exchange is None:
+            held = list(zip(nodes[0], sums, strict=True)) or [(Node(0, 0), [])]
+            means = total(held, add)
+            given = [value for value in means if value is not None]
+            if given and (rest := divisor()) != 1.0:
+                torch._foreach_div_(given, rest)
+            return means
+        exchange.begin(nodes, divisor)
+        members = range(exchange.members)
+        for member in members:
+            for slot, values in zip(exchange.slots(member), sums, strict=True):
+                if add_one(values[member], None, slot) is None:
+                    slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
+            exchange.written(member)
+        exchange.finish()
+        return [exchange.mean(member) for member in members]
+
+    def _mean_statistics(self, step: int) -> list[torch.Tensor]:
+        """The means over all samples of the buffers that the forward passes of the stages held change."""
+        buffers, exact = self._job.compute.buffers, self._job.settings.exact
+        sums, names = [], []
+        for stage, held in self.staged.held.items():
+            names += buffers.names_in(held.buffers)
+            one = ScatteredSums(exact)
+            for microbatch, values in self._executor.statistics[stage].items():
+                one.push(microbatch, [*values.values()])
+            sums.append(one.values())
+        if not buffers.settled:
+            told = self._job.world.gather(buffers.live, "step")
+            buffers.settle({name for live in told for name in live})
+            self.staged.check_buffers()
+            buffers.restrict(names)
+        if not buffers.live:
+            return []
+        places = [names.index(name) for name in buffers.live]
+        kept: list[Values] = [[values[place] for place in places] for values in _side_by_side(sums)]
+        if self._statistics is None:
+            self._statistics = self._exchange_of(buffers.examples(), "buffers", _STATISTICS_TAGS)
+        samples = float(self._job.order.samples_of(step))
+        means = self._total(self._statistics, kept, lambda: samples)
+        return [mean for mean in means if mean is not None]
+
+    def _norm(self) -> torch.Tensor:
+        """The global norm of the gradients of all stages, by way of the norm of each parameter."""
+        job = self._job
+        own = torch.full((len(self._parameters),), _NOT_MINE, dtype=torch.float64)
+        for place, parameter in enumerate(self._parameters.values()):
+            if parameter.grad is not None and self.staged.team.rank == 0:
+                own[place] = torch.linalg.vector_norm(parameter.grad).double()
+        told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
+        mine = told != _NOT_MINE
+        given = mine.any(0)
+        norms = told.where(mine, 0.0).sum(0)[given]
+        if not given.any():
+            return torch.zeros(())
+        having = itertools.compress(self._parameters.values(), given.tolist())
+        dtype = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in having))
+        norm: torch.Tensor = torch.linalg.vector_norm(norms.to(dtype)).to(job.world.device)
+        return norm
+
+
+def _scale_for(samples: int) -> float:
+    """The power of two next to what gradients are mostly divided by: it changes no digit, and often is the divisor."""
+    return 2.0 ** -round(math.log2(samples))
+
+
+def _side_by_side(sums: Iterable[list[Values]]) -> list[Values]:
+    """For each node the values of all stages, one after the other."""
+    return [[value for values in nodes for value in values] for nodes in zip(*sums, strict=True)]

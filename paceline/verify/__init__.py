@@ -1,0 +1,1 @@
+"""Record a run, compare two, name the cause."""

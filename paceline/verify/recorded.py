@@ -1,0 +1,88 @@
+"""What a run recorded of each step, read back: the file that ``paceline.verify.trace`` wrote. No torch here.
+
+One JSON object per line. The first describes the run and the state before step 0; each later one describes a
+step. A tensor is its hash, its norm, and its dot product with a fixed vector of random signs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import InputError
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in three numbers: equal hashes are equal bits; the projections of different tensors differ."""
+
+    hash: str
+    norm: float
+    projection: float
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step: what went in, the gradient it used, and the state it left behind."""
+
+    step: int
+    loss: float | None = None
+    samples: int | None = None
+    learning_rate: float | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    gradient: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A whole run: the first record is the state before step 0."""
+
+    records: tuple[Record, ...]
+    epsilon: float = 2.0**-23
+    exact: bool = False
+    threads: int | None = None
+    batch: int | None = None
+
+    def fingerprint(self) -> str:
+        """A short hash over the last state."""
+        last = {name: tensor.hash for name, tensor in self.records[-1].state.items()}
+        return hashlib.sha256(json.dumps(last, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def read(path: Path) -> Recorded:
+    """Read the file of one run.
+
+    Raises:
+        InputError: there is no such file, or it is not the record of a run.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        head = lines[0]
+        return Recorded(
+            records=tuple(_record(line) for line in lines),
+            epsilon=float(head["epsilon"]),
+            exact=bool(head["exact"]),
+            threads=head.get("threads"),
+            batch=head.get("batch"),
+        )
+    except FileNotFoundError:
+        raise InputError(
+            "The script recorded nothing: it must call paceline.start and train with session.batches and session.step."
+        ) from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise InputError(f"{path} is not the record of a run: {error!r}.") from None
+
+
+def _record(line: Mapping[str, Any]) -> Record:
+    return Record(
+        step=int(line["step"]),
+        loss=line.get("loss"),
+        samples=line.get("samples"),
+        learning_rate=line.get("learning_rate"),
+        state={name: Tensor(*parts) for name, parts in (line.get("state") or {}).items()},
+        gradient={name: Tensor(*parts) for name, parts in (line.get("gradient") or {}).items()},
+    )
