@@ -14,7 +14,7 @@ from paceline.checkpoint.state import hash_of
 from paceline.data.feed import KeyedDataset, Request, collated, to_device
 from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 
 _LARGEST_CHUNK = 128
 _EPOCH = -1

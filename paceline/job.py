@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import agreement, env
 from paceline.checkpoint.state import hash_of
-from paceline.comm.rendezvous.coordinator_client import Line
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved
 from paceline.data.feed import Feed
@@ -31,9 +31,10 @@ from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
 from paceline.step.checks import refused_as_sparse
 from paceline.step.forward import Compute, Forward, loss_of, recompute
+from paceline.step.job import Job
 from paceline.step.optimizer import Update, scaling_of
-from paceline.step.optimizer_probe import check_apart
-from paceline.strategies.base import Job, Strategy
+from paceline.step.optimizer_probe import probe_optimizer
+from paceline.strategies.base import Strategy
 from paceline.strategies.registry import strategy_named, unread
 
 _log = logging.getLogger("paceline")
@@ -65,7 +66,7 @@ def job_of(
     resolved: Resolved,
     who: env.Identity,
     events: EventLog,
-    line: Line | None = None,
+    line: CoordinatorClient | None = None,
     largest: int = 0,
 ) -> tuple[Job, dict[str, object]]:
     """Check the arguments and build everything, before the workers meet.
@@ -114,7 +115,7 @@ def job_of(
         compute, update, order, settings, world, events, feed, given.collate, given=keys, sparse=sparse, splits=splits
     )
     if splits:
-        check_apart(job)
+        probe_optimizer(job)
     return job, facts
 
 

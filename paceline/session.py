@@ -24,7 +24,7 @@ from paceline.agreement import versions
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.keeper import Keeper, State
 from paceline.checkpoint.state import fingerprint
-from paceline.comm.rendezvous.coordinator_client import Line
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.errors import ConfigError
@@ -32,13 +32,13 @@ from paceline.events import EventLog
 from paceline.recovery.preemption import catch_notices
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.forward import loss_of
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 from paceline.testing import fault_points
-from paceline.training_loop import Course, record_step
+from paceline.training_loop import TrainingLoop, record_step
 from paceline.verify.trace import Trace
 
 _log = logging.getLogger("paceline")
-_sessions: list[Course] = []
+_sessions: list[TrainingLoop] = []
 """The newest session's; those before it have closed."""
 _count = 0
 _LAST_SAVE_SECONDS = 5.0
@@ -149,7 +149,11 @@ def start(
     place = _count + 1
     while _sessions:
         _sessions.pop().close()
-    line = Line(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place) if enrolled else None
+    line = (
+        CoordinatorClient(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place)
+        if enrolled
+        else None
+    )
     job, facts = jobs.job_of(given, resolved, who, log, line, enrolled.largest if enrolled else 0)
     atexit.register(log.close)
     _count = place  # also if it fails: the others have heard of it
@@ -188,15 +192,15 @@ class Session:
         self._job = job
         self._by_loss = by_loss
         numerics = jobs.numerics(job.settings)
-        self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions(), job.books)
+        self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions(), job.strategy_state)
         traced = env.trace() is not None
         keeping = CheckpointSettings() if traced else job.settings.checkpoint
         name = "checkpoints" if place == 1 else f"checkpoints-{place}"
         self._keeper = Keeper(job.world, keeping, run / name if run else None, job.events)
         self._progress = progress
         resume = None if traced else job.settings.resume
-        self._course = Course(job, facts, self._state, self._keeper, resume)
-        _sessions.append(self._course)
+        self._loop = TrainingLoop(job, facts, self._state, self._keeper, resume)
+        _sessions.append(self._loop)
         if self._keeper.able or job.world.line is not None:
             catch_notices(job.world)
         rules = {"server.mode": job.settings.server.mode, "pipeline.schedule": job.settings.pipeline.schedule}
@@ -209,7 +213,7 @@ class Session:
         self._target = self._fed = self._position = 0
         self._given = -1  # the last step whose batch the script has got
         self._running: Generator[Batch, None, None] | None = None
-        self._move_to(self._course.standing.steps)
+        self._move_to(self._loop.standing.steps)
         self._trace = self._start_trace(job)
 
     @property
@@ -258,7 +262,7 @@ class Session:
         if self._trace is not None:
             target = min(target, self._trace.steps)
         job.events.mark("batches", position=self.position, steps=target)
-        course = self._course
+        course = self._loop
         while True:
             if course.standing.steps > self.position:
                 self._move_to(course.standing.steps)
@@ -287,7 +291,7 @@ class Session:
         return Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited)
 
     def _pass(self, start: int, stop: int) -> Iterator[Batch]:
-        course = self._course
+        course = self._loop
         views = course.views
         before = time.perf_counter()
         course.at("in the data loader")
@@ -316,7 +320,7 @@ class Session:
             CheckpointError: a checkpoint was due and could not be written, now or in the background before.
         """
         begin = time.perf_counter()
-        outcome = self._course.step(batch.step, batch.pieces, self._fed)
+        outcome = self._loop.step(batch.step, batch.pieces, self._fed)
         self._move_to(batch.step + 1)
         seconds = time.perf_counter() - begin + batch.waited
         report = Report(
@@ -328,15 +332,15 @@ class Session:
             gradient_norm=float(outcome.norm),
             learning_rate=outcome.learning_rate,
             applied=outcome.applied,
-            notes=(*self._notes, *self._course.strategy.remarks),
+            notes=(*self._notes, *self._loop.strategy.warnings),
         )
-        if batch.step >= self._course.taken:  # else it stands in the records of those that took it
+        if batch.step >= self._loop.taken:  # else it stands in the records of those that took it
             record_step(self._job, batch.step, outcome, seconds, batch.waited)
             if self._trace is not None:
                 self._trace.step(report.step, report.loss, report.samples, report.learning_rate)
-        if self.position == self._course.standing.steps and self._keeper.due(self.position):
-            self._course.save(self._keeper.begin_save)
-        self._course.heed(outcome.notice)
+        if self.position == self._loop.standing.steps and self._keeper.due(self.position):
+            self._loop.save(self._keeper.begin_save)
+        self._loop.heed(outcome.notice)
         return report
 
     def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:
@@ -356,7 +360,7 @@ class Session:
         if metric is not None and self._by_loss:
             forward = loss_of(metric)
         with self._job.events.span("evaluate", step=self.position):
-            value = self._course.evaluate(min(self.position, self._target), forward, data)
+            value = self._loop.evaluate(min(self.position, self._target), forward, data)
         self._move_to(self.position)
         return value
 
@@ -368,7 +372,7 @@ class Session:
         Raises:
             CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
         """
-        return self._course.save(self._keeper.save)
+        return self._loop.save(self._keeper.save)
 
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
@@ -381,7 +385,7 @@ class Session:
     def _move_to(self, position: int, before: bool = False) -> None:
         """Set the position, and with it the random numbers that the script draws now: after a step, or before one."""
         self._position = self._progress[0] = position
-        self._course.standing.steps = max(self._course.standing.steps, position)
+        self._loop.standing.steps = max(self._loop.standing.steps, position)
         seed_all(seed_of(LOOP, self._job.settings.seed, position, before))
 
     def _start_trace(self, job: Job) -> Trace | None:

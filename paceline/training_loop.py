@@ -25,12 +25,13 @@ from paceline import env, evaluation
 from paceline.agreement import check
 from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
-from paceline.comm.rendezvous.coordinator_client import Line, Parting
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Departure
 from paceline.comm.world import LEAVING
 from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
-from paceline.recovery.recovery import Recovery, Standing
-from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.recovery.recovery import Progress, Recovery
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
 from paceline.strategies.registry import fitting, strategy_for
 from paceline.testing import fault_points
 
@@ -40,7 +41,7 @@ _OWN_MACHINE = 1000
 """Workers of the machine that holds the roster have smaller numbers."""
 
 
-def record_step(job: Job, step: int, outcome: Outcome, seconds: float, waited: float) -> None:
+def record_step(job: Job, step: int, outcome: StepResult, seconds: float, waited: float) -> None:
     """Record a step that this worker did; ``waited``: seconds of it for the data."""
     samples = job.order.samples_of(step)
     job.events.mark(
@@ -56,7 +57,7 @@ def record_step(job: Job, step: int, outcome: Outcome, seconds: float, waited: f
     )
 
 
-class Course:
+class TrainingLoop:
     """Takes the steps and evaluations that the script asks for.
 
     Args:
@@ -92,7 +93,7 @@ class Course:
         self._recovery: Recovery | None = None
         if line is None:
             job.world.meet()
-            self._alone = Standing(self._begin())
+            self._alone = Progress(self._begin())
             self._settle_in()
         else:
             self._recovery = Recovery(job, line, state, keeper, self._begin)
@@ -101,7 +102,7 @@ class Course:
             self._await_group()
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> Progress:
         """How far this worker is."""
         standing = self._alone if self._recovery is None else self._recovery.standing
         assert standing is not None
@@ -134,7 +135,7 @@ class Course:
         self._cold = None
         self.views += 1
 
-    def _line_up(self, line: Line) -> None:
+    def _line_up(self, line: CoordinatorClient) -> None:
         """Tell the roster that this worker is there; a spare makes itself warm first."""
         enrolled, world = env.enrolment(), self._job.world
         assert enrolled is not None
@@ -203,7 +204,7 @@ class Course:
             self.strategy.close()
             self._job.compute.buffers.reset()
 
-    def _end(self, parting: Parting) -> None:
+    def _end(self, parting: Departure) -> None:
         if parting.code in (0, PREEMPTED):
             raise SystemExit(parting.code)
         raise WorkerLost(f"{parting.reason[:1].upper()}{parting.reason[1:]}.")
@@ -248,7 +249,7 @@ class Course:
             "step_seconds": median(self._step_seconds) if self._step_seconds else None,
         }
 
-    def step(self, step: int, pieces: list[Piece], fed: int) -> Outcome:
+    def step(self, step: int, pieces: list[Piece], fed: int) -> StepResult:
         """Take a step; one that others had done before this worker took their state has the outcome of their last one.
 
         Args:
@@ -279,7 +280,7 @@ class Course:
             self._reached = step + 1
             self.at("in the script")
             return outcome
-        known = self.standing.outcome or Outcome(math.nan, math.nan, math.nan, applied=False)
+        known = self.standing.outcome or StepResult(math.nan, math.nan, math.nan, applied=False)
         return replace(known, notice=0)  # the workers have gathered since
 
     def _catch_up(self, step: int) -> None:

@@ -21,12 +21,12 @@ from sleeping import sleepers, targets
 from torch import nn
 
 import paceline
-from paceline.config import PipelineSettings
 from paceline.partition.cut import layers_of
 from paceline.partition.profile import measure as layer_times
 from paceline.schedule.balance import Cluster, LayerCost, balance
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.clock import Times, simulate
+from paceline.settings import PipelineSettings
 
 ASLEEP = (1, 4, 10, 2, 7, 1, 3, 9, 2, 5, 1, 6)
 """Costs of the sleeping layers, in units."""

@@ -44,14 +44,14 @@ class State:
         order: dict[str, int],
         numerics: dict[str, object],
         versions: dict[str, str],
-        books: dict[str, Any],
+        strategy_state: dict[str, Any],
     ) -> None:
         self._model = model
         self._update = update
         self._order = order
         self._numerics = numerics
         self._versions = versions
-        self._books = books
+        self._books = strategy_state
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from paceline.coordinator.watch import Alert, Watch
     from paceline.failure.coordinator_report import Account
     from paceline.launch.base import Launch, Request
-    from paceline.launch.local import Outcome
+    from paceline.launch.local import RunResult
 
 _PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
 
 
 def report(
-    launch: Launch, outcome: Outcome, request: Request | None, account: Account | None = None, seen: int | None = 0
+    launch: Launch, outcome: RunResult, request: Request | None, account: Account | None = None, seen: int | None = 0
 ) -> int:
     """Say why the workers ended, the first cause first, here and in ``failure.txt`` and ``failure.json``.
 

@@ -182,7 +182,7 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
 
     from paceline.cli.progress import display
     from paceline.coordinator.agent import HostAgent, bounds_of
-    from paceline.coordinator.server import Roster
+    from paceline.coordinator.server import Coordinator
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
     from paceline.launch.local import Workers
@@ -195,7 +195,7 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
         raise
     log = EventLog(launch.run / "events", "launcher")
     told = {"name": launch.run.name, "resume": request.resume}
-    roster = Roster(listener, bounds_of(request), log.mark, told, own=request.workers)
+    roster = Coordinator(listener, bounds_of(request), log.mark, told, own=request.workers)
     launch = replace(launch, roster="{}:{}".format(*listener.getsockname()))
     alerts = alerts_of(roster.watch, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import DisagreementError
 
@@ -39,7 +39,7 @@ class Notes:
         self.world = world
         self._tag = tag
         self.size = size
-        self._board = Board(world.memory, size) if world.memory else None
+        self._board = HeaderBoard(world.memory, size) if world.memory else None
 
     def send(self, own: torch.Tensor) -> Note:
         """Tell all other workers; they tell something of the same shape."""
@@ -62,14 +62,14 @@ class Letters:
         return self._all
 
 
-class Board:
+class HeaderBoard:
     """Notes through shared memory.
 
     A worker writes its next note of a kind but one only after an exchange in which all others took part, and they took
     part after reading this one: so two places for each worker are enough.
     """
 
-    def __init__(self, memory: Memory, size: int) -> None:
+    def __init__(self, memory: SharedMemory, size: int) -> None:
         self._memory = memory
         self._blocks = memory.share(size), memory.share(size)
         self._flag = memory.reserve(1)
@@ -93,7 +93,7 @@ class Board:
 
 
 class _Written:
-    def __init__(self, board: Board, own: torch.Tensor, written: int) -> None:
+    def __init__(self, board: HeaderBoard, own: torch.Tensor, written: int) -> None:
         self._board = board
         self._own = own
         self._written = written
@@ -118,8 +118,8 @@ class Losses:
     """The sums of losses and counts of all pieces of a step, and whether all workers did the same before it.
 
     A note has three rows before those of the pieces: the step, a notice about the world, and how long this worker
-    computed; what the script did with ``torch.distributed`` so far (``comm.desync.recorder``), and whether a gradient is missing;
-    how many pieces follow.
+    computed; what the script did with ``torch.distributed`` so far (``comm.desync.recorder``), and whether a gradient
+    is missing; how many pieces follow.
 
     Args:
         notes: sends them.

@@ -9,7 +9,7 @@ import torch
 from paceline.comm.world import Message, Transfer, World
 
 
-class Team:
+class Subgroup:
     """The workers that hold the same stages.
 
     Args:

@@ -14,14 +14,14 @@ import torch.distributed as dist
 
 from paceline import env
 from paceline.comm.desync import patch
-from paceline.comm.desync.board import MemoryPosts, Posts, StorePosts
-from paceline.comm.desync.recorder import Calls
-from paceline.comm.ranks import ranks_in_words
-from paceline.comm.rendezvous.coordinator_client import Line, Seat, View
-from paceline.comm.rendezvous.env_init import Meeting, reason_of
-from paceline.comm.rendezvous.process_group import Group
-from paceline.comm.shm.arena import Arena, Memory, can_share, memory_of, shared_memory
-from paceline.comm.shm.ring import Lanes, can_have
+from paceline.comm.desync.board import Board, SharedMemoryBoard, StoreBoard
+from paceline.comm.desync.recorder import CallRecorder
+from paceline.comm.ranks import name_ranks
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Member, Membership
+from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
+from paceline.comm.rendezvous.process_group import ProcessGroup
+from paceline.comm.shm.arena import Arena, SharedMemory, can_share, memory_of, shared_memory
+from paceline.comm.shm.ring import Rings, can_have
 from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent
 
 PENDING, LEAVING = 1, 2
@@ -48,10 +48,10 @@ class World:
         calls: what the script does with ``torch.distributed``; none in one process.
     """
 
-    calls: Calls | None = None
-    memory: Memory | None = None
+    calls: CallRecorder | None = None
+    memory: SharedMemory | None = None
 
-    def __init__(self, who: env.Identity, timeout: float, line: Line | None = None) -> None:
+    def __init__(self, who: env.Identity, timeout: float, line: CoordinatorClient | None = None) -> None:
         self.rank = who.rank
         self.size = who.world_size
         self.local_rank = who.local_rank
@@ -63,14 +63,14 @@ class World:
         self.leaving = False
         self.exchanging = "", 0
         self.awaited = "", ""
-        self._lanes: dict[int, Lanes] = {}
+        self._lanes: dict[int, Rings] = {}
         self._comparing = self.transferring = False
         self._arena: Arena | None = None
         self.waiting: tuple[tuple[int, ...], float] = ((), 0.0)
         self._who = who
         self._missing: frozenset[int] = frozenset()
-        self._seats: tuple[Seat, ...] = ()
-        self._group = Group(self.device, timeout)
+        self._seats: tuple[Member, ...] = ()
+        self._group = ProcessGroup(self.device, timeout)
         if line is not None:
             line.on_alarm = self._interrupt
 
@@ -81,11 +81,11 @@ class World:
             StartError: they did not come.
         """
         if self.size > 1 and not dist.is_initialized():
-            Meeting(self._who, self.timeout).join(self.device)
+            EnvRendezvous(self._who, self.timeout).join(self.device)
         self.memory = shared_memory(self, self._own_arena)
         self.calls = self._record_calls() if self.size > 1 else None
 
-    def enter(self, view: View) -> None:
+    def enter(self, view: Membership) -> None:
         """Come together with the workers of a view, after :meth:`leave`.
 
         Raises:
@@ -110,7 +110,7 @@ class World:
                 self.memory.exchange(b"")
             self.calls = calls
 
-    def _come_together(self, view: View) -> None:
+    def _come_together(self, view: Membership) -> None:
         """Through shared memory alone if that is known to be there: torch's group then follows while training goes on.
 
         A group takes a tenth of a second, and only the script may want it.
@@ -201,7 +201,7 @@ class World:
         finally:
             self.awaited = "", ""
 
-    def lanes(self, count: int) -> Lanes | None:
+    def lanes(self, count: int) -> Rings | None:
         """So many lanes from each worker to each, always the same; none if they are on several machines, or too many.
 
         All workers call this together.
@@ -209,7 +209,7 @@ class World:
         if self.memory is None or not can_have(self.size, count):
             return None
         if count not in self._lanes:
-            self._lanes[count] = Lanes(self.memory, self.size, count)
+            self._lanes[count] = Rings(self.memory, self.size, count)
         return self._lanes[count]
 
     def open_store(self, address: str) -> int:
@@ -236,12 +236,12 @@ class World:
         """Be the only worker from now on: the others are gone, or end."""
         self.rank, self.size, self.local_size = 0, 1, 1
 
-    def _record_calls(self) -> Calls:
+    def _record_calls(self) -> CallRecorder:
         if self.memory is not None:
-            posts: Posts = MemoryPosts(self.memory, self.rank)
+            posts: Board = SharedMemoryBoard(self.memory, self.rank)
         else:
-            posts = StorePosts(dist.distributed_c10d._get_default_store(), self.rank, self.size)
-        calls = Calls(self.rank, posts, weakref.WeakMethod(self.lost))
+            posts = StoreBoard(dist.distributed_c10d._get_default_store(), self.rank, self.size)
+        calls = CallRecorder(self.rank, posts, weakref.WeakMethod(self.lost))
         patch.record_in(calls, self.await_group)
         return calls
 
@@ -316,7 +316,7 @@ class World:
             return WorkerLost(f"Rank {self.rank}: another worker was lost {where}. [{reason}]")
         silent = peers and "imed out" in reason
         gone = peers if silent else self._gone(peers)
-        named = ranks_in_words(gone) if gone else "another worker"
+        named = name_ranks(gone) if gone else "another worker"
         what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
         kind = WorkerSilent if silent else WorkerLost
         lost = kind(f"Rank {self.rank}: {what} {where}. The cause stands in the output of {named}. [{reason}]")

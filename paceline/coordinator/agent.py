@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from paceline.coordinator.machines import Guest
-from paceline.coordinator.server import Roster
+from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
 from paceline.failure.worker_report import record_of, signal_name
@@ -50,7 +50,7 @@ class HostAgent:
         roster: of the run.
     """
 
-    def __init__(self, launch: Launch, request: Request, roster: Roster) -> None:
+    def __init__(self, launch: Launch, request: Request, roster: Coordinator) -> None:
         self._launch = launch
         self._elastic = request.elastic
         self._roster = roster

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.comm.ranks import ranks_in_words
+from paceline.comm.ranks import name_ranks
 
 _STEPS = 10
 _BEAT_SECONDS = 1.0
@@ -77,7 +77,7 @@ def sentence(places: Sequence[Place]) -> str:
         line = "" if place.waits else place.line
         groups.setdefault((place.waits, place.step, place.doing, line), []).append(place)
     for (waits, step, doing, line), group in groups.items():
-        who = ranks_in_words([place.rank for place in group])
+        who = name_ranks([place.rank for place in group])
         seconds = max(place.since + place.silent for place in group)
         several = len(group) > 1
         at = f", {line}" if line else ""

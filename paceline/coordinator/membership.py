@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.comm.ranks import ranks_in_words
+from paceline.comm.ranks import name_ranks
 from paceline.coordinator.types import Bounds, Lost, Worker
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
@@ -29,7 +29,7 @@ _LAST_CALL_SECONDS = 30.0
 """How long the first view waits for the rest once the minimum is there."""
 
 
-class Membership:
+class MembershipProtocol:
     """The workers of a run, and the view they train in.
 
     Args:
@@ -192,7 +192,8 @@ class Membership:
             reason: in words.
             now: seconds of the clock that the caller uses.
             save: whether to save first.
-            about: ``kind`` and ``workers``, where the processes themselves do not tell (``failure.coordinator_report``).
+            about: ``kind`` and ``workers``, where the processes themselves do not tell
+            (``failure.coordinator_report``).
         """
         if self.over is not None:
             return
@@ -309,7 +310,7 @@ class Membership:
         if finished:
             self.end(
                 1,
-                f"the script of {ranks_in_words(finished)} ended while the other workers were still training; all "
+                f"the script of {name_ranks(finished)} ended while the other workers were still training; all "
                 f"workers must take the same batches",
                 now,
                 save=True,

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.comm.rendezvous.coordinator_client import make_watchful
 from paceline.comm.shm.process_state import is_ending
 from paceline.coordinator.hang_detection import Place, deadline, late, places_of
-from paceline.coordinator.membership import Membership, Message
+from paceline.coordinator.membership import MembershipProtocol, Message
 from paceline.coordinator.messages import Peer, write
 from paceline.coordinator.types import Bounds, Lost
 from paceline.coordinator.watch import Watch
@@ -35,8 +35,8 @@ BLOCK = 1000
 """Numbers of workers that each agent has for itself."""
 
 
-class Roster:
-    """Hears what workers and agents say, and lets :class:`Membership` decide.
+class Coordinator:
+    """Hears what workers and agents say, and lets :class:`MembershipProtocol` decide.
 
     Args:
         listener: see :func:`paceline.coordinator.messages.listen`.
@@ -62,7 +62,7 @@ class Roster:
         self._heard: dict[int, tuple[float, Place]] = {}
         self._viewed = time.monotonic()
         self.watch = Watch(note)
-        self.members = Membership(bounds, self._send, self._note_change)
+        self.members = MembershipProtocol(bounds, self._send, self._note_change)
         self._listener = listener
         self.port = int(self._listener.getsockname()[1])
         self._selector = selectors.DefaultSelector()

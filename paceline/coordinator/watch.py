@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.comm.ranks import ranks_in_words
+from paceline.comm.ranks import name_ranks
 from paceline.coordinator.hang_detection import Place, sentence
-from paceline.coordinator.membership import Membership
+from paceline.coordinator.membership import MembershipProtocol
 from paceline.failure.coordinator_report import Account, Loss, Scene
 from paceline.launch.kernel import STOPPED, state_of
 from paceline.launch.local import Ended
@@ -79,7 +79,7 @@ class Watch:
         """The process of a worker of this machine; 0 if it is elsewhere."""
         return self._pids.get(number, 0)
 
-    def note(self, event: str, members: Membership, places: Sequence[Place], **fields: Any) -> None:
+    def note(self, event: str, members: MembershipProtocol, places: Sequence[Place], **fields: Any) -> None:
         """Pass on a record of the membership, and keep what matters of it."""
         self._note(event, **fields)
         if event == "lost":
@@ -116,7 +116,7 @@ class Watch:
         """Nobody is late any more."""
         self.late, self.spoken = (), ""
 
-    def absent(self, members: Membership, now: float) -> tuple[tuple[int, ...], str] | None:
+    def absent(self, members: MembershipProtocol, now: float) -> tuple[tuple[int, ...], str] | None:
         """Before the first view: who has not reached ``paceline.start`` while others wait there.
 
         Returns:
@@ -132,7 +132,7 @@ class Watch:
         waited = now - self._there
         several = len(missing) > 1
         text = f"{self._names(missing)} {'have' if several else 'has'} not reached paceline.start for {waited:.0f} s"
-        text += f"; {ranks_in_words(there)} {'has' if len(there) == 1 else 'have'}"
+        text += f"; {name_ranks(there)} {'has' if len(there) == 1 else 'have'}"
         if now >= self._again:
             self._again = now + (self.hang_seconds or _START_SECONDS)
             self._note("absent", text=text, workers=list(missing))
@@ -148,7 +148,7 @@ class Watch:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + more
 
-    def account(self, members: Membership, places: Sequence[Place], elastic: bool) -> Account:
+    def account(self, members: MembershipProtocol, places: Sequence[Place], elastic: bool) -> Account:
         """What is known when the run has ended."""
         over = members.over or {}
         done = [place.step for place in places]

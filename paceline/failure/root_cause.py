@@ -11,7 +11,7 @@ from paceline import errors
 from paceline.failure.coordinator_report import Account, Scene
 from paceline.failure.worker_report import Report, report_of, signal_name
 from paceline.launch.base import Launch
-from paceline.launch.local import Outcome
+from paceline.launch.local import RunResult
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
@@ -45,7 +45,9 @@ class Failure:
     scene: Scene = field(default_factory=Scene)
 
 
-def diagnose(launch: Launch, outcome: Outcome, account: Account | None = None, seen: int | None = 0) -> Failure | None:
+def diagnose(
+    launch: Launch, outcome: RunResult, account: Account | None = None, seen: int | None = 0
+) -> Failure | None:
     """Find the first cause; none when every worker ended well.
 
     Args:
@@ -82,7 +84,7 @@ def diagnose(launch: Launch, outcome: Outcome, account: Account | None = None, s
 
 
 def _of_consequences(
-    outcome: Outcome, reports: dict[int, Report], account: Account, seen: int | None
+    outcome: RunResult, reports: dict[int, Report], account: Account, seen: int | None
 ) -> Failure | None:
     """Nobody failed of itself: somebody left early, or else the first of those that lost another one stands for it."""
     early = tuple(one.rank for one in outcome.ended if one.code == 0 and not one.stopped)
@@ -156,7 +158,7 @@ def _by_roster(reports: dict[int, Report], causes: list[Report], account: Accoun
     return Failure(account.kind, code, message, when, cause, workers, _ranks_of(workers, account), others, rest, scene)
 
 
-def _interrupted(outcome: Outcome, account: Account) -> Failure | None:
+def _interrupted(outcome: RunResult, account: Account) -> Failure | None:
     """Somebody ended the run, in order or not."""
     number = outcome.signal
     by = f" by {signal_name(number)}" if number is not None else ""

@@ -61,7 +61,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunResult:
     """How a launch ended."""
 
     ended: tuple[Ended, ...]
@@ -189,7 +189,7 @@ class Workers:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
 
-    def wait(self) -> Outcome:
+    def wait(self) -> RunResult:
         """Until every worker has ended, of itself or because another one failed."""
         received = 0
         while self._running:
@@ -208,7 +208,7 @@ class Workers:
                     self._read(self._start())
             self._doze()
         ended = tuple(sorted(self._ended, key=lambda one: one.rank))
-        return Outcome(ended, self._signals[0] if self._signals else None, time.monotonic() - self._begin)
+        return RunResult(ended, self._signals[0] if self._signals else None, time.monotonic() - self._begin)
 
     def _start(self) -> list[Pipe]:
         """Start the next worker; gives the pipes to read from."""

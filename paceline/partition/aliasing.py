@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 _STATISTICS = {torch.ops.aten.batch_norm.default, torch.ops.aten.instance_norm.default}
 
 
-class Aliases:
+class Aliasing:
     """Groups of values that share memory.
 
     ``changes``: for each operation, the values that it changes in place.
@@ -69,7 +69,7 @@ class Aliases:
         given = [value for value in _nodes(node.args) if value.op != "get_attr"]
         for value in graphs:
             inner = getattr(self._root, str(value.target))
-            aliases = Aliases(inner.graph.nodes, inner)
+            aliases = Aliasing(inner.graph.nodes, inner)
             changed = {aliases.group(one) for values in aliases.changes.values() for one in values}
             returned = {aliases.group(one) for one in _nodes(inner.graph.output_node().args)}
             entries = [one for one in inner.graph.nodes if one.op == "placeholder"]

@@ -11,8 +11,8 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.partition.base import Layers
-from paceline.partition.exported import Traced
-from paceline.partition.sequential import Blocks, is_list
+from paceline.partition.exported import ExportedCut
+from paceline.partition.sequential import SequentialCut, is_list
 
 
 def layers_of(model: nn.Module, example: Any) -> Layers:
@@ -21,7 +21,7 @@ def layers_of(model: nn.Module, example: Any) -> Layers:
     Raises:
         InputError: the model cannot be cut: it cannot be traced, or a layer returns no tensor.
     """
-    return Blocks(model, example) if is_list(model) else Traced(model, example)
+    return SequentialCut(model, example) if is_list(model) else ExportedCut(model, example)
 
 
 def bounds_of(layers: Layers, stages: int, cut: Sequence[str]) -> list[tuple[int, int]]:

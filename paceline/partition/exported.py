@@ -25,19 +25,19 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from paceline.data.keys import kept_states
 from paceline.errors import InputError
 from paceline.partition.base import Layers, Stage
-from paceline.partition.flags import Mode, Modes
+from paceline.partition.flags import Flags, Mode
 from paceline.partition.graph import Trace
 from paceline.partition.preserve import untouched
-from paceline.partition.program import WAY_OUT, Program
+from paceline.partition.program import WAY_OUT, ExportedModel
 
 
-class Traced(Layers):
+class ExportedCut(Layers):
     """The layers of a model, found by a trace; another mode (training, evaluation) is traced when it is first met."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = model
         self._example = example
-        self._modes = Modes(model)
+        self._modes = Flags(model)
         self._traces: dict[Mode, Trace] = {}
         self.names = self.trace().names
         self.parameters = [name for name, _ in model.named_parameters()]
@@ -102,7 +102,7 @@ class Traced(Layers):
 
 
 class _TracedStage(Stage):
-    def __init__(self, layers: Traced, begin: int, end: int) -> None:
+    def __init__(self, layers: ExportedCut, begin: int, end: int) -> None:
         self._layers = layers
         self._bounds = begin, end
         self._graphs: dict[Mode, _Runnable] = {}
@@ -123,7 +123,7 @@ class _TracedStage(Stage):
 class _Runnable:
     """A stage in one mode. ``names``: of the parameters and buffers that it computes with."""
 
-    def __init__(self, layers: Traced, begin: int, end: int) -> None:
+    def __init__(self, layers: ExportedCut, begin: int, end: int) -> None:
         trace = layers.trace()
         program = trace.program
         built = _Graph(trace, begin, end)
@@ -229,7 +229,7 @@ class _Crossing:
 class _Inputs:
     """The input of the model, which must be like the one that it was traced with."""
 
-    def __init__(self, model: nn.Module, program: Program, example: Any) -> None:
+    def __init__(self, model: nn.Module, program: ExportedModel, example: Any) -> None:
         self._model = type(model).__name__
         self._ranges = program.ranges
         self._shapes = [

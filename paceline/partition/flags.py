@@ -52,7 +52,7 @@ class Switches:
             setattr(thing, self._attribute, value)
 
 
-class Modes(Switches):
+class Flags(Switches):
     """Which modules of a model train, and which are in evaluation; in the order of ``modules()``."""
 
     def __init__(self, model: nn.Module) -> None:

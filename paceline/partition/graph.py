@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from paceline.partition.aliasing import Aliases
+from paceline.partition.aliasing import Aliasing
 from paceline.partition.layers import Run, runs_of
-from paceline.partition.program import Program
+from paceline.partition.program import ExportedModel
 
 
 class Trace:
@@ -19,8 +19,8 @@ class Trace:
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
-        self.program = Program(model, example)
-        self.aliases = Aliases(self.program.operations, self.program.root)
+        self.program = ExportedModel(model, example)
+        self.aliases = Aliasing(self.program.operations, self.program.root)
         self._set(runs_of(self.program.operations, model))
         self._set(self._joined(self._barred()))
 

@@ -29,7 +29,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}  # wrong under autocast, which is not traced
 
 
-class Program:
+class ExportedModel:
     """The traced operations of a model.
 
     ``operations``: in the order in which they compute. ``inputs``: what stands for the leaves of the model's input.

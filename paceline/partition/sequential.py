@@ -32,7 +32,7 @@ class _Boundary:
     changed: list[bool] = field(default_factory=list)
 
 
-class Blocks(Layers):
+class SequentialCut(Layers):
     """The blocks of nested ``nn.Sequential``."""
 
     def __init__(self, model: nn.Sequential, example: Any) -> None:
@@ -84,7 +84,9 @@ class Blocks(Layers):
 
 
 class _BlockStage(Stage):
-    def __init__(self, layers: Blocks, begin: int, end: int, before: _Boundary | None, after: _Boundary | None) -> None:
+    def __init__(
+        self, layers: SequentialCut, begin: int, end: int, before: _Boundary | None, after: _Boundary | None
+    ) -> None:
         self._names = layers.names[begin:end]
         self._blocks = layers._blocks[begin:end]
         self._before, self._after = before, after

@@ -17,7 +17,7 @@ from paceline.partition.profile import measure
 from paceline.plan.costs import Profile
 from paceline.schedule.balance import LayerCost
 from paceline.step.forward import pair_of, sum_and_count
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 
 _LINK_BYTES = 8 << 20
 _LINK_REPEATS = 5

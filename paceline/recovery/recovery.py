@@ -21,15 +21,15 @@ from paceline import env
 from paceline.checkpoint import files
 from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
-from paceline.comm.rendezvous.coordinator_client import Line, Parting, View
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Departure, Membership
 from paceline.errors import WorkerLost
-from paceline.recovery.state_shards import Portion, go_back, put_together
-from paceline.recovery.state_transfer import Load, hand_over
-from paceline.strategies.base import Job, Outcome
+from paceline.recovery.state_shards import StateShard, assemble, go_back
+from paceline.recovery.state_transfer import StateBytes, transfer
+from paceline.step.job import Job, StepResult
 
 
 @dataclass
-class Standing:
+class Progress:
     """How far a worker is, and what those that are behind need besides the tensors.
 
     Attributes:
@@ -45,7 +45,7 @@ class Standing:
 
     steps: int = 0
     evaluations: dict[int, list[float]] = field(default_factory=dict)
-    outcome: Outcome | None = None
+    outcome: StepResult | None = None
     apart: int = 0
     holds: frozenset[str] | None = None
     again: int = 0
@@ -73,15 +73,17 @@ class Recovery:
 
     taken = 0
 
-    def __init__(self, job: Job, line: Line, state: State, keeper: Keeper, begin: Callable[[], int]) -> None:
+    def __init__(
+        self, job: Job, line: CoordinatorClient, state: State, keeper: Keeper, begin: Callable[[], int]
+    ) -> None:
         self._job = job
         self._line = line
         self._state = state
         self._keeper = keeper
         self._begin = begin
-        self.standing: Standing | None = None
+        self.standing: Progress | None = None
 
-    def gather(self, stop: Callable[[], None], planned: bool, ended: Sequence[int] = ()) -> Parting | None:
+    def gather(self, stop: Callable[[], None], planned: bool, ended: Sequence[int] = ()) -> Departure | None:
         """Come into the next view, at the state of the most advanced of its workers.
 
         Args:
@@ -102,7 +104,7 @@ class Recovery:
             world.leave()
             progress = self.standing.progress if self.standing else None
             told = self._line.await_view(progress, world.arena_handle(), world.leaving, planned, ended)
-            if isinstance(told, Parting):
+            if isinstance(told, Departure):
                 self._part(told)
                 return told
             agreed = time.perf_counter()
@@ -118,7 +120,7 @@ class Recovery:
             self._record(told, begin, agreed, entered)
             return None
 
-    def _record(self, view: View, begin: float, agreed: float, entered: float) -> None:
+    def _record(self, view: Membership, begin: float, agreed: float, entered: float) -> None:
         now = time.perf_counter()
         self._job.events.mark(
             "recovered" if view.generation > 0 else "gathered",
@@ -132,18 +134,18 @@ class Recovery:
             leveling=now - entered,
         )
 
-    def _level(self, view: View) -> None:
+    def _level(self, view: Membership) -> None:
         most = max((seat.progress for seat in view.seats if seat.progress is not None), default=None)
         if most is None:
             steps = self._begin()
-            self.standing = Standing(steps)
+            self.standing = Progress(steps)
             return
         if not self._put_together():
             return
         donor = next(rank for rank, seat in enumerate(view.seats) if seat.progress == most)
         behind = [rank for rank, seat in enumerate(view.seats) if seat.progress != most]
         if behind:
-            taken = hand_over(self._job.world, donor, behind, self._load() if self._job.world.rank == donor else None)
+            taken = transfer(self._job.world, donor, behind, self._load() if self._job.world.rank == donor else None)
             if taken is not None:
                 self._take(taken)
         self._share_what_was_learned()
@@ -155,9 +157,9 @@ class Recovery:
             whether those that are behind still have to take the state of the most advanced worker.
         """
         own, world = self.standing, self._job.world
-        told = world.gather(None if own is None else (Portion(own.steps, own.holds), own), "gathering anew")
+        told = world.gather(None if own is None else (StateShard(own.steps, own.holds), own), "gathering anew")
         parts = [None if one is None else one[0] for one in told]
-        if put_together(self._job, parts):
+        if assemble(self._job, parts):
             if own is not None:
                 own.holds = None
             return True
@@ -184,17 +186,17 @@ class Recovery:
         buffers = self._job.compute.buffers
         return list(buffers.agreed) if buffers.settled else None
 
-    def _load(self) -> Load:
+    def _load(self) -> StateBytes:
         assert self.standing is not None
         snapshot = self._state.snapshot(self.standing.steps)
-        return Load(snapshot.tensors, (snapshot.extra, self.standing))
+        return StateBytes(snapshot.tensors, (snapshot.extra, self.standing))
 
-    def _take(self, load: Load) -> None:
+    def _take(self, load: StateBytes) -> None:
         extra, self.standing = load.rest
         self._state.take(dict(load.tensors), files.from_tensor(extra))
         self.taken = self.standing.steps
 
-    def _part(self, parting: Parting) -> None:
+    def _part(self, parting: Departure) -> None:
         """Out of the world; with the last checkpoint if this worker is to write it."""
         self._job.world.alone()
         self._job.events.mark("parting", code=parting.code, reason=parting.reason)

@@ -8,12 +8,12 @@ from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
 from paceline.errors import CheckpointError
 from paceline.step.gather_state import bring_together
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 from paceline.strategies.registry import strategy_named
 
 
 @dataclass(frozen=True)
-class Portion:
+class StateShard:
     """What one worker has: how many steps it has done, and the parameters and buffers whose newest values it has.
 
     ``holds``: none if it has all.
@@ -23,7 +23,7 @@ class Portion:
     holds: frozenset[str] | None
 
 
-def put_together(job: Job, told: list[Portion | None]) -> bool:
+def assemble(job: Job, told: list[StateShard | None]) -> bool:
     """Give all workers the whole state; all call this together.
 
     Args:
@@ -49,7 +49,7 @@ def put_together(job: Job, told: list[Portion | None]) -> bool:
     return True
 
 
-def missing(job: Job, told: list[Portion | None]) -> list[str]:
+def missing(job: Job, told: list[StateShard | None]) -> list[str]:
     """The parameters and buffers whose newest values nobody has."""
     held = [part.holds for part in told if part is not None]
     if None in held:
@@ -58,7 +58,7 @@ def missing(job: Job, told: list[Portion | None]) -> list[str]:
     return sorted(names.difference(*(one for one in held if one is not None)))
 
 
-def go_back(job: Job, keeper: Keeper, state: State, told: list[Portion | None]) -> int:
+def go_back(job: Job, keeper: Keeper, state: State, told: list[StateShard | None]) -> int:
     """Take the newest checkpoint on all workers; returns its step.
 
     Raises:

@@ -17,14 +17,14 @@ _WINDOW_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
-class Load:
+class StateBytes:
     """What is handed over: tensors by name, and everything else."""
 
     tensors: Mapping[str, torch.Tensor]
     rest: Any
 
 
-def hand_over(world: World, donor: int, behind: list[int], load: Load | None) -> Load | None:
+def transfer(world: World, donor: int, behind: list[int], load: StateBytes | None) -> StateBytes | None:
     """Give the donor's load to the workers that are behind; all workers call this together.
 
     Args:
@@ -45,10 +45,12 @@ def hand_over(world: World, donor: int, behind: list[int], load: Load | None) ->
     total = max(1, room_of(kinds))
     way = _over_network if world.memory is None else _through_memory
     flat = way(world, donor, behind, load, total)
-    return None if flat is None else Load(views_of(flat, kinds), rest)
+    return None if flat is None else StateBytes(views_of(flat, kinds), rest)
 
 
-def _through_memory(world: World, donor: int, behind: list[int], load: Load | None, total: int) -> torch.Tensor | None:
+def _through_memory(
+    world: World, donor: int, behind: list[int], load: StateBytes | None, total: int
+) -> torch.Tensor | None:
     """Piece by piece through a window of two places, so that little memory is touched for the first time."""
     memory = world.memory
     assert memory is not None
@@ -73,7 +75,9 @@ def _through_memory(world: World, donor: int, behind: list[int], load: Load | No
     return flat
 
 
-def _over_network(world: World, donor: int, behind: list[int], load: Load | None, total: int) -> torch.Tensor | None:
+def _over_network(
+    world: World, donor: int, behind: list[int], load: StateBytes | None, total: int
+) -> torch.Tensor | None:
     if world.rank != donor and world.rank not in behind:
         return None
     flat = torch.empty(total, dtype=torch.uint8)
@@ -93,7 +97,7 @@ def _over_network(world: World, donor: int, behind: list[int], load: Load | None
 Part: TypeAlias = "tuple[int, torch.Tensor]"
 
 
-def _parts(load: Load) -> list[Part]:
+def _parts(load: StateBytes) -> list[Part]:
     """Where each tensor begins in the load, and its bytes."""
     parts, start = [], 0
     for value in load.tensors.values():

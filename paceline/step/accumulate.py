@@ -28,7 +28,7 @@ def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Te
     return torch.add(left, right, out=out)
 
 
-class ScatteredSums:
+class ScatteredAccumulator:
     """The sums of one worker's microbatches, given in any order.
 
     With ``exact`` they are kept for each whole node of the canonical tree (``schedule.tree.nodes_of``), else there is a
@@ -56,7 +56,7 @@ class ScatteredSums:
         return [self._held[node] for node in sorted(self._held, key=first_of)]
 
 
-class Sums:
+class Accumulator:
     """The sums of one worker's share of microbatches, given from left to right.
 
     With ``exact`` they are kept for each whole node of the canonical tree, at most one list for each level; else there

@@ -10,12 +10,12 @@ import torch
 from paceline.data.feed import Piece, apart
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, refusal, unused
-from paceline.strategies.base import Job, Outcome
+from paceline.step.job import Job, StepResult
 
 
 def conclude(
     job: Job, step: int, pieces: list[Piece], parts: list[Part], statistics: list[torch.Tensor], notice: int = 0
-) -> Outcome:
+) -> StepResult:
     """Judge a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
@@ -37,10 +37,12 @@ def conclude(
     loss = mean_loss(parts, job.settings.exact)
     seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
     norm, rate = job.update.apply(step)
-    return Outcome(loss, norm, rate, notice=notice)
+    return StepResult(loss, norm, rate, notice=notice)
 
 
-def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> Outcome | None:
+def judge(
+    job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0
+) -> StepResult | None:
     """Whether a step whose mean gradients are in ``.grad`` is to be left out: then its outcome.
 
     Args:
@@ -61,7 +63,7 @@ def judge(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
         loss = mean_loss(parts, job.settings.exact)
-        return Outcome(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
+        return StepResult(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
     if any(part.missing for part in parts):
         _leave_out_unused(job, parts)
     return None

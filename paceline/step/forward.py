@@ -18,7 +18,7 @@ from paceline.errors import InputError
 from paceline.step.buffers import Buffers
 
 
-class Computed(NamedTuple):
+class ForwardResult(NamedTuple):
     """The forward pass of a piece, ready for its backward pass.
 
     ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it
@@ -56,7 +56,7 @@ class Compute:
         self.watches_random = False
         self.drew_random = False
 
-    def forward_pass(self, piece: Piece, step: int) -> Computed:
+    def forward_pass(self, piece: Piece, step: int) -> ForwardResult:
         """The forward pass of a piece, with the random numbers and buffers that belong to it."""
         self.buffers.reset()
         seed_all(seed_of(STEP, self._seed, step, piece.microbatches.start))
@@ -67,7 +67,7 @@ class Compute:
         buffers = self.buffers.collect(piece.samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        return Computed(total, _pair(total, count), buffers)
+        return ForwardResult(total, _pair(total, count), buffers)
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
         """The same two numbers without gradients, and without keyed random numbers."""

@@ -7,13 +7,13 @@ import math
 import torch
 
 from paceline.data.feed import Piece
-from paceline.step.accumulate import Sums, Values
+from paceline.step.accumulate import Accumulator, Values
 from paceline.step.checks import Part, check_dense
-from paceline.step.fusion import Joining
-from paceline.strategies.base import Job
+from paceline.step.fusion import Fusion
+from paceline.step.job import Job
 
 
-class Whole:
+class FullBatch:
     """Computes all microbatches of a step, and adds them up along the canonical tree.
 
     Args:
@@ -22,7 +22,7 @@ class Whole:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._joining = Joining(job, alone=True)
+        self._joining = Fusion(job, alone=True)
         self._parameters = list(job.update.parameters.values())
 
     @property
@@ -41,7 +41,7 @@ class Whole:
             the outcome of each piece, and the means of the buffers that the forward pass changes.
         """
         job, exact = self._job, self._job.settings.exact
-        gradients, statistics = Sums(exact), Sums(exact)
+        gradients, statistics = Accumulator(exact), Accumulator(exact)
         pairs, missing = [], []
         self.take_gradients()
         job.compute.buffers.begin()

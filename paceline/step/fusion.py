@@ -15,14 +15,14 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.data.feed import Piece
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 _TOLERANCE_AUTOCAST = 1e-3
 
 
-class Joining:
+class Fusion:
     """Decides after the first step, for all workers alike, whether microbatches are joined into larger pieces.
 
     Args:

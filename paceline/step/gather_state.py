@@ -9,7 +9,7 @@ import torch
 from paceline.checkpoint.state import check_savable, put_optimizer_state, tensors_of
 from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
 from paceline.comm.world import Message
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 
 _TAG = (1 << 26) - 1
 

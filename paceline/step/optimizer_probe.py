@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 
 from paceline.data.keys import generator_states, kept_states, same_states, seed_torch
 from paceline.errors import InputError
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 
 _STEPS = 3
 _LARGEST = 2
 """Of each dimension of the small parameters."""
 
 
-def check_apart(job: Job) -> None:
+def probe_optimizer(job: Job) -> None:
     """Refuse an optimizer that cannot work on a part of the parameters; one that cannot be tried is not refused.
 
     Raises:

@@ -20,9 +20,10 @@ from statistics import fmean
 from typing import ClassVar
 
 from paceline.data.feed import Piece
-from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.strategies.data_parallel.work_stealing import Stealing
+from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
 _log = logging.getLogger("paceline")
 WINDOW = 12
@@ -58,7 +59,7 @@ class Auto(Strategy):
     def pieces(self, step: int) -> list[range]:
         return self._inner.pieces(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         wanted = self._inner.pieces(step)
         if [piece.microbatches for piece in pieces] != wanted:  # loaded ahead, before the change
             pieces = self._job.feed.load(step, wanted)
@@ -76,7 +77,7 @@ class Auto(Strategy):
 
     def _decide(self, step: int) -> None:
         """At the end of a window; all workers come to the same decision."""
-        if isinstance(self._inner, Stealing):
+        if isinstance(self._inner, WorkStealing):
             self._judge(step)
             return
         self._windows += 1
@@ -85,14 +86,14 @@ class Auto(Strategy):
             return
         told = f"the slowest worker computes {slowest / mean:.2f} times as long as the mean"
         if not self._steals:
-            if not self.remarks:
+            if not self.warnings:
                 least = 4 * self._job.world.size
                 self._say(
                     step, "allreduce", f"{told}; with {least} microbatches or more others could take over from it"
                 )
             return
         self._usual = self._measured()
-        self._change(step, Stealing, "stealing", f"{told}: trying stealing")
+        self._change(step, WorkStealing, "stealing", f"{told}: trying stealing")
 
     def _judge(self, step: int) -> None:
         if not self._usual:
@@ -118,7 +119,7 @@ class Auto(Strategy):
 
     def _say(self, step: int, name: str, told: str) -> None:
         text = f"from step {step + 1}: {told}"
-        self.remarks.append(text)
+        self.warnings.append(text)
         self._job.events.mark("strategy", step=step + 1, strategy=name, text=text)
         if self._job.world.rank == 0:
             _log.info(text)

@@ -3,60 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-import torch
 from torch import nn
 
-from paceline.comm.world import World
-from paceline.data.feed import Feed, Piece
+from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
-from paceline.events import EventLog
 from paceline.settings import Settings
-from paceline.step.forward import Compute
-from paceline.step.optimizer import Update
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be trained, and with whom.
-
-    ``books`` is what a strategy must remember from step to step besides the tensors: plain values under names of its
-    own. They are saved in checkpoints and handed over to workers that join. ``given`` are the keys of the settings that
-    somebody has set. ``sparse`` says whether gradients may be sparse, ``splits`` whether different workers update
-    different parameters; both for as many workers as there may ever be, so that nobody is refused when one joins.
-    """
-
-    compute: Compute
-    update: Update
-    order: Order
-    settings: Settings
-    world: World
-    events: EventLog
-    feed: Feed
-    collate: Callable[[list[Any]], Any] | None = None
-    books: dict[str, Any] = field(default_factory=dict)
-    given: tuple[str, ...] = ()
-    sparse: bool = False
-    splits: bool = False
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
-
-    ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is what the workers
-    told each other of the world (``comm.rendezvous.coordinator_client``): whether it is about to change, or a worker is to leave.
-    """
-
-    loss: float
-    norm: torch.Tensor | float
-    learning_rate: float
-    applied: bool = True
-    notice: int = 0
+from paceline.step.job import Job, StepResult
 
 
 class Strategy(ABC):
@@ -71,7 +26,7 @@ class Strategy(ABC):
         sparse: whether several workers can train with sparse gradients.
         replicated: whether all workers hold the same state after each step; else only after :meth:`settle`.
         alone: what one worker does that is left of several; none: the reference.
-        remarks: what a user must know of it, in sentences; it may grow.
+        warnings: what a user must know of it, in sentences; it may grow.
     """
 
     bitwise: ClassVar[bool] = True
@@ -84,7 +39,7 @@ class Strategy(ABC):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self.remarks: list[str] = []
+        self.warnings: list[str] = []
 
     @classmethod  # noqa: B027 - most strategies can do everything
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
@@ -159,7 +114,7 @@ class Strategy(ABC):
         """The microbatches of a step that this worker computes, as the pieces it wants to get."""
 
     @abstractmethod
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         """Compute the pieces, bring the gradients together, update the model."""
 
     def settle(self, steps: int) -> None:  # noqa: B027

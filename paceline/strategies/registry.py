@@ -9,9 +9,9 @@ from paceline.settings import Settings
 from paceline.strategies.auto import Auto
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.strategies.data_parallel.backup_workers import Backup
+from paceline.strategies.data_parallel.backup_workers import BackupWorkers
 from paceline.strategies.data_parallel.local_sgd import LocalSgd
-from paceline.strategies.data_parallel.work_stealing import Stealing
+from paceline.strategies.data_parallel.work_stealing import WorkStealing
 from paceline.strategies.parameter_server.hogwild import HogWild
 from paceline.strategies.parameter_server.strategy import ParameterServer
 from paceline.strategies.pipeline.strategy import Pipeline
@@ -20,13 +20,13 @@ from paceline.strategies.single import Single
 STRATEGIES: dict[str, type[Strategy]] = {
     "allreduce": AllReduce,
     "auto": Auto,
-    "backup": Backup,
+    "backup": BackupWorkers,
     "hogwild": HogWild,
     "local-sgd": LocalSgd,
     "parameter-server": ParameterServer,
     "pipeline": Pipeline,
     "single": Single,
-    "stealing": Stealing,
+    "stealing": WorkStealing,
 }
 
 

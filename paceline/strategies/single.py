@@ -13,9 +13,10 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.commit import conclude
-from paceline.step.full_batch import Whole
+from paceline.step.full_batch import FullBatch
+from paceline.step.job import Job, StepResult
 from paceline.step.optimizer_probe import check_drawn
-from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.strategies.base import Strategy
 
 
 class Single(Strategy):
@@ -23,7 +24,7 @@ class Single(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._whole = Whole(job)
+        self._whole = FullBatch(job)
 
     @classmethod
     def check_shares(cls, settings: Settings, order: Order, workers: int, largest: int) -> None:
@@ -40,7 +41,7 @@ class Single(Strategy):
     def pieces(self, step: int) -> list[range]:
         return self._whole.pieces(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         parts, changed = self._whole.gradients(step, pieces)
         outcome = conclude(self._job, step, pieces, parts, changed, self._job.world.notice())
         check_drawn(self._job)

@@ -10,7 +10,7 @@ import torch
 
 from paceline import env
 from paceline.checkpoint.state import hash_of
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 
 
 class Trace:

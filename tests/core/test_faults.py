@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
+from paceline.testing import fault_points, faults
 from paceline.testing import fault_points as points
-from paceline.testing import faults
 from paceline.testing.fault_points import Faults
 from paceline.testing.faults import Plan, Point
 from paceline.testing.ranks import Ended, Kill

@@ -47,14 +47,14 @@ HERE = (
     SUBJECT
     + """
 import time
-from paceline.strategies.parameter_server.async_steps import Asynchronous
-arrive = Asynchronous._arrive
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
+arrive = AsyncSteps._arrive
 def arrive_late(strategy, step):  # when the other worker has taken the step
     while strategy._claims.look().top <= step:
         time.sleep(0.001)
     return arrive(strategy, step)
 if os.environ.get("RANK", "0") != "0":
-    Asynchronous._arrive = arrive_late
+    AsyncSteps._arrive = arrive_late
 bag = model()
 held = list(bag.parameters())
 session = paceline.start(
@@ -153,10 +153,10 @@ UPDATED_MEANWHILE = (
     SUBJECT
     + """
 import time
-from paceline.strategies.parameter_server.async_steps import Asynchronous
-from paceline.step.fusion import Joining
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
+from paceline.step.fusion import Fusion
 rank = int(os.environ["RANK"])
-arrive, obstacle = Asynchronous._arrive, Joining._obstacle
+arrive, obstacle = AsyncSteps._arrive, Fusion._obstacle
 def arrive_late(strategy, step):  # so that rank 1 takes step 1
     while step == 1 - rank and strategy._claims.look().top <= step:
         time.sleep(0.001)
@@ -166,7 +166,7 @@ def find_out_late(joining, pieces, pairs):  # when the other worker has changed 
     while rank and strategy._claims.look().version <= 1:
         time.sleep(0.001)
     return obstacle(joining, pieces, pairs)
-Asynchronous._arrive, Joining._obstacle = arrive_late, find_out_late
+AsyncSteps._arrive, Fusion._obstacle = arrive_late, find_out_late
 session = paceline.start(
     model=model(), optimizer=optimizer, loss=functional.cross_entropy, data=data, batch=32, strategy="hogwild",
     timeout_seconds=30,

@@ -10,7 +10,7 @@ TORCH = """
 import torch
 from functools import partial
 import paceline
-from paceline.comm.links.channel import TAGS, Inlet, Outlet
+from paceline.comm.links.channel import TAGS, Receiver, Sender
 from paceline.comm.shm.ring import LARGEST_BYTES
 from subjects import tell
 
@@ -49,8 +49,8 @@ for number in range(100):  # rank 0 runs ahead as far as there is room, later no
 tell(different=different)
 """
 KINDS = """
-outlet = Outlet(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
-inlet = Inlet(world, 0, TAGS, "a list", lanes.lane(0, 1, 0))
+outlet = Sender(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
+inlet = Receiver(world, 0, TAGS, "a list", lanes.lane(0, 1, 0))
 torch.manual_seed(2)
 turned = torch.randn(5, dtype=torch.complex64).conj()
 many = [turned, turned.imag, torch.randn(4, 6).t(), torch.ones(3).expand(2, 3), torch.ones(2) > 0]
@@ -64,8 +64,8 @@ else:
 """
 LARGE = """
 sizes = [10, LARGEST_BYTES // 4, LARGEST_BYTES // 4 + 1, 7, LARGEST_BYTES, 1]
-outlet = Outlet(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
-inlet = Inlet(world, 0, TAGS, "a list", lanes.lane(0, 1, 0))
+outlet = Sender(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
+inlet = Receiver(world, 0, TAGS, "a list", lanes.lane(0, 1, 0))
 if world.rank == 0:
     for turn in range(3):
         for size in sizes:
@@ -101,7 +101,7 @@ def test_a_receiver_that_takes_nothing_is_named(ranks: Any, tmp_path: Path) -> N
 import time
 world.timeout = 3.0
 if world.rank == 0:
-    outlet = Outlet(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
+    outlet = Sender(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
     for number in range(20):
         outlet.send(1, [torch.ones(1)])
 time.sleep(60)

@@ -176,15 +176,15 @@ def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: boo
 
 REPORTED = """
 import counted, json, os
-from paceline.strategies.parameter_server.async_steps import Asynchronous
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from subjects import tell
 known = []
-set_out = Asynchronous._set_out
+set_out = AsyncSteps._set_out
 def watched(strategy, step):
     notice = set_out(strategy, step)
     known.append(strategy._claims.look().newest >= 0)
     return notice
-Asynchronous._set_out = watched
+AsyncSteps._set_out = watched
 session = counted.start(
     **json.loads(os.environ["GIVEN"]), checkpoint={"directory": os.environ["SAVED"], "every": 6}, resume="auto"
 )
@@ -275,7 +275,7 @@ session = paceline.start(**CASES["batch norm, dropout, short batch"](), strategy
                          server={"mode": "async"}, timeout_seconds=30)
 for batch in session.batches(epochs=2):
     session.step(batch)
-tell(remarks=session._course.strategy.remarks, fingerprint=session.fingerprint())
+tell(remarks=session._course.strategy.warnings, fingerprint=session.fingerprint())
 """
     everyone = told(script, 2, tmp_path)
     assert everyone[0] == everyone[1]

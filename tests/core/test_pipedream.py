@@ -142,14 +142,14 @@ CASES = {
 SCRIPT = """
 import json, os
 import by_hand
-from paceline.strategies.pipeline.weight_stash import Versions
+from paceline.strategies.pipeline.weight_stash import WeightStash
 from subjects import tell
 
-most, next_version = [0], Versions.next
+most, next_version = [0], WeightStash.next
 def watched(self, oldest):
     most[0] = max(most[0], self.kept)
     return next_version(self, oldest)
-Versions.next = watched
+WeightStash.next = watched
 
 for name, case in json.loads(os.environ["CASES"]).items():
     workers, settings, cut, lags, every, runs, formula, model, (batch, count), late = case

@@ -50,7 +50,7 @@ def await_joiner(session: paceline.Session) -> None:
     line, seats = session._job.world.line, session._job.world._seats
     assert line is not None
     there = any(seat.worker >= 3 for seat in seats) or (len(seats) == 3 and line.generation > 0)
-    if "ALONE" not in os.environ and session._course.taken == 0 and not there:
+    if "ALONE" not in os.environ and session._loop.taken == 0 and not there:
         wait_until(lambda: line.pending > line.generation, "a worker that joins")
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from paceline.coordinator.membership import Membership
+from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.types import Bounds, Lost
 
 
@@ -15,7 +15,7 @@ class Hand:
         self.told: dict[int, list[dict[str, Any]]] = {}
         self.notes: list[str] = []
         bounds = Bounds(least, most, wanted, patience=patience)
-        self.of = Membership(bounds, self._send, lambda event, **_: self.notes.append(event))
+        self.of = MembershipProtocol(bounds, self._send, lambda event, **_: self.notes.append(event))
         self.now = 0.0
 
     def _send(self, number: int, message: dict[str, Any]) -> None:

@@ -123,11 +123,11 @@ HELD = """
 import os, signal
 from pathlib import Path
 import crew
-from paceline.strategies.parameter_server.async_steps import Asynchronous
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.step.optimizer import Update
 
 made, worker = Path(os.environ["PACELINE_RUN"]) / "made", os.environ["PACELINE_WORKER"]
-apply, compute = Update.apply, Asynchronous._compute
+apply, compute = Update.apply, AsyncSteps._compute
 
 def apply_and_wait(update, done, *more):
     told = apply(update, done, *more)
@@ -142,7 +142,7 @@ def compute_and_die(strategy, step):
         os.kill(os.getpid(), signal.SIGKILL)
     compute(strategy, step)
 
-Update.apply, Asynchronous._compute = apply_and_wait, compute_and_die
+Update.apply, AsyncSteps._compute = apply_and_wait, compute_and_die
 """
 
 
@@ -160,9 +160,9 @@ def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None
 SETTLING = """
 import os, signal
 import crew
-from paceline.strategies.parameter_server.async_steps import Asynchronous
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
 
-compute = Asynchronous._compute
+compute = AsyncSteps._compute
 
 def compute_and_die(strategy, step):
     if os.environ["PACELINE_WORKER"] == "2" and step > 9:
@@ -171,7 +171,7 @@ def compute_and_die(strategy, step):
         os.kill(os.getpid(), signal.SIGKILL)
     compute(strategy, step)
 
-Asynchronous._compute = compute_and_die
+AsyncSteps._compute = compute_and_die
 """
 
 

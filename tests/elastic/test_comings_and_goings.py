@@ -82,7 +82,7 @@ def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str
 def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -> None:
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
     kill = {
-        "before": "paceline.comm.rendezvous.coordinator_client.Line.greet = die",
+        "before": "paceline.comm.rendezvous.coordinator_client.CoordinatorClient.greet = die",
         "within": "paceline.recovery.recovery.Recovery._take = die",
         "after": "paceline.step.optimizer.Update.apply = die",
     }[point]
@@ -93,7 +93,7 @@ def die(*_):
     os.kill(os.getpid(), 9)
 if os.environ["PACELINE_WORKER"] == "3":
     if {point != "within"}:
-        paceline.training_loop.Course._warm_up = lambda course: None
+        paceline.training_loop.TrainingLoop._warm_up = lambda course: None
     {kill}
 """ + JOINED.replace("import sys", "import sys, paceline.training_loop")
     plan = faults.kill(rank=1, step=2)

@@ -10,7 +10,7 @@ from paceline.failure.coordinator_report import Account, Loss, Scene
 from paceline.failure.message import Context, details, lost_in_words, record, short
 from paceline.failure.root_cause import Failure, diagnose, name_ranks
 from paceline.launch.base import Launch
-from paceline.launch.local import Ended, Outcome
+from paceline.launch.local import Ended, RunResult
 
 BOTH = {0: 0, 1: 1}
 
@@ -42,7 +42,7 @@ class Scenario:
         return self.ends(rank, 5 if consequence else 1, time)
 
     def failure(self, account: Account | None = None, number: int | None = None) -> Failure:
-        found = diagnose(self._launch, Outcome(tuple(self.ended), number, 1.0), account)
+        found = diagnose(self._launch, RunResult(tuple(self.ended), number, 1.0), account)
         assert found is not None
         return found
 
@@ -221,13 +221,13 @@ def test_a_damaged_report_is_no_report(scene: Scenario, tmp_path: Path) -> None:
 
 def test_no_failure_no_diagnosis(tmp_path: Path) -> None:
     launch = Launch(Path("train.py"), (), 1, tmp_path, {})
-    assert diagnose(launch, Outcome((Ended(0, 0, 1.0, False),), None, 1.0)) is None
+    assert diagnose(launch, RunResult((Ended(0, 0, 1.0, False),), None, 1.0)) is None
 
 
 def test_a_worker_that_was_replaced_is_no_failure(scene: Scenario, tmp_path: Path) -> None:
     lost = (Loss(1, 1, "rank 1 was ended", False, 1.0),)
     account = Account(code=0, elastic=True, ranks={0: 0, 2: 1}, lost=lost, joined=1)
-    outcome = Outcome((Ended(0, 0, 9.0, False), Ended(1, -9, 1.0, False), Ended(2, 0, 9.0, False)), None, 9.0)
+    outcome = RunResult((Ended(0, 0, 9.0, False), Ended(1, -9, 1.0, False), Ended(2, 0, 9.0, False)), None, 9.0)
     assert diagnose(Launch(Path("train.py"), (), 2, tmp_path, {}), outcome, account) is None
     assert lost_in_words(account) == "1 worker was lost on the way; 1 was replaced"
 

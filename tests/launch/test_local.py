@@ -13,7 +13,7 @@ import pytest
 from paceline.errors import StartError
 from paceline.launch import prepare as preparation
 from paceline.launch.base import Launch, Request
-from paceline.launch.local import Outcome, Workers
+from paceline.launch.local import RunResult, Workers
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def prepare(tmp_path: Path) -> Callable[..., Launch]:
     return make
 
 
-def run(launch: Launch) -> tuple[Outcome, list[tuple[str, str]]]:
+def run(launch: Launch) -> tuple[RunResult, list[tuple[str, str]]]:
     shown: list[tuple[str, str]] = []
     with Workers(launch, lambda name, line: shown.append((name, line))) as workers:
         outcome = workers.wait()

@@ -13,8 +13,8 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.errors import InputError
-from paceline.step.optimizer_probe import check_apart
-from paceline.strategies.base import Job
+from paceline.step.job import Job
+from paceline.step.optimizer_probe import probe_optimizer
 
 
 def parameters() -> list[nn.Parameter]:
@@ -51,14 +51,14 @@ def test_the_optimizer_is_left_as_it_is(make: Any) -> None:
     checked, other = parameters(), parameters()
     first, second = make(checked), make(other)
     schedules = [optim.lr_scheduler.LambdaLR(one, lambda number: number / 2) for one in (first, second)]  # from 0 on
-    check_apart(job_of(first))
+    probe_optimizer(job_of(first))
     for _ in range(2):
         step(first, checked)
         step(second, other)
         for schedule in schedules:
             schedule.step()
         drawn = torch.get_rng_state()
-        check_apart(job_of(first))
+        probe_optimizer(job_of(first))
         assert torch.equal(torch.get_rng_state(), drawn)
         assert all(torch.equal(value.grad, torch.ones_like(value)) for value in checked if value.grad is not None)
     for value, alike in zip(checked, other, strict=True):
@@ -106,7 +106,7 @@ class Noisy(optim.SGD):
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[optim.Optimizer], exact: bool) -> None:
     with pytest.raises(InputError, match=rf"{kind.__name__} updates a parameter in another way .*clip_norm"):
-        check_apart(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
+        probe_optimizer(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
 
 
 def test_one_that_needs_all_gradients_is_refused() -> None:
@@ -117,14 +117,14 @@ def test_one_that_needs_all_gradients_is_refused() -> None:
             super().step(closure)
 
     with pytest.raises(InputError, match=r"Careless fails when some .*AttributeError.*grad is None") as refused:
-        check_apart(job_of(Careless(parameters(), lr=0.1)))
+        probe_optimizer(job_of(Careless(parameters(), lr=0.1)))
     assert isinstance(refused.value.__cause__, AttributeError)
 
 
 def test_one_that_draws_random_numbers_is_refused_where_bits_count() -> None:
-    check_apart(job_of(Noisy(parameters(), lr=0.1), exact=False))
+    probe_optimizer(job_of(Noisy(parameters(), lr=0.1), exact=False))
     with pytest.raises(InputError, match=r"Noisy draws random numbers.*exact=True"):
-        check_apart(job_of(Noisy(parameters(), lr=0.1)))
+        probe_optimizer(job_of(Noisy(parameters(), lr=0.1)))
 
 
 def test_one_that_cannot_be_tried_is_not_refused() -> None:
@@ -132,7 +132,7 @@ def test_one_that_cannot_be_tried_is_not_refused() -> None:
         def step(self, closure: Any = None) -> None:
             closure()
 
-    check_apart(job_of(Closed(parameters(), lr=0.1)))
+    probe_optimizer(job_of(Closed(parameters(), lr=0.1)))
 
 
 def test_hooks_are_for_the_steps_of_training() -> None:
@@ -156,10 +156,10 @@ def test_hooks_are_for_the_steps_of_training() -> None:
         one.register_load_state_dict_post_hook(owner)
     for_all = [register_optimizer_step_pre_hook(owner), register_optimizer_step_post_hook(owner)]
     try:
-        check_apart(job_of(made[0]))
+        probe_optimizer(job_of(made[0]))
     finally:
         for hook in for_all:
             hook.remove()
     with pytest.raises(InputError, match="Normed updates"):
-        check_apart(job_of(made[1]))
+        probe_optimizer(job_of(made[1]))
     assert owner.calls == 0

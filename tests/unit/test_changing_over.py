@@ -38,18 +38,18 @@ class AllReduce(Pretended):
     pass
 
 
-class Stealing(Pretended):
+class WorkStealing(Pretended):
     pass
 
 
 @pytest.fixture
 def strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(*, allreduce: float, stealing: float, uneven: float) -> Auto:
-        Pretended.takes = {"AllReduce": allreduce, "Stealing": stealing}
+        Pretended.takes = {"AllReduce": allreduce, "WorkStealing": stealing}
         Pretended.made, Pretended.clock = [], [0.0]
         Pretended.seconds = [1.0, 1.0, 1.0, uneven]
         monkeypatch.setattr(auto, "AllReduce", AllReduce)
-        monkeypatch.setattr(auto, "Stealing", Stealing)
+        monkeypatch.setattr(auto, "WorkStealing", WorkStealing)
         monkeypatch.setattr(auto.time, "perf_counter", lambda: Pretended.clock[0])
         job: Any = SimpleNamespace(
             order=SimpleNamespace(microbatches=16),
@@ -72,14 +72,14 @@ def test_even_workers_stay_with_all_reduce(strategy: Any) -> None:
 
 
 def test_what_pays_stays(strategy: Any) -> None:
-    assert after(strategy(allreduce=1.0, stealing=0.6, uneven=3.0), 20) == ["AllReduce", "closed", "Stealing"]
+    assert after(strategy(allreduce=1.0, stealing=0.6, uneven=3.0), 20) == ["AllReduce", "closed", "WorkStealing"]
 
 
 def test_what_does_not_pay_is_left_and_tried_again_later(strategy: Any) -> None:
-    tried = ["AllReduce", "closed", "Stealing", "closed"]
+    tried = ["AllReduce", "closed", "WorkStealing", "closed"]
     chosen = strategy(allreduce=1.0, stealing=0.99, uneven=3.0)
     assert after(chosen, 2) == [*tried, "AllReduce"]
     assert after(chosen, 3) == [*tried, "AllReduce"]
-    assert after(chosen, 1) == [*tried, "AllReduce", "closed", "Stealing"]
+    assert after(chosen, 1) == [*tried, "AllReduce", "closed", "WorkStealing"]
     assert after(chosen, 1 + 15) == [*tried, *tried, "AllReduce"]
-    assert any("0.99 times as long as with all-reduce: back to all-reduce" in remark for remark in chosen.remarks)
+    assert any("0.99 times as long as with all-reduce: back to all-reduce" in remark for remark in chosen.warnings)

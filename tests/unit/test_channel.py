@@ -9,8 +9,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paceline.comm.links.channel import TAGS, Inlet, Outlet
-from paceline.comm.links.variable_length import CountedInlet, CountedOutlet
+from paceline.comm.links.channel import TAGS, Receiver, Sender
+from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
 from paceline.comm.world import Message, World
 from paceline.errors import InputError
 
@@ -59,13 +59,13 @@ def wire() -> Wire:
 
 
 @pytest.fixture
-def outlet(wire: Wire) -> Outlet:
-    return Outlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
+def outlet(wire: Wire) -> Sender:
+    return Sender(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
 
 
 @pytest.fixture
-def inlet(wire: Wire) -> Inlet:
-    return Inlet(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
+def inlet(wire: Wire) -> Receiver:
+    return Receiver(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
 
 
 def letters(samples: int) -> list[torch.Tensor | None]:
@@ -80,7 +80,7 @@ def same(found: list[Any], sent: list[Any]) -> bool:
     )
 
 
-def test_tensors_of_all_kinds_arrive(outlet: Outlet, inlet: Inlet) -> None:
+def test_tensors_of_all_kinds_arrive(outlet: Sender, inlet: Receiver) -> None:
     for _ in range(3):
         sent = letters(4)
         size = outlet.send(4, sent)
@@ -89,7 +89,7 @@ def test_tensors_of_all_kinds_arrive(outlet: Outlet, inlet: Inlet) -> None:
         assert same(inlet.take(), sent)
 
 
-def test_what_is_expected_early_arrives_in_order(outlet: Outlet, inlet: Inlet) -> None:
+def test_what_is_expected_early_arrives_in_order(outlet: Sender, inlet: Receiver) -> None:
     """Also where the first of another number of samples comes in between."""
     for samples in (4, 4, 2, 4, 2):
         inlet.expect(samples)
@@ -100,7 +100,7 @@ def test_what_is_expected_early_arrives_in_order(outlet: Outlet, inlet: Inlet) -
         assert same(inlet.take(), sent)
 
 
-def test_the_shapes_are_told_once_for_each_number_of_samples(wire: Wire, outlet: Outlet) -> None:
+def test_the_shapes_are_told_once_for_each_number_of_samples(wire: Wire, outlet: Sender) -> None:
     counts = []
     for samples in (4, 4, 4, 2, 2):
         before = len(wire.posted)
@@ -109,7 +109,7 @@ def test_the_shapes_are_told_once_for_each_number_of_samples(wire: Wire, outlet:
     assert counts == [5, 3, 3, 5, 3]
 
 
-def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Outlet, inlet: Inlet) -> None:
+def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Sender, inlet: Receiver) -> None:
     outlet.send(4, letters(4))
     inlet.expect(4)
     inlet.take()
@@ -120,8 +120,8 @@ def test_the_receiver_is_ready_before_what_it_knows_comes(wire: Wire, outlet: Ou
 
 def test_lists_of_any_length(wire: Wire) -> None:
     """None, one, some; and more than a channel has places for."""
-    outlet = CountedOutlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
-    inlet = CountedInlet(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
+    outlet = VariableLengthSender(cast(World, wire), 1, 3 * TAGS, "the output of stage 0")
+    inlet = VariableLengthReceiver(cast(World, wire), 0, 3 * TAGS, "the output of stage 0")
     for length in (1, 0, 3, 300, 3, 0, 1):
         sent = [torch.randn(4, 3).t() for _ in range(length)]
         outlet.send(sent)
@@ -131,9 +131,9 @@ def test_lists_of_any_length(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_part_of_a_larger_tensor_takes_the_room_of_a_part(wire: Wire, inlet: Inlet, exact: bool) -> None:
+def test_a_part_of_a_larger_tensor_takes_the_room_of_a_part(wire: Wire, inlet: Receiver, exact: bool) -> None:
     """But if the bits are to be the same, which may depend on where the numbers lie."""
-    outlet = Outlet(cast(World, wire), 1, 3 * TAGS, "the output of stage 0", exact=exact)
+    outlet = Sender(cast(World, wire), 1, 3 * TAGS, "the output of stage 0", exact=exact)
     whole = torch.randn(8, 512, 64)
     outlet.send(8, [whole[:, 0], whole.transpose(0, 2)])
     inlet.expect(8)
@@ -153,7 +153,7 @@ def test_a_part_of_a_larger_tensor_takes_the_room_of_a_part(wire: Wire, inlet: I
         ([torch.zeros(4, 3), None], ["to torch.float32 [4, 3], nothing."]),
     ],
 )
-def test_another_shape_for_as_many_samples_is_refused(outlet: Outlet, wire: Wire, changed: Any, words: Any) -> None:
+def test_another_shape_for_as_many_samples_is_refused(outlet: Sender, wire: Wire, changed: Any, words: Any) -> None:
     outlet.send(4, [torch.zeros(4, 3)])
     before = len(wire.posted)
     with pytest.raises(InputError, match="output of stage 0 changed") as error:
@@ -163,7 +163,7 @@ def test_another_shape_for_as_many_samples_is_refused(outlet: Outlet, wire: Wire
     assert len(wire.posted) == before
 
 
-def test_the_oldest_are_waited_for_when_many_are_under_way(wire: Wire, outlet: Outlet) -> None:
+def test_the_oldest_are_waited_for_when_many_are_under_way(wire: Wire, outlet: Sender) -> None:
     for number in range(12):
         outlet.send(4, [torch.full((4,), float(number))])
     waited = [one.done for one in wire.posted if one.sends]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import paceline.comm.assignment.step_claims
-from paceline.comm.assignment.step_claims import FREE, Claims, Table
+from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
 from paceline.comm.shm.lock import Lock, Look
 from paceline.errors import WorkerLost
 
@@ -61,14 +61,14 @@ def forked(act: Callable[[], object]) -> int:
     return child
 
 
-def claims_of(name: str, rank: int = 0, size: int = 4, gone: Collection[int] = ()) -> Claims:
+def claims_of(name: str, rank: int = 0, size: int = 4, gone: Collection[int] = ()) -> StepClaims:
     world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None, waits_for=lambda ranks: None, gone=gone)
     memory: Any = Memory(name, world)
-    return Claims(world, memory)
+    return StepClaims(world, memory)
 
 
 def test_steps_are_taken_from_the_lowest_free_one() -> None:
-    table = Table()
+    table = ClaimTable()
     for step in range(3):
         table.offer(step)
     assert [table.take(1), table.take(0), table.take(1), table.take(0)] == [0, 1, 2, None]
@@ -81,7 +81,7 @@ def test_steps_are_taken_from_the_lowest_free_one() -> None:
 
 
 def test_a_step_that_was_offered_is_not_offered_again() -> None:
-    table = Table()
+    table = ClaimTable()
     table.offer(5)
     table.take(0)
     del table.open[5]
@@ -92,7 +92,7 @@ def test_a_step_that_was_offered_is_not_offered_again() -> None:
 
 def test_the_table_comes_back_as_it_was(name: str) -> None:
     claims = claims_of(name)
-    table = Table(9, {7: 2, 8: FREE}, 6, 11, 2, 5, 0.1, 0.7, 1e-3, False)
+    table = ClaimTable(9, {7: 2, 8: FREE}, 6, 11, 2, 5, 0.1, 0.7, 1e-3, False)
     claims.begin(table)
     assert claims_of(name).look() == table
     with claims.change() as changed:
@@ -102,7 +102,7 @@ def test_the_table_comes_back_as_it_was(name: str) -> None:
 
 def test_a_change_that_fails_is_no_change(name: str) -> None:
     claims = claims_of(name)
-    claims.begin(Table())
+    claims.begin(ClaimTable())
     with pytest.raises(ZeroDivisionError), claims.change() as table:
         table.version = 1 // 0
     assert claims.look().version == 0
@@ -113,7 +113,7 @@ def test_a_change_that_fails_is_no_change(name: str) -> None:
 
 def test_nothing_changes_after_the_end(name: str) -> None:
     claims, late = claims_of(name), claims_of(name, 1)
-    claims.begin(Table())
+    claims.begin(ClaimTable())
     with pytest.raises(WorkerLost, match="parted"), late.change() as table:
         table.version = 1
         claims._words[0] = 1  # as close() does when it cannot get the lock
@@ -128,7 +128,7 @@ def _stop_in_a_change(name: str) -> None:
 
 def test_a_process_that_is_stopped_in_a_change_holds_nobody_up_for_long(name: str) -> None:
     claims = claims_of(name)
-    claims.begin(Table())
+    claims.begin(ClaimTable())
     child = forked(lambda: _stop_in_a_change(name))
     os.waitpid(child, os.WUNTRACED)
     assert claims.close().version == 0
@@ -153,9 +153,9 @@ def _stop() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def begun(name: str, gone: Collection[int] = ()) -> Claims:
+def begun(name: str, gone: Collection[int] = ()) -> StepClaims:
     claims = claims_of(name, gone=gone)
-    claims.begin(Table(6, {5: 1}, 5))
+    claims.begin(ClaimTable(6, {5: 1}, 5))
     return claims
 
 
@@ -166,7 +166,7 @@ def test_who_parts_waits_for_an_update_that_is_being_made(name: str, monkeypatch
     os.waitpid(child, os.WUNTRACED)
     resumer = threading.Timer(0.3, os.kill, (child, signal.SIGCONT))
     resumer.start()
-    assert claims.close() == Table(6, {}, 6)
+    assert claims.close() == ClaimTable(6, {}, 6)
     resumer.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     with pytest.raises(WorkerLost, match="parted"), claims_of(name, 2).updating():
@@ -182,7 +182,7 @@ def test_a_process_that_is_stopped_in_an_update_holds_nobody_up_for_long(
     child = forked(lambda: _update(name, _stop))
     os.waitpid(child, os.WUNTRACED)
     before = time.monotonic()
-    assert claims.close() == Table(6, {5: 1}, 5)
+    assert claims.close() == ClaimTable(6, {5: 1}, 5)
     assert time.monotonic() - before < 10
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -195,11 +195,11 @@ def _die() -> None:
 def test_an_update_of_a_process_that_is_killed_counts_if_it_was_made(name: str) -> None:
     claims = begun(name, [1])
     os.waitpid(forked(lambda: _update(name, _die)), 0)
-    assert claims.close() == Table(6, {5: 1}, 5)
+    assert claims.close() == ClaimTable(6, {5: 1}, 5)
     claims = begun(name, [1])
     os.waitpid(forked(lambda: _update(name, lambda: None, _die)), 0)
-    assert claims.close() == Table(6, {}, 6)
-    assert claims.look() == Table(6, {5: 1}, 5)
+    assert claims.close() == ClaimTable(6, {}, 6)
+    assert claims.look() == ClaimTable(6, {5: 1}, 5)
 
 
 def _hold(name: str) -> None:
@@ -226,7 +226,7 @@ def test_an_update_that_fails_was_not_made(name: str) -> None:
     claims = begun(name)
     with pytest.raises(ZeroDivisionError), claims.updating() as table:
         table.version = 1 // 0
-    assert claims_of(name, 1).close() == Table(6, {5: 1}, 5)
+    assert claims_of(name, 1).close() == ClaimTable(6, {5: 1}, 5)
 
 
 def _count_without_end(name: str) -> None:
@@ -240,7 +240,7 @@ def _count_without_end(name: str) -> None:
 
 def test_a_process_that_is_killed_in_a_change_leaves_a_whole_table(name: str) -> None:
     claims = claims_of(name)
-    claims.begin(Table())
+    claims.begin(ClaimTable())
     seen = 0
     for attempt in range(12):
         child = forked(lambda: _count_without_end(name))
@@ -250,7 +250,7 @@ def test_a_process_that_is_killed_in_a_change_leaves_a_whole_table(name: str) ->
         os.waitpid(child, 0)
         with claims.change() as table:
             open_ = dict.fromkeys(range(table.version, table.version + 4), table.version)
-            assert table == Table(table.version, open_, table.version, table.version)
+            assert table == ClaimTable(table.version, open_, table.version, table.version)
             assert table.version > seen
             seen = table.version
 
@@ -264,7 +264,7 @@ def _count(name: str, rank: int) -> None:
 
 
 def test_no_change_of_several_processes_is_lost(name: str) -> None:
-    claims_of(name).begin(Table())
+    claims_of(name).begin(ClaimTable())
     children = [forked(partial(_count, name, rank)) for rank in range(3)]
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0, 0]
     table = claims_of(name).look()

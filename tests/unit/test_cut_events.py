@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm.subgroup import Team
+from paceline.comm.subgroup import Subgroup
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.schedule.pipeline import one_forward_one_backward
 from paceline.settings import Settings
-from paceline.strategies.base import Job
-from paceline.strategies.pipeline.stages import Borders, Staged
+from paceline.step.job import Job
+from paceline.strategies.pipeline.stages import Borders, Stages
 
 
 def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> Job:
@@ -37,14 +37,14 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
 
 
 def test_a_cut_is_recorded_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Team, "__init__", lambda *_: None)
+    monkeypatch.setattr(Subgroup, "__init__", lambda *_: None)
     norm, told = nn.BatchNorm1d(6), list[dict[str, Any]]()
     model = nn.Sequential(norm, nn.Linear(6, 6), norm, nn.Linear(6, 1))
     job = job_of(model, ["0.running_mean"], told)
     with pytest.raises(InputError, match=r"both change the buffer '0.running_mean'"):
-        Staged(job, one_forward_one_backward(2, 4), Borders([(0, 2), (2, 4)]))
+        Stages(job, one_forward_one_backward(2, 4), Borders([(0, 2), (2, 4)]))
     assert told == []
-    Staged(job, one_forward_one_backward(2, 4), Borders([(0, 3), (3, 4)]))
+    Stages(job, one_forward_one_backward(2, 4), Borders([(0, 3), (3, 4)]))
     (cut,) = told
     assert (cut["event"], [len(stage) for stage in cut["stages"]], cut["again"]) == ("cut", [3, 1], True)
     assert (cut["device"], cut["workers"], cut["microbatches"]) == ("cuda", 2, 4)

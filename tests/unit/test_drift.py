@@ -5,7 +5,7 @@ from itertools import combinations
 import pytest
 
 from paceline.schedule.balance import fitted
-from paceline.strategies.pipeline.rebalance import WINDOW, Drift
+from paceline.strategies.pipeline.rebalance import WINDOW, Rebalance
 
 
 @pytest.mark.parametrize("factors", [[1.0, 1.0], [1.0, 3.0], [2.0, 1.0, 1.0], [1.0, 1.0, 4.0, 1.0]])
@@ -23,7 +23,7 @@ def test_the_cut_is_the_best_there_is(factors: list[float]) -> None:
 
 
 def test_a_slow_worker_gets_fewer_layers() -> None:
-    drift = Drift([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
+    drift = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
     verdicts = [drift.see([3.0, 6.0]) for _ in range(WINDOW)]
     assert verdicts[:-1] == [None] * (WINDOW - 1)
     assert verdicts[-1] is not None
@@ -34,11 +34,11 @@ def test_a_slow_worker_gets_fewer_layers() -> None:
 
 
 def test_one_slow_step_changes_nothing() -> None:
-    drift = Drift([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
+    drift = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
     assert [drift.see([3.0, 60.0 if step == 4 else 3.1]) for step in range(WINDOW)] == [None] * WINDOW
 
 
 def test_the_slowest_worker_of_a_stage_counts() -> None:
-    drift = Drift([1.0] * 6, [(0, 3), (3, 6)], [(0, 1), (2, 3)])
+    drift = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0, 1), (2, 3)])
     verdicts = [drift.see([1.5, 3.0, 1.5, 1.5]) for _ in range(WINDOW)]
     assert verdicts[-1] is not None and verdicts[-1].bounds == ((0, 2), (2, 6))

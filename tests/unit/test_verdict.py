@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paceline.errors import InputError
-from paceline.step.accumulate import Sums
+from paceline.step.accumulate import Accumulator
 from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, unused
 from paceline.step.forward import sum_and_count
 
@@ -39,7 +39,7 @@ def test_a_parameter_used_by_some_microbatches_only_is_named() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_sums_are_sums(exact: bool) -> None:
     values = [torch.tensor([float(2**place)]) for place in range(7)]
-    sums = Sums(exact)
+    sums = Accumulator(exact)
     for place, value in enumerate(values):
         sums.push(place, [value.clone(), None if place != 3 else torch.ones(1)])
     first, second = sums.total()

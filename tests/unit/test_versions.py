@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.pipeline.weight_stash import Versions
+from paceline.strategies.pipeline.weight_stash import WeightStash
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def change(layer: nn.Linear) -> None:
 
 
 def test_the_backward_pass_sees_the_weights_of_its_forward_pass(layer: nn.Linear) -> None:
-    versions = Versions([layer.weight])
+    versions = WeightStash([layer.weight])
     values = torch.randn(2, 3, requires_grad=True)
     layer(values.sin()).sum().backward()
     expected = values.grad
@@ -41,7 +41,7 @@ def test_the_backward_pass_sees_the_weights_of_its_forward_pass(layer: nn.Linear
 
 
 def test_a_forward_pass_can_use_an_older_version(layer: nn.Linear) -> None:
-    versions = Versions([layer.weight])
+    versions = WeightStash([layer.weight])
     values, before = torch.randn(2, 3), layer.weight.detach().clone()
     with versions.next(0):
         change(layer)
@@ -54,7 +54,7 @@ def test_a_forward_pass_can_use_an_older_version(layer: nn.Linear) -> None:
 
 
 def test_versions_are_kept_from_the_oldest_one_that_is_needed(layer: nn.Linear) -> None:
-    versions = Versions([layer.weight])
+    versions = WeightStash([layer.weight])
     counts = []
     for oldest in (0, 0, 0, 1, 2, 2, 6, 7):
         with versions.next(oldest):
@@ -66,7 +66,7 @@ def test_versions_are_kept_from_the_oldest_one_that_is_needed(layer: nn.Linear) 
 
 
 def test_weights_that_no_microbatch_needs_are_changed_where_they_are(layer: nn.Linear) -> None:
-    versions = Versions([layer.weight])
+    versions = WeightStash([layer.weight])
     place = layer.weight.data_ptr()
     with versions.next(1):
         change(layer)
@@ -77,7 +77,7 @@ def test_weights_that_no_microbatch_needs_are_changed_where_they_are(layer: nn.L
 
 
 def test_after_an_error_the_newest_weights_are_back(layer: nn.Linear) -> None:
-    versions = Versions([layer.weight])
+    versions = WeightStash([layer.weight])
     with versions.next(0):
         change(layer)
     newest = layer.weight.detach().clone()
@@ -87,7 +87,7 @@ def test_after_an_error_the_newest_weights_are_back(layer: nn.Linear) -> None:
 
 
 def test_when_nothing_is_under_way_it_counts_from_the_start(layer: nn.Linear) -> None:
-    versions = Versions([layer.weight])
+    versions = WeightStash([layer.weight])
     with versions.next(0):
         change(layer)
     newest = layer.weight.detach().clone()

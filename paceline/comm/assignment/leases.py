@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch.distributed as dist
 
 from paceline.comm.assignment.store import Store
-from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 
 _NAP = 0.05
@@ -84,7 +84,7 @@ def leases_for(world: World, microbatches: int) -> Leasing:
 class Leases:
     """Leases through shared memory: 20 us each."""
 
-    def __init__(self, world: World, memory: Memory, microbatches: int) -> None:
+    def __init__(self, world: World, memory: SharedMemory, microbatches: int) -> None:
         self._world = world
         self._size = world.size
         self._rank = world.rank

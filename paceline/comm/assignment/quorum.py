@@ -10,8 +10,8 @@ Each worker computes a group of microbatches and says when it is done. The first
 workers then know the same set, and meet in the exchange. The same group may be computed by several workers: the first
 one counts.
 
-On one machine the set is a table in shared memory (:class:`SharedContributors`), on several machines a text in the
-store of ``torch.distributed`` (:class:`StoreContributors`).
+On one machine the set is a table in shared memory (:class:`SharedMemoryQuorum`), on several machines a text in the
+store of ``torch.distributed`` (:class:`StoreQuorum`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import time
 from typing import Protocol
 
 from paceline.comm.assignment.store import Store
-from paceline.comm.ranks import ranks_in_words
-from paceline.comm.shm.arena import Memory
+from paceline.comm.ranks import name_ranks
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 from paceline.errors import DisagreementError, WorkerSilent
 
 _NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 
 
-class Contributors(Protocol):
+class Quorum(Protocol):
     """How the workers of a step find out whose results count."""
 
     def begin(self, step: int, groups: int, needed: int) -> None:
@@ -68,11 +68,11 @@ class Contributors(Protocol):
         ...
 
 
-def contributors_for(world: World) -> Contributors:
+def quorum_for(world: World) -> Quorum:
     """The fastest way for these workers to agree."""
     if world.memory is not None:
-        return SharedContributors(world, world.memory)
-    return StoreContributors(world) if world.size > 1 else OnlyContributor()
+        return SharedMemoryQuorum(world, world.memory)
+    return StoreQuorum(world) if world.size > 1 else SingleQuorum()
 
 
 def check_steps(begun: list[int], last: int, step: int) -> None:
@@ -89,7 +89,7 @@ def check_steps(begun: list[int], last: int, step: int) -> None:
         )
 
 
-class OnlyContributor:
+class SingleQuorum:
     """One worker alone."""
 
     def begin(self, step: int, groups: int, needed: int) -> None:
@@ -116,10 +116,10 @@ class OnlyContributor:
         return dict.fromkeys(sorted(self._done), 0)
 
 
-class SharedContributors:
+class SharedMemoryQuorum:
     """The set in shared memory: 10 us for each worker and step."""
 
-    def __init__(self, world: World, memory: Memory) -> None:
+    def __init__(self, world: World, memory: SharedMemory) -> None:
         size = world.size
         self._world = world
         self._memory = memory
@@ -192,7 +192,7 @@ class SharedContributors:
         return [rank for rank in range(self._world.size) if rank != self._world.rank and rank + 1 not in owners]
 
 
-class StoreContributors:
+class StoreQuorum:
     """The set in the store: one text for each step, to which a worker that is done appends its group and its rank.
 
     The order of the text decides who counts. Each question is a round trip.
@@ -245,7 +245,7 @@ class StoreContributors:
                 silent = [rank for rank in range(self._world.size) if rank not in self._owners.values()]
                 raise WorkerSilent(
                     f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for {self._needed} groups of step "
-                    f"{self._last}, and got {len(self._owners)}; none came from {ranks_in_words(silent)} "
+                    f"{self._last}, and got {len(self._owners)}; none came from {name_ranks(silent)} "
                     f"(timeout_seconds). Look at their output: they are stopped, or busy with something else."
                 )
             if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended

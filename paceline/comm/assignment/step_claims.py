@@ -30,8 +30,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from paceline.comm.shm.arena import Memory
-from paceline.comm.shm.backoff import nap_after
+from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.backoff import backoff_seconds
 from paceline.comm.world import World
 from paceline.errors import WorkerLost
 
@@ -50,7 +50,7 @@ _UPDATE_SECONDS = 3.0
 
 
 @dataclass
-class Table:
+class ClaimTable:
     """What all workers know of each other.
 
     Attributes:
@@ -112,10 +112,10 @@ class Table:
         return sorted({owner for step, owner in self.open.items() if step < stop and owner != FREE})
 
 
-class Claims:
+class StepClaims:
     """The table of these workers, with a lock for changes; all of them make it together, then rank 0 begins it."""
 
-    def __init__(self, world: World, memory: Memory) -> None:
+    def __init__(self, world: World, memory: SharedMemory) -> None:
         self._world = world
         self._memory = memory
         self._tables_at = 8 * (_WORDS + _WORDS_EACH * world.size)
@@ -127,13 +127,13 @@ class Claims:
         self._hasty = False
         self._lock = memory.lock(self._look)
 
-    def begin(self, table: Table) -> None:
+    def begin(self, table: ClaimTable) -> None:
         """Start anew; only one worker does, while the others do nothing with the table."""
         for word in range(_WORDS + len(self._updates) * _WORDS_EACH):
             self._words[word] = 0
         self._write(table)
 
-    def look(self) -> Table:
+    def look(self) -> ClaimTable:
         """The table as it is now, without the lock."""
         while True:
             changes = self._words[_CHANGES]
@@ -142,7 +142,7 @@ class Claims:
                 return table
 
     @contextmanager
-    def change(self) -> Iterator[Table]:
+    def change(self) -> Iterator[ClaimTable]:
         """Change the table; if the body raises, nothing is changed.
 
         Raises:
@@ -157,7 +157,7 @@ class Claims:
             self._words[self._made] = 0
 
     @contextmanager
-    def updating(self) -> Iterator[Table]:
+    def updating(self) -> Iterator[ClaimTable]:
         """Make an update in place, say that it is :meth:`made`, and change the table: who parts waits for all of this.
 
         Raises:
@@ -181,12 +181,12 @@ class Claims:
             raise WorkerLost(f"Rank {self._world.rank}: another worker was lost, and the others have parted.")
 
     @contextmanager
-    def hold(self) -> Iterator[Table]:
+    def hold(self) -> Iterator[ClaimTable]:
         """Look at the table, which stays as it is meanwhile."""
         with self._lock:
             yield self._read(self._words[_CHANGES])
 
-    def close(self) -> Table:
+    def close(self) -> ClaimTable:
         """The last table: nobody changes it any more. For workers that part because one was lost."""
         self._hasty = True
         try:
@@ -196,11 +196,11 @@ class Claims:
             self._words[_CLOSED] = 1
         begin = now = time.monotonic()
         while now - begin < _UPDATE_SECONDS and self._is_updated():
-            time.sleep(nap_after(now - begin))
+            time.sleep(backoff_seconds(now - begin))
             now = time.monotonic()
         return self.last()
 
-    def last(self) -> Table:
+    def last(self) -> ClaimTable:
         """The table after :meth:`close`, with the updates that were made and that nobody could write into it."""
         table = self.look()
         for word in self._updates:
@@ -226,14 +226,14 @@ class Claims:
     def _place(self, changes: int) -> int:
         return self._tables_at + changes % 2 * self._room
 
-    def _read(self, changes: int) -> Table:
+    def _read(self, changes: int) -> ClaimTable:
         place = self._place(changes)
         top, version, stop, notice, newest, applied, loss, norm, rate, count = _HEAD.unpack_from(self._block, place)
         place += _HEAD.size
         pairs = dict(_PAIR.iter_unpack(self._block[place : place + _PAIR.size * count]))
-        return Table(top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied))
+        return ClaimTable(top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied))
 
-    def _write(self, table: Table) -> None:
+    def _write(self, table: ClaimTable) -> None:
         changes = self._words[_CHANGES] + 1
         place, count = self._place(changes), len(table.open)
         assert count <= 4 * self._world.size, f"{count} steps are open for {self._world.size} workers"

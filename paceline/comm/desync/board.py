@@ -19,7 +19,7 @@ from paceline.comm.desync.compare import Record
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-    from paceline.comm.shm.arena import Memory
+    from paceline.comm.shm.arena import SharedMemory
 
 ALL, SOME = 0, 1
 """The two kinds of posts: calls on the group of all workers, which have the same place everywhere, and others."""
@@ -34,7 +34,7 @@ _NAP_SECONDS = 0.002
 _READ_SECONDS = 2.0
 
 
-class Posts(Protocol):
+class Board(Protocol):
     """The last calls of all workers."""
 
     immediate: bool
@@ -91,7 +91,7 @@ def parse(text: bytes) -> Record | None:
     )
 
 
-class MemoryPosts:
+class SharedMemoryBoard:
     """Posts in the shared memory of one machine: the texts, and for the calls of all workers a number each to compare.
 
     The number holds the place of the call and the hash, so that one look is enough.
@@ -99,7 +99,7 @@ class MemoryPosts:
 
     immediate = True
 
-    def __init__(self, memory: Memory, rank: int) -> None:
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
         self._blocks = memory.share(8 * KEPT[ALL] + sum(KEPT) * _BYTES)
         self._marks = [memoryview(block).cast("q") for block in self._blocks]
         self._own = self._blocks[rank]
@@ -141,7 +141,7 @@ class MemoryPosts:
         return {rank: _whole([block[at : at + _BYTES] for at in starts]) for rank, block in enumerate(self._blocks)}
 
 
-class StorePosts:
+class StoreBoard:
     """Posts in the store at which the workers met. To post takes a few microseconds: nobody waits for the store."""
 
     immediate = False

@@ -1,4 +1,5 @@
-"""The collective operations of ``torch.distributed``, made to record each call of the script (``comm.desync.recorder``).
+"""The collective operations of ``torch.distributed``, made to record each call of the script
+(``comm.desync.recorder``).
 
 The functions are replaced where scripts find them: in ``torch.distributed``, and where a module of the script has
 imported one by name. They stay as they are in ``torch.distributed.distributed_c10d``: its functions call each other
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.desync.compare import SYMMETRIC
-from paceline.comm.desync.recorder import Calls, Group, What, hash_of
+from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
 
 Place = tuple[int, str]
 """Where an argument stands: its position and its name."""
@@ -89,13 +90,13 @@ def _nothing() -> None:
     pass
 
 
-_current: weakref.ref[Calls] | None = None
+_current: weakref.ref[CallRecorder] | None = None
 _ready: Callable[[], None] = _nothing
 _replaced: list[tuple[ModuleType, str, Callable[..., Any], Callable[..., Any]]] = []
 _kinds: dict[object, What] = {}
 
 
-def record_in(calls: Calls, ready: Callable[[], None]) -> None:
+def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
     """From now on the calls of the script go there, as long as it exists, once the group is ready."""
     global _current, _ready
     _ready = ready

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from paceline.comm.links.strides import Strides, dense_strides_of, laid_out, one_after_another, strides_of
-from paceline.comm.shm.ring import LARGEST_BYTES, Lane
+from paceline.comm.shm.ring import LARGEST_BYTES, Ring
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import InputError
 
@@ -39,7 +39,7 @@ class Form(NamedTuple):
 Forms: TypeAlias = "tuple[Form | None, ...]"
 
 
-class Outlet:
+class Sender:
     """Sends lists of tensors to one worker.
 
     Args:
@@ -53,7 +53,7 @@ class Outlet:
     """
 
     def __init__(
-        self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None, exact: bool = False
+        self, world: World, peer: int, tag: int, what: str, lane: Ring | None = None, exact: bool = False
     ) -> None:
         self._world = world
         self._peer = peer
@@ -127,8 +127,8 @@ class Outlet:
         return self._world.post([Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}")
 
 
-class Inlet:
-    """Receives what an :class:`Outlet` sends, in the same order.
+class Receiver:
+    """Receives what an :class:`Sender` sends, in the same order.
 
     Args:
         world: the workers.
@@ -138,7 +138,7 @@ class Inlet:
         lane: that of the outlet.
     """
 
-    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Lane | None = None) -> None:
+    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Ring | None = None) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag

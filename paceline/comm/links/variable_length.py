@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.links import channel
-from paceline.comm.links.channel import Inlet, Outlet
+from paceline.comm.links.channel import Receiver, Sender
 from paceline.comm.world import World
 
 TAGS = 2 * channel.TAGS
 """Of each pair of an outlet and an inlet."""
 
 
-class CountedOutlet:
+class VariableLengthSender:
     """Sends lists of any length to one worker.
 
     Args:
@@ -26,8 +26,8 @@ class CountedOutlet:
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
         self._device = world.device
-        self._counts = Outlet(world, peer, tag, what)
-        self._values = Outlet(world, peer, tag + channel.TAGS, what)
+        self._counts = Sender(world, peer, tag, what)
+        self._values = Sender(world, peer, tag + channel.TAGS, what)
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
         """Start to send; the tensors must not change until :meth:`finish`.
@@ -50,8 +50,8 @@ class CountedOutlet:
         self._values.finish()
 
 
-class CountedInlet:
-    """Receives what a :class:`CountedOutlet` sends, in the same order.
+class VariableLengthReceiver:
+    """Receives what a :class:`VariableLengthSender` sends, in the same order.
 
     Args:
         world: the workers.
@@ -61,8 +61,8 @@ class CountedInlet:
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
-        self._counts = Inlet(world, peer, tag, what)
-        self._values = Inlet(world, peer, tag + channel.TAGS, what)
+        self._counts = Receiver(world, peer, tag, what)
+        self._values = Receiver(world, peer, tag + channel.TAGS, what)
 
     def take(self) -> list[torch.Tensor]:
         """Wait for the next list.
@@ -74,7 +74,7 @@ class CountedInlet:
         return [*_one(self._values, int(count)).unbind()] if count else []
 
 
-def _one(inlet: Inlet, samples: int) -> torch.Tensor:
+def _one(inlet: Receiver, samples: int) -> torch.Tensor:
     inlet.expect(samples)
     (value,) = inlet.take()
     assert value is not None

@@ -22,7 +22,7 @@ from time import perf_counter
 
 import torch
 
-from paceline.comm.subgroup import Team
+from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import Message, Transfer, World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, first_of, total
@@ -52,7 +52,7 @@ class Bucket:
     started: float = 0.0
 
 
-class Exchange:
+class BucketedReduction:
     """Averages tensors over all workers; used again for each step.
 
     Args:
@@ -64,7 +64,7 @@ class Exchange:
     """
 
     def __init__(
-        self, world: World | Team, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
+        self, world: World | Subgroup, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
     ) -> None:
         self._world = world
         self._events = events

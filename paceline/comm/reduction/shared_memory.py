@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import torch
 
-from paceline.comm.reduction.bucketed import Bucket, Divisor, Exchange
-from paceline.comm.shm.arena import Memory
+from paceline.comm.reduction.bucketed import Bucket, BucketedReduction, Divisor
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node
 
 
-def exchange_for(world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0) -> Exchange:
+def reduction_for(
+    world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
+) -> BucketedReduction:
     """The fastest exchange that these workers can use: through memory on one machine, else over the network."""
     if world.memory is not None:
-        return SharedExchange(world, world.memory, tensors, events, name)
-    return Exchange(world, tensors, events, name, tags)
+        return SharedMemoryReduction(world, world.memory, tensors, events, name)
+    return BucketedReduction(world, tensors, events, name, tags)
 
 
-class SharedExchange(Exchange):
+class SharedMemoryReduction(BucketedReduction):
     """The same sums through shared memory: a worker reads the others' nodes and writes the mean where they want it.
 
     Chunk q of every buffer belongs to worker q from the moment the buffer's owner has announced the bucket until
     worker q has announced the mean.
     """
 
-    def __init__(self, world: World, memory: Memory, tensors: list[torch.Tensor], events: EventLog, name: str) -> None:
+    def __init__(
+        self, world: World, memory: SharedMemory, tensors: list[torch.Tensor], events: EventLog, name: str
+    ) -> None:
         super().__init__(world, tensors, events, name)
         self._memory = memory
         self._flag = memory.reserve(2 * len(self._buckets))

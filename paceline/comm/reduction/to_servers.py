@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from paceline.comm.reduction.bucketed import Bucket
-from paceline.comm.reduction.shared_memory import SharedExchange
-from paceline.comm.shm.arena import Memory
+from paceline.comm.reduction.shared_memory import SharedMemoryReduction
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 from paceline.events import EventLog
 
 
-class Pushes(SharedExchange):
+class PushReduction(SharedMemoryReduction):
     """The exchange of ``comm.reduction.shared_memory`` with whole buckets for each server: only there is the mean.
 
     Args:
@@ -23,7 +23,7 @@ class Pushes(SharedExchange):
     """
 
     def __init__(
-        self, world: World, memory: Memory, tensors: list[torch.Tensor], homes: list[int], events: EventLog
+        self, world: World, memory: SharedMemory, tensors: list[torch.Tensor], homes: list[int], events: EventLog
     ) -> None:
         self._homes = homes
         super().__init__(world, memory, tensors, events, "pushes")

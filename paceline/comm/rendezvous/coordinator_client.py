@@ -26,7 +26,7 @@ _MAIN = threading.main_thread()
 
 
 @dataclass(frozen=True)
-class Seat:
+class Member:
     """A worker in a view: how to reach it, how far it is, and where its shared memory is."""
 
     worker: int
@@ -39,11 +39,11 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class View:
+class Membership:
     """The workers of one generation, in the order of their ranks; ``fenced`` if one that was dropped may still run."""
 
     generation: int
-    seats: tuple[Seat, ...]
+    seats: tuple[Member, ...]
     joined: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     fenced: bool = False
@@ -54,7 +54,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Parting:
+class Departure:
     """The end of a worker's part: with this exit code, for this reason, after saving for all or not."""
 
     code: int
@@ -62,7 +62,7 @@ class Parting:
     save: bool = False
 
 
-class Line:
+class CoordinatorClient:
     """The connection of one worker.
 
     Args:
@@ -131,7 +131,7 @@ class Line:
         leaving: bool = False,
         planned: bool = False,
         ended: Sequence[int] = (),
-    ) -> View | Parting:
+    ) -> Membership | Departure:
         """Say that this worker is ready for the next view, and wait for it.
 
         Raises:
@@ -155,9 +155,9 @@ class Line:
                 return self._view(message)
             if kind == "end":
                 saves = message["save"] and message.get("saver") == self.number
-                return Parting(message["code"], message["reason"], saves)
+                return Departure(message["code"], message["reason"], saves)
             if kind == "dismissed":
-                return Parting(PREEMPTED, "preempted; the others go on")
+                return Departure(PREEMPTED, "preempted; the others go on")
             if kind == "refused":
                 raise StartError(
                     f"This worker does not fit the run that it was to join: {message['key']} is {message['here']} "
@@ -166,14 +166,14 @@ class Line:
             if kind == "broken":
                 raise WorkerLost(f"Worker {self.number} lost the launcher that holds the roster.")
 
-    def _view(self, message: dict[str, Any]) -> View:
+    def _view(self, message: dict[str, Any]) -> Membership:
         seats = []
         for member in message["members"]:
             progress, arena = member.pop("progress"), member.pop("arena")
             seats.append(
-                Seat(progress=tuple(progress) if progress else None, arena=tuple(arena) if arena else None, **member)
+                Member(progress=tuple(progress) if progress else None, arena=tuple(arena) if arena else None, **member)
             )
-        view = View(
+        view = Membership(
             generation=message["generation"],
             seats=tuple(seats),
             joined=tuple(message["joined"]),

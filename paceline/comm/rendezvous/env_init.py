@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.desync import patch
-from paceline.comm.ranks import ranks_in_words
+from paceline.comm.ranks import name_ranks
 from paceline.errors import StartError
 
 _POLL_SECONDS = 0.02
@@ -24,7 +24,7 @@ _GRACE_SECONDS = 1.0
 """For torch to notice by itself that the time is up."""
 
 
-class Meeting:
+class EnvRendezvous:
     """The way of one worker into torch's default process group.
 
     Args:
@@ -89,7 +89,7 @@ class Meeting:
                 if time.monotonic() > deadline:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise StartError(
-                        f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {ranks_in_words(missing)} of "
+                        f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {name_ranks(missing)} of "
                         f"{self.size} workers did not come. Look at their output; were all of them started with this "
                         f"address?"
                     )

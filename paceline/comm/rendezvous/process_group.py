@@ -26,7 +26,7 @@ _REACH_SECONDS = 5.0
 _SOCKETS = "/proc/self/fd"
 
 
-class Group:
+class ProcessGroup:
     """The default process group of this worker, joined and left again and again.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned, view_of
 
 _LENGTH = struct.Struct("<q")
@@ -17,7 +17,7 @@ _ANSWER = struct.Struct("<qqd")
 _WORDS_BYTES = 1 << 20
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What became of a gradient: the update that it made (-1: none, it was dropped), how late it was, and the rate."""
 
     version: int
@@ -25,7 +25,7 @@ class Answer(NamedTuple):
     rate: float
 
 
-class Parcels:
+class Mailbox:
     """One parcel of each worker; all workers make them together.
 
     Args:
@@ -34,7 +34,7 @@ class Parcels:
         words: bytes of the tensors that go along with the words.
     """
 
-    def __init__(self, memory: Memory, examples: Sequence[torch.Tensor], words: int) -> None:
+    def __init__(self, memory: SharedMemory, examples: Sequence[torch.Tensor], words: int) -> None:
         self._room = _WORDS_BYTES + 2 * words
         places, place = [], self._room
         for example in examples:
@@ -70,10 +70,10 @@ class Parcels:
         """The gradients as they lie there; what holds one that is not there has no meaning."""
         return self._views[rank]
 
-    def answer(self, server: int, rank: int, answer: Answer) -> None:
+    def answer(self, server: int, rank: int, answer: Reply) -> None:
         """Tell a worker what became of its gradient."""
         _ANSWER.pack_into(self._answers[server], rank * _ANSWER.size, *answer)
 
-    def answered(self, server: int, rank: int) -> Answer:
+    def answered(self, server: int, rank: int) -> Reply:
         """What a server told a worker."""
-        return Answer(*_ANSWER.unpack_from(self._answers[server], rank * _ANSWER.size))
+        return Reply(*_ANSWER.unpack_from(self._answers[server], rank * _ANSWER.size))

@@ -5,8 +5,8 @@
     copy 0   parameters, buffers | optimizer states | learning rates and schedule        version 4 ◀ counts
     copy 1   parameters, buffers | optimizer states | learning rates and schedule        version 5   is being written
 
-An update is written into the spare copy; then a number elsewhere (``comm.assignment.step_claims``) says that it counts. A worker that
-is killed at any instant leaves the other copy whole.
+An update is written into the spare copy; then a number elsewhere (``comm.assignment.step_claims``) says that it counts.
+A worker that is killed at any instant leaves the other copy whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned, view_of
 from paceline.errors import InputError
 
@@ -67,7 +67,7 @@ class Shard:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: SharedMemory,
         model: nn.Module,
         parameters: dict[str, nn.Parameter],
         buffers: Sequence[str],

@@ -16,9 +16,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.comm.ranks import ranks_in_words
-from paceline.comm.shm.backoff import FIRST_NAP_SECONDS, LOOK_SECONDS, nap_after
-from paceline.comm.shm.futex import Bell
+from paceline.comm.ranks import name_ranks
+from paceline.comm.shm.backoff import FIRST_BACKOFF_SECONDS, LOOK_SECONDS, backoff_seconds
+from paceline.comm.shm.futex import Futex
 from paceline.comm.shm.lock import Lock, Look
 from paceline.comm.shm.process_state import is_ending
 from paceline.errors import PacelineError, WorkerLost, WorkerSilent
@@ -26,7 +26,7 @@ from paceline.errors import PacelineError, WorkerLost, WorkerSilent
 if TYPE_CHECKING:
     import torch
 
-    from paceline.comm.rendezvous.coordinator_client import Seat
+    from paceline.comm.rendezvous.coordinator_client import Member
     from paceline.comm.world import World
 
 _SLOTS = 1 << 15
@@ -82,7 +82,7 @@ def can_share(device: torch.device) -> bool:
     return ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and device.type == "cpu"
 
 
-def memory_of(world: World, arena: Arena, seats: Sequence[Seat], generation: int) -> Memory | None:
+def memory_of(world: World, arena: Arena, seats: Sequence[Member], generation: int) -> SharedMemory | None:
     """The memory of workers that know each other's arenas from the roster; without a word over the network.
 
     Raises:
@@ -95,13 +95,13 @@ def memory_of(world: World, arena: Arena, seats: Sequence[Seat], generation: int
     if len(opened) < len(files):
         _close(opened)
         return None
-    memory = Memory(world, opened, [seat.pid for seat in seats])
+    memory = SharedMemory(world, opened, [seat.pid for seat in seats])
     met = 2 * (generation + 1)
     memory.wait(_MET, met)
     return memory if memory.announced(_MET, met + 1, range(len(seats))) else None
 
 
-def shared_memory(world: World, arena: Callable[[], Arena]) -> Memory | None:
+def shared_memory(world: World, arena: Callable[[], Arena]) -> SharedMemory | None:
     """The memory of workers that are all on one machine, else none; all workers call this together."""
     if world.size == 1 or world.size != world.local_size or not can_share(world.device):
         return None
@@ -114,10 +114,10 @@ def shared_memory(world: World, arena: Callable[[], Arena]) -> Memory | None:
     if not all_there:
         _close(opened)
         return None
-    return Memory(world, opened, [pid for pid, *_ in told])
+    return SharedMemory(world, opened, [pid for pid, *_ in told])
 
 
-class Memory:
+class SharedMemory:
     """Blocks of memory, one of each worker, and flags to announce what is in them.
 
     Workers share the same blocks of their arenas in the same order, so that their places need no words. What a block
@@ -138,7 +138,7 @@ class Memory:
         self._pids = pids
         blocks = self.share(_SLOTS * 8)
         self._flags = [memoryview(block).cast("q") for block in blocks]
-        self._bells = [Bell(block, 8 * _BELL) for block in blocks]
+        self._bells = [Futex(block, 8 * _BELL) for block in blocks]
         self._reserved = _BELL + 1
         self._letters = self._locks = 0
 
@@ -248,7 +248,7 @@ class Memory:
         Raises:
             WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
         """
-        looks, nap = 0, FIRST_NAP_SECONDS
+        looks, nap = 0, FIRST_BACKOFF_SECONDS
         begin = looked = 0.0
         ranks: list[int] = []
         while not ready():
@@ -258,7 +258,7 @@ class Memory:
                 continue
             time.sleep(nap)
             now = time.monotonic()
-            nap = nap_after(now - begin if begin else 0.0)
+            nap = backoff_seconds(now - begin if begin else 0.0)
             if not begin or now - looked > LOOK_SECONDS:
                 self._world.check()
                 if (now_awaited := awaited()) != ranks or not begin:
@@ -294,7 +294,7 @@ class Memory:
                 raise self._explained(lost)
         if waited > self._world.timeout:
             ranks = waiting or [rank for rank in range(self._world.size) if rank != self._world.rank]
-            named, are = ranks_in_words(ranks), "it is" if len(ranks) == 1 else "they are"
+            named, are = name_ranks(ranks), "it is" if len(ranks) == 1 else "they are"
             verb, what = self._world.awaited
             wanted = f" to {verb} {what}" if what else ""
             silent = WorkerSilent(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-FIRST_NAP_SECONDS = 5e-5
+FIRST_BACKOFF_SECONDS = 5e-5
 _LONGEST_NAP_SECONDS, _PART_OF_WAIT = 1e-3, 0.02
 LOOK_SECONDS = 0.02
 """How often a waiting worker looks whether the others still live."""
 
 
-def nap_after(waited: float) -> float:
+def backoff_seconds(waited: float) -> float:
     """The next nap: a part of the time waited, so that who waits long leaves the cores to others."""
-    return min(max(FIRST_NAP_SECONDS, waited * _PART_OF_WAIT), _LONGEST_NAP_SECONDS)
+    return min(max(FIRST_BACKOFF_SECONDS, waited * _PART_OF_WAIT), _LONGEST_NAP_SECONDS)

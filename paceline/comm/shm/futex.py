@@ -17,7 +17,7 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-class Bell:
+class Futex:
     """Rung by one process, heard by the others (1 us if nobody listens).
 
     Args:

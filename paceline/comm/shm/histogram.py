@@ -6,12 +6,12 @@ from collections import Counter
 
 import torch
 
-from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.arena import SharedMemory
 
 _LARGEST = (1 << 14) - 1
 
 
-class Tally:
+class Histogram:
     """Counts from 0 on; all workers make it together.
 
     Args:
@@ -19,7 +19,7 @@ class Tally:
         rank: of this worker.
     """
 
-    def __init__(self, memory: Memory, rank: int) -> None:
+    def __init__(self, memory: SharedMemory, rank: int) -> None:
         self._counts = [
             torch.frombuffer(block, dtype=torch.int64, count=_LARGEST + 1) for block in memory.share(8 * (_LARGEST + 1))
         ]

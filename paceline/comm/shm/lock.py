@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from paceline.comm.shm.backoff import LOOK_SECONDS, nap_after
+from paceline.comm.shm.backoff import LOOK_SECONDS, backoff_seconds
 
 if TYPE_CHECKING:
     from paceline.comm.world import World
@@ -57,7 +57,7 @@ class Lock:
                     ranks = holders
                     self._world.waits_for(ranks)
                 self._look(ranks, now - begin)
-            time.sleep(nap_after(now - begin))
+            time.sleep(backoff_seconds(now - begin))
         if ranks:
             self._world.waits_for(())
         self._holder[0] = self._world.rank

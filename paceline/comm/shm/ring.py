@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.shm.arena import Memory
+from paceline.comm.shm.arena import SharedMemory
 
 _PLACES = 8
 """So many lists may be on their way before the sender waits."""
@@ -20,7 +20,7 @@ take memory that nobody expects."""
 _MOST_FLAGS = 1 << 13
 
 
-class Lanes:
+class Rings:
     """All that is sent between the workers of a machine in lists of tensors.
 
     Args:
@@ -29,21 +29,21 @@ class Lanes:
         count: of lanes from each worker to each; all workers make these together, with the same count.
     """
 
-    def __init__(self, memory: Memory, size: int, count: int) -> None:
+    def __init__(self, memory: SharedMemory, size: int, count: int) -> None:
         self._memory = memory
         self._size = size
         self._count = count
         self._flags = memory.reserve(2 * size * count)
-        self._lanes: dict[tuple[int, int, int], Lane] = {}
+        self._lanes: dict[tuple[int, int, int], Ring] = {}
 
-    def lane(self, sender: int, receiver: int, number: int) -> Lane:
+    def lane(self, sender: int, receiver: int, number: int) -> Ring:
         """One of the lanes from a worker to another."""
         key = sender, receiver, number
         if key not in self._lanes:
             sent = number * self._size + receiver
             taken = (self._count + number) * self._size + sender
             ends = (sender, self._flags + sent), (receiver, self._flags + taken)
-            self._lanes[key] = Lane(self._memory, *ends, sent * _PLACES)
+            self._lanes[key] = Ring(self._memory, *ends, sent * _PLACES)
         return self._lanes[key]
 
 
@@ -52,7 +52,7 @@ def can_have(size: int, count: int) -> bool:
     return 2 * size * count <= _MOST_FLAGS
 
 
-class Lane:
+class Ring:
     """A way for lists of tensors from one worker to another, in order.
 
     Args:
@@ -62,7 +62,7 @@ class Lane:
         place: the first of its places.
     """
 
-    def __init__(self, memory: Memory, sent: tuple[int, int], taken: tuple[int, int], place: int) -> None:
+    def __init__(self, memory: SharedMemory, sent: tuple[int, int], taken: tuple[int, int], place: int) -> None:
         self._memory = memory
         self._sender, self._sent = sent
         self._receiver, self._taken = taken

@@ -7,9 +7,9 @@
     worker 2   ▓4 ▓5 ──── ┘
 
 After Chen et al. 2016 (arXiv 1604.00981): of N + b gradients the first N make the update, the others are dropped. Here
-without a server: the workers agree on one set of N contributors (``comm.assignment.quorum``) before any gradient leaves, so
-all tensors are summed over the same workers. Then all exchange; who is late gives up between two passes, and only adds
-up its part of the others' gradients. The sum is divided by the samples that count.
+without a server: the workers agree on one set of N contributors (``comm.assignment.quorum``) before any gradient
+leaves, so all tensors are summed over the same workers. Then all exchange; who is late gives up between two passes, and
+only adds up its part of the others' gradients. The sum is divided by the samples that count.
 
 The paper loses the samples of a dropped gradient. Here they go back into the epoch (``schedule.backup``): a step
 computes b groups more than its update needs, taken from the batches to come, and the last step of an epoch uses all
@@ -25,7 +25,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from paceline.comm.assignment.quorum import contributors_for
+from paceline.comm.assignment.quorum import quorum_for
 from paceline.comm.step_header import Losses
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
@@ -35,7 +35,7 @@ from paceline.settings import Settings
 from paceline.step.accumulate import Values, add
 from paceline.step.checks import Part, check_dense
 from paceline.step.commit import conclude
-from paceline.strategies.base import Job, Outcome
+from paceline.step.job import Job, StepResult
 from paceline.strategies.data_parallel.allreduce import AllReduce
 
 _BOOK = "backup"
@@ -45,7 +45,7 @@ _PATIENCE = 1.5
 """A worker that is done copies a group that takes others so many times as long as its own took."""
 
 
-class Backup(AllReduce):
+class BackupWorkers(AllReduce):
     """All-reduce over the first workers to finish."""
 
     bitwise: ClassVar[bool] = False
@@ -58,20 +58,20 @@ class Backup(AllReduce):
         wanted = _spare(job.settings)
         self._spare = min(wanted, size - 1)
         if size > 1 and self._spare < wanted:
-            self.remarks.append(
+            self.warnings.append(
                 f"{size} workers are left, of which at most {size - 1} can be backup workers: {self._spare} instead of "
                 f"backup.workers = {wanted}"
             )
         waited = size - self._spare
         if self._spare and order.microbatches < _FEW * waited:
-            self.remarks.append(
+            self.warnings.append(
                 f"{order.microbatches} microbatches for {waited} workers that are waited for: a late worker holds up "
                 f"the others by a part of one of its microbatches; set microbatches to {_FEW * waited} or more"
             )
         last = len(order.parts_of(order.steps_per_epoch - 1))
         total = (order.steps_per_epoch - 1) * order.microbatches + last
         self._length = Length(order.steps_per_epoch, order.microbatches, total)
-        self._contributors = contributors_for(job.world)
+        self._contributors = quorum_for(job.world)
         self._samples = 0
 
     @classmethod
@@ -104,13 +104,13 @@ class Backup(AllReduce):
         """What is loaded ahead: nothing, as the microbatches of a step depend on who was late in the one before."""
         return super().pieces(step) if self._plain else []
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         if self._plain:
             return super().step(step, pieces)
         job = self._job
         progress = self._progress(step)
         groups = self._groups(progress, step)
-        self._leaving.begin([], exact=False)
+        self._reducer.begin([], exact=False)
         job.compute.buffers.begin()
         job.update.check_frozen()
         self._contributors.begin(step, len(groups.members), groups.needed)
@@ -118,7 +118,7 @@ class Backup(AllReduce):
         agreed = self._contributors.agreed()
         outcome = self._conclude(step, groups, agreed, counted)
         used = [one for group in agreed for one in groups.members[group]]
-        job.books[_BOOK] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
+        job.strategy_state[_BOOK] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
         self._record(step, groups, agreed)
         return outcome
 
@@ -128,7 +128,7 @@ class Backup(AllReduce):
     def _progress(self, step: int) -> Progress:
         """How far the epoch of a step is before it."""
         epoch, place = divmod(step, self._length.steps)
-        book = self._job.books.get(_BOOK)
+        book = self._job.strategy_state.get(_BOOK)
         if book is None:
             return resumed(place, self._length)
         progress = Progress()
@@ -190,7 +190,7 @@ class Backup(AllReduce):
             result.add(piece.samples, computed.pair, gradients, [*computed.buffers])
         return result
 
-    def _conclude(self, step: int, groups: Groups, agreed: dict[int, int], counted: Counted) -> Outcome:
+    def _conclude(self, step: int, groups: Groups, agreed: dict[int, int], counted: Counted) -> StepResult:
         """Exchange what counts, and update the model."""
         job, size = self._job, self._job.world.size
         places = _places(groups)
@@ -199,8 +199,8 @@ class Backup(AllReduce):
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         pairs = [pair for group in sorted(counted.results) for pair in counted.results[group].pairs]
         losses = Losses(self._losses, step, held[job.world.rank], pairs, job.world.device)
-        self._leaving.at_once(nodes, counted.gradients(), losses)
-        self._leaving.finish()
+        self._reducer.at_once(nodes, counted.gradients(), losses)
+        self._reducer.finish()
         missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
         parts = [self._named(step, groups, part) for part in self._parts(layout, losses, missing)]
         used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
@@ -285,4 +285,4 @@ def _spare(settings: Settings) -> int:
     return 1 if settings.backup.workers is None else settings.backup.workers
 
 
-Backup.alone = Backup  # a single worker that is left still owes the epoch what was too late before
+BackupWorkers.alone = BackupWorkers  # a single worker that is left still owes the epoch what was too late before

@@ -28,8 +28,8 @@ from typing import Any, ClassVar
 import torch
 
 from paceline.checkpoint.state import put_optimizer_state, tensors_of
-from paceline.comm.reduction.bucketed import Exchange
-from paceline.comm.reduction.shared_memory import exchange_for
+from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.reduction.shared_memory import reduction_for
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError
@@ -37,8 +37,9 @@ from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
 from paceline.step.checks import mean_loss
 from paceline.step.commit import judge, located_here
-from paceline.step.full_batch import Whole
-from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.step.full_batch import FullBatch
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 
 _BOOK = "local-sgd"
@@ -57,11 +58,11 @@ class LocalSgd(Strategy):
         local = job.settings.local
         self._every, self._after = local.every, local.after
         self._synchronous = AllReduce(job) if local.after else None
-        self._whole = None if local.after else Whole(job)
+        self._whole = None if local.after else FullBatch(job)
         self._models = Models(job)
         self._trained: list[int] = []
         self._pair = 0.0, 0.0
-        self.remarks.append(
+        self.warnings.append(
             f"from step {local.after} on each worker makes updates of its own; the models are averaged after every "
             f"{local.every} steps, before evaluations and checkpoints, and at the end. In between the loss is that of "
             f"the worker's own share, and the bits depend on the number of workers"
@@ -81,7 +82,7 @@ class LocalSgd(Strategy):
         share = even(len(self._job.order.parts_of(step)), self._job.world.size)[self._job.world.rank]
         return self._own().pieces(step, share)
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         if step < self._after:
             assert self._synchronous is not None
             return self._synchronous.step(step, pieces)
@@ -100,25 +101,25 @@ class LocalSgd(Strategy):
             self._synchronous.close()
         self._own().take_gradients()
 
-    def _own(self) -> Whole:
+    def _own(self) -> FullBatch:
         """What computes this worker's share; made when the synchronous steps have found out how."""
         if self._whole is None:
-            self._whole = Whole(self._job)
+            self._whole = FullBatch(self._job)
         return self._whole
 
-    def _train(self, step: int, pieces: list[Piece]) -> Outcome:
+    def _train(self, step: int, pieces: list[Piece]) -> StepResult:
         """An update from this worker's share of the batch.
 
         It may have been made before: when a worker is lost in the average that follows, the step is repeated, from the
         model of one whose update was made.
         """
-        job, book = self._job, self._job.books.get(_BOOK, {})
+        job, book = self._job, self._job.strategy_state.get(_BOOK, {})
         if step < book.get("steps", 0):
-            return Outcome(book["loss"], book["norm"], book["learning_rate"])
+            return StepResult(book["loss"], book["norm"], book["learning_rate"])
         self._pair = 0.0, 0.0
         outcome = self._update(step, pieces) if pieces else self._without_share(book)
         self._trained.append(step)
-        job.books[_BOOK] = {
+        job.strategy_state[_BOOK] = {
             "steps": step + 1,
             "loss": outcome.loss,
             "norm": float(outcome.norm),
@@ -126,7 +127,7 @@ class LocalSgd(Strategy):
         }
         return outcome
 
-    def _update(self, step: int, pieces: list[Piece]) -> Outcome:
+    def _update(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
         parts, changed = self._own().gradients(step, pieces)
         skipped = judge(job, step, parts, lambda bad: located_here(job, step, pieces, bad))
@@ -138,15 +139,15 @@ class LocalSgd(Strategy):
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         norm, rate = job.update.apply(step)
         self._models.weight += self._pair[1]
-        return Outcome(mean_loss(parts, exact=False), norm, rate)
+        return StepResult(mean_loss(parts, exact=False), norm, rate)
 
-    def _without_share(self, book: dict[str, Any]) -> Outcome:
+    def _without_share(self, book: dict[str, Any]) -> StepResult:
         """A short batch may have fewer microbatches than there are workers; the loss is the last one that is known."""
         self._job.update.advance()
         rate = self._job.update.learning_rate
-        return Outcome(book.get("loss", math.nan), 0.0, rate)
+        return StepResult(book.get("loss", math.nan), 0.0, rate)
 
-    def _average(self, step: int, outcome: Outcome | None) -> Outcome:
+    def _average(self, step: int, outcome: StepResult | None) -> StepResult:
         """Average the models; of a step's outcome the loss is then that of the whole batch."""
         begin = time.perf_counter()
         world = self._job.world
@@ -159,12 +160,12 @@ class LocalSgd(Strategy):
         self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
         count = math.fsum(pair[1] for _, _, pair, *_ in told)
         if outcome is None or count == 0:
-            outcome = outcome or Outcome(math.nan, math.nan, self._job.update.learning_rate)
+            outcome = outcome or StepResult(math.nan, math.nan, self._job.update.learning_rate)
             loss = outcome.loss
         else:
             loss = math.fsum(pair[0] for _, _, pair, *_ in told) / count
         notice = max(notice for *_, notice, _ in told)
-        return Outcome(loss, outcome.norm, outcome.learning_rate, outcome.applied, notice)
+        return StepResult(loss, outcome.norm, outcome.learning_rate, outcome.applied, notice)
 
 
 def _check_trained(told: list[list[int]]) -> None:
@@ -189,7 +190,7 @@ class Models:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._names: list[str] = []
-        self._exchange: Exchange | None = None
+        self._exchange: BucketedReduction | None = None
         self.weight = 0.0
 
     def kinds(self) -> str:
@@ -244,11 +245,11 @@ class Models:
             for name in sorted(known)
         }
 
-    def _exchange_of(self, values: dict[str, torch.Tensor]) -> Exchange:
+    def _exchange_of(self, values: dict[str, torch.Tensor]) -> BucketedReduction:
         if self._exchange is None or self._names != list(values):
             examples = [_summable(value).to(self._job.world.device) for value in values.values()]
             self._names = list(values)
-            self._exchange = exchange_for(self._job.world, examples, self._job.events, "models", _TAGS)
+            self._exchange = reduction_for(self._job.world, examples, self._job.events, "models", _TAGS)
         return self._exchange
 
     def _take(self, means: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:

@@ -11,9 +11,9 @@ lag; here within a synchronous step: the gradients of the same microbatches are 
 computes them, so no sample is lost, and with ``exact`` the bits are those of all-reduce. A step takes as long as its
 microbatches take at the sum of the workers' speeds, and part of a microbatch of the slowest one.
 
-Who takes what is decided by leases (``comm.assignment.leases``). Between steps the shares follow the speeds (``schedule.pace``),
-so that a worker that is slow for long has less to give away. Gradients leave when everything is computed: until then
-nobody knows who holds what.
+Who takes what is decided by leases (``comm.assignment.leases``). Between steps the shares follow the speeds
+(``schedule.pace``), so that a worker that is slow for long has less to give away. Gradients leave when everything is
+computed: until then nobody knows who holds what.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paceline.comm.step_header import Losses
 from paceline.data.feed import Piece
 from paceline.schedule.pace import Pace
 from paceline.schedule.tree import Node, nodes_of
-from paceline.step.accumulate import ScatteredSums, Values
+from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import check_dense
 from paceline.step.commit import conclude
-from paceline.strategies.base import Job, Outcome
+from paceline.step.job import Job, StepResult
 from paceline.strategies.data_parallel.allreduce import AllReduce
 
 
-class Stealing(AllReduce):
+class WorkStealing(AllReduce):
     """Workers that are done early take microbatches from those that are not."""
 
     reads: ClassVar[tuple[str, ...]] = ("shares",)
@@ -46,7 +46,7 @@ class Stealing(AllReduce):
         self._leases = leases_for(job.world, total)
         self._pace = Pace(job.world.size, total, fits=job.settings.shares == "speed")
         if total < 4 * job.world.size:
-            self.remarks.append(
+            self.warnings.append(
                 f"{total} microbatches for {job.world.size} workers leave little to take over: set microbatches to "
                 f"{4 * job.world.size} or more (it is part of what decides the bits)"
             )
@@ -60,10 +60,10 @@ class Stealing(AllReduce):
     def _shares(self, step: int) -> tuple[range, ...]:
         return self._pace.shares(len(self._job.order.parts_of(step)))
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
-        computed = Computed(job, step, pieces)
-        self._leaving.begin([], job.settings.exact)
+        computed = ComputedPieces(job, step, pieces)
+        self._reducer.begin([], job.settings.exact)
         job.compute.buffers.begin()
         job.update.check_frozen()
         self._leases.begin(step, self._shares(step), self._pace.seconds())
@@ -74,7 +74,7 @@ class Stealing(AllReduce):
             self._compute(step, lease, computed)
         return self._conclude(step, computed)
 
-    def _compute(self, step: int, lease: Lease, computed: Computed) -> None:
+    def _compute(self, step: int, lease: Lease, computed: ComputedPieces) -> None:
         """Compute a microbatch, unless another worker's result is there first."""
         job, begin = self._job, time.perf_counter()
         job.world.check()
@@ -92,7 +92,7 @@ class Stealing(AllReduce):
         if self._leases.finish(lease.microbatch):
             computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
 
-    def _conclude(self, step: int, computed: Computed) -> Outcome:
+    def _conclude(self, step: int, computed: ComputedPieces) -> StepResult:
         job = self._job
         pieces, pairs = computed.sorted()
         starts = [piece.microbatches.start for piece in pieces]
@@ -103,14 +103,14 @@ class Stealing(AllReduce):
         if not job.settings.exact:  # one sum of each worker, so nobody needs to know who holds what
             nothing: Values = [None] * len(self._parameters)
             one_each = [[Node(0, rank)] for rank in range(job.world.size)]
-            self._leaving.at_once(one_each, computed.gradients.values() or [nothing], losses)
+            self._reducer.at_once(one_each, computed.gradients.values() or [nothing], losses)
         held = self._held(losses, step)
         if job.settings.exact:
             nodes = [nodes_of(own) for own in held]
-            self._leaving.at_once(nodes, computed.gradients.values(), losses)
+            self._reducer.at_once(nodes, computed.gradients.values(), losses)
         else:
             nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
-        self._leaving.finish()
+        self._reducer.finish()
         parts = self._parts([[range(one, one + 1) for one in own] for own in held], losses, missing)
         means = self._mean_statistics(step, nodes, computed.statistics.values())
         self.seconds = losses.seconds
@@ -129,7 +129,7 @@ class Stealing(AllReduce):
         return held
 
 
-class Computed:
+class ComputedPieces:
     """What one worker has computed in a step."""
 
     def __init__(self, job: Job, step: int, pieces: list[Piece]) -> None:
@@ -137,8 +137,8 @@ class Computed:
         self._step = step
         self._loaded = {piece.microbatches.start: piece for piece in pieces}
         self._results: dict[int, tuple[Piece, torch.Tensor]] = {}
-        self.gradients = ScatteredSums(job.settings.exact)
-        self.statistics = ScatteredSums(job.settings.exact)
+        self.gradients = ScatteredAccumulator(job.settings.exact)
+        self.statistics = ScatteredAccumulator(job.settings.exact)
         self.missing: dict[int, list[int]] = {}
         self.seconds = 0.0
 

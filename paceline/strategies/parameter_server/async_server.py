@@ -17,28 +17,28 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.assignment.step_claims import Table
-from paceline.comm.servers.mailbox import Answer, Parcels
+from paceline.comm.assignment.step_claims import ClaimTable
+from paceline.comm.servers.mailbox import Mailbox, Reply
 from paceline.comm.servers.shard import Shard, cut
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.step.checks import Part, mean_loss
-from paceline.strategies.base import Job, Outcome
-from paceline.strategies.parameter_server.async_steps import Asynchronous, remarks_on_servers, servers_among
+from paceline.step.job import Job, StepResult
+from paceline.strategies.parameter_server.async_steps import AsyncSteps, remarks_on_servers, servers_among
 
 _CHIEF = 0
 """The server that decides in which order gradients are applied."""
 
 
-class SharedServers(Asynchronous):
+class SharedShards(AsyncSteps):
     """Whoever pushes makes the update of all shards itself, one after the other."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._server = job.settings.server
         self._shards = self._made(servers_among(job.settings, job.world.size))
-        self.remarks += remarks_on_servers(job)
-        self._told = len(self.remarks)
+        self.warnings += remarks_on_servers(job)
+        self._told = len(self.warnings)
         self._have = self._have_states = self._pulled = self._behind = 0
 
     def _made(self, count: int) -> list[Shard]:
@@ -61,7 +61,7 @@ class SharedServers(Asynchronous):
     def _take_up(self, version: int) -> None:
         self._have = self._have_states = version
 
-    def _read(self, table: Table, states: bool) -> None:
+    def _read(self, table: ClaimTable, states: bool) -> None:
         if table.version != (self._have_states if states else self._have):
             for shard in self._shards:
                 shard.read(table.version % 2, states)
@@ -105,14 +105,14 @@ class SharedServers(Asynchronous):
                     shard.write((table.version + 1) % 2)
                 self._finish(table, step, outcome)
                 self._have = self._have_states = table.version
-        self._record(step, Answer(table.version if outcome else -1, delay, outcome.learning_rate if outcome else 0.0))
+        self._record(step, Reply(table.version if outcome else -1, delay, outcome.learning_rate if outcome else 0.0))
 
-    def _skip(self, step: int, outcome: Outcome) -> None:
+    def _skip(self, step: int, outcome: StepResult) -> None:
         self._have = -1  # the buffers are not those that were pulled
         with self._claims.change() as table:
             self._finish(table, step, outcome)
 
-    def _record(self, step: int, answer: Answer) -> None:
+    def _record(self, step: int, answer: Reply) -> None:
         mark, late = self._job.events.mark, {"pulled": self._pulled, "delay": answer.delay, "staleness": self._behind}
         if answer.version < 0:
             mark("dropped", step=step, **late)
@@ -121,19 +121,19 @@ class SharedServers(Asynchronous):
         self._rounds.add(self._behind)
         mark("update", step=step, version=answer.version, learning_rate=answer.rate, **late)
 
-    def _take_state(self, table: Table, settled: bool) -> None:
+    def _take_state(self, table: ClaimTable, settled: bool) -> None:
         for shard in self._shards:
             shard.read(table.version % 2)
 
 
-class DedicatedServers(SharedServers):
+class DedicatedShards(SharedShards):
     """The first workers are servers: each updates its shard, in the order that the first of them decides."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         world, parameters = job.world, job.update.parameters
         values = [value.detach() for value in parameters.values()]
-        self._parcels = Parcels(self._memory, values, sum(value.nbytes for value in job.compute.model.buffers()))
+        self._parcels = Mailbox(self._memory, values, sum(value.nbytes for value in job.compute.model.buffers()))
         self._asks = self._memory.reserve(1)
         self._answers = self._memory.reserve(world.size)
         self._orders = self._memory.reserve(2)
@@ -171,14 +171,14 @@ class DedicatedServers(SharedServers):
         self._memory.until(lambda: self._memory.announced(slot, self._asked, [_CHIEF]), lambda: [_CHIEF])
         answer = self._parcels.answered(_CHIEF, rank)
         if answer.version >= 0:
-            self._newest = Outcome(loss, norm, answer.rate)
+            self._newest = StepResult(loss, norm, answer.rate)
         with self._claims.change() as table:
             self._mine = table.take(rank)
         self._record(step, answer)
 
     # A server.
 
-    def _offer(self, table: Table, step: int) -> None:
+    def _offer(self, table: ClaimTable, step: int) -> None:
         if not self._serves:
             super()._offer(table, step)
 
@@ -231,20 +231,20 @@ class DedicatedServers(SharedServers):
             if self._is_late(delay):
                 with self._claims.change() as table:
                     table.give_back(step)
-                answer = Answer(-1, delay, 0.0)
+                answer = Reply(-1, delay, 0.0)
             else:
                 self._order(rank, table, delay)
                 self._put_buffers(buffers)
                 rate = self._update(rank, step, norm, there, table, delay)
                 self._memory.until(lambda: not self._unready(), self._unready)
                 with self._claims.change() as table:
-                    self._close_step(table, step, Outcome(loss, norm, rate))
-                answer = Answer(table.version, delay, rate)
+                    self._close_step(table, step, StepResult(loss, norm, rate))
+                answer = Reply(table.version, delay, rate)
             self._handled[rank] += 1
             self._parcels.answer(_CHIEF, rank, answer)
             self._memory.announce(self._answers + rank, self._handled[rank])
 
-    def _order(self, rank: int, table: Table, delay: int) -> None:
+    def _order(self, rank: int, table: ClaimTable, delay: int) -> None:
         """Let the other servers apply the gradient of a worker, too."""
         self._ordered += 1
         if self._others:
@@ -262,7 +262,9 @@ class DedicatedServers(SharedServers):
         self._ordered += 1
         self._memory.announce(self._orders + 1, self._ordered)
 
-    def _update(self, rank: int, step: int, norm: torch.Tensor, there: list[bool], table: Table, delay: int) -> float:
+    def _update(
+        self, rank: int, step: int, norm: torch.Tensor, there: list[bool], table: ClaimTable, delay: int
+    ) -> float:
         """Update this server's shard with the gradient of a worker, into the spare copy."""
         job, gradients = self._job, self._parcels.gradients(rank)
         parameters = list(job.update.parameters.values())

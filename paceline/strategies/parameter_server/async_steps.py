@@ -23,36 +23,37 @@ from typing import Any, ClassVar
 
 import torch
 
-from paceline.comm.assignment.step_claims import FREE, Claims, Table
-from paceline.comm.shm.arena import Memory
-from paceline.comm.shm.histogram import Tally
+from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
+from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.histogram import Histogram
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import ConfigError, DisagreementError
 from paceline.settings import Settings
 from paceline.step.checks import Part, mean_loss
 from paceline.step.commit import judge, located_here
-from paceline.step.full_batch import Whole
-from paceline.strategies.base import Job, Outcome, Strategy
+from paceline.step.full_batch import FullBatch
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
 from paceline.strategies.single import Single
 
 BOOK = "asynchronous"
 
 
-class Alone(Single):
+class SingleAsync(Single):
     """One worker, after others: first it computes the steps that they had claimed and not done."""
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
-        book = self._job.books.get(BOOK, {})
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+        book = self._job.strategy_state.get(BOOK, {})
         outcome = self._catch_up(book)
         if step < book.get("top", 0):  # done before, or just now
-            return outcome or outcome_of(_with_newest(Table(), book), self._job)
+            return outcome or outcome_of(_with_newest(ClaimTable(), book), self._job)
         return self._note(step, super().step(step, pieces))
 
     def settle(self, steps: int) -> None:
-        self._catch_up(self._job.books.get(BOOK, {}))
+        self._catch_up(self._job.strategy_state.get(BOOK, {}))
 
-    def _catch_up(self, book: dict[str, Any]) -> Outcome | None:
+    def _catch_up(self, book: dict[str, Any]) -> StepResult | None:
         outcome = None
         while book.get("open"):
             missed = book["open"][0]
@@ -60,18 +61,18 @@ class Alone(Single):
             del book["open"][0]
         return outcome
 
-    def _note(self, step: int, outcome: Outcome) -> Outcome:
+    def _note(self, step: int, outcome: StepResult) -> StepResult:
         if outcome.applied:
             self._job.events.mark("update", step=step, delay=0, learning_rate=outcome.learning_rate)
         newest = step, outcome.loss, float(outcome.norm), outcome.learning_rate, outcome.applied
-        self._job.books.setdefault(BOOK, {})["newest"] = list(newest)
+        self._job.strategy_state.setdefault(BOOK, {})["newest"] = list(newest)
         return outcome
 
 
-class Asynchronous(Strategy):
+class AsyncSteps(Strategy):
     """Claims steps, and settles."""
 
-    alone: ClassVar[type[Strategy] | None] = Alone
+    alone: ClassVar[type[Strategy] | None] = SingleAsync
 
     bitwise: ClassVar[bool] = False
     replicated: ClassVar[bool] = False
@@ -79,26 +80,26 @@ class Asynchronous(Strategy):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._memory = shared_memory_of(job)
-        self._claims = Claims(job.world, self._memory)
+        self._claims = StepClaims(job.world, self._memory)
         self._flag = self._memory.reserve(2)
         self._times = 0
         self._together = True
         self._mine: int | None = None
         self._top = 0
-        self._newest: Outcome | None = None
-        self._whole = Whole(job)
-        self._delays = Tally(self._memory, job.world.rank)
-        self._rounds = Tally(self._memory, job.world.rank)
-        book = job.books.get(BOOK, {})
+        self._newest: StepResult | None = None
+        self._whole = FullBatch(job)
+        self._delays = Histogram(self._memory, job.world.rank)
+        self._rounds = Histogram(self._memory, job.world.rank)
+        book = job.strategy_state.get(BOOK, {})
         self._before = [Counter(dict(book.get(name, []))) for name in ("delays", "rounds")]
-        self.remarks = remarks_of(job)
-        self._told = len(self.remarks)
+        self.warnings = remarks_of(job)
+        self._told = len(self.warnings)
 
     def pieces(self, step: int) -> list[range]:
         """None: which step this worker will compute is not known before."""
         return []
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         self._job.world.check()
         notice = self._set_out(step) if self._together else 0
         self._newest = None
@@ -114,7 +115,7 @@ class Asynchronous(Strategy):
 
     def settle(self, steps: int) -> None:
         if self._together:
-            if not self._job.books.get(BOOK, {}).get("open"):
+            if not self._job.strategy_state.get(BOOK, {}).get("open"):
                 return
             self._set_out(steps)  # a worker was lost as they settled: what it had taken is free again
         self._drain(steps)
@@ -157,11 +158,11 @@ class Asynchronous(Strategy):
     def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
         """Bring in the gradients of a step, which are in ``.grad``; then :meth:`_finish` it."""
 
-    def _leave_state(self, table: Table) -> None:
+    def _leave_state(self, table: ClaimTable) -> None:
         """Nobody computes any more: put what only this worker has where all see it."""
 
     @abstractmethod
-    def _take_state(self, table: Table, settled: bool) -> None:
+    def _take_state(self, table: ClaimTable, settled: bool) -> None:
         """Take over the newest state; after a loss, what there is of it."""
 
     # Together: before the first step, and when all has been settled.
@@ -169,13 +170,13 @@ class Asynchronous(Strategy):
     def _set_out(self, step: int) -> int:
         """Start from the same state; returns what the workers tell each other of the world."""
         notices = self._meet("at", step, self._job.world.notice())
-        book = self._job.books.get(BOOK, {})
+        book = self._job.strategy_state.get(BOOK, {})
         version = int(book.get("version", 0))
         self._times += 1
         self._top = max(step, int(book.get("top", 0)))
         if self._job.world.rank == 0:
             self._publish(version)
-            table = Table(self._top, dict.fromkeys(book.get("open", []), FREE), version)
+            table = ClaimTable(self._top, dict.fromkeys(book.get("open", []), FREE), version)
             self._claims.begin(_with_newest(table, book))
             self._memory.announce(self._flag, self._times)
         else:
@@ -190,10 +191,10 @@ class Asynchronous(Strategy):
             raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told)])
         return [value for *_, value in told]
 
-    def _remember(self, table: Table) -> None:
+    def _remember(self, table: ClaimTable) -> None:
         """Write down what the next workers, and a checkpoint, must know."""
         delays, rounds = (sorted(map(list, count.items())) for count in self._staleness())
-        self._job.books[BOOK] = {
+        self._job.strategy_state[BOOK] = {
             "top": table.top,
             "open": sorted(table.open),
             "version": table.version,
@@ -220,7 +221,7 @@ class Asynchronous(Strategy):
         )
         if rounds:
             text += f"; weights at most {max(rounds)} rounds behind"
-        self.remarks[self._told :] = [text]
+        self.warnings[self._told :] = [text]
 
     # Apart.
 
@@ -237,7 +238,7 @@ class Asynchronous(Strategy):
                 self._offer(table, step)
         return 0 <= table.stop <= step
 
-    def _offer(self, table: Table, step: int) -> None:
+    def _offer(self, table: ClaimTable, step: int) -> None:
         table.offer(step)
         self._mine = table.take(self._job.world.rank)
 
@@ -246,7 +247,7 @@ class Asynchronous(Strategy):
         while self._mine is not None:
             self._compute(self._mine)
 
-    def _known(self) -> Outcome:
+    def _known(self) -> StepResult:
         """The newest outcome that all know; until the first step of all is done, this waits for it."""
 
         def is_known() -> bool:
@@ -303,7 +304,7 @@ class Asynchronous(Strategy):
             raise _different([here, *(ahead or [f"another one at step {table.top - 1}"])])
         return not table.open
 
-    def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> Outcome | None:
+    def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> StepResult | None:
         return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
 
     def _apply(
@@ -314,20 +315,20 @@ class Asynchronous(Strategy):
         done: int,
         factor: float = 1.0,
         norm: torch.Tensor | None = None,
-    ) -> Outcome:
+    ) -> StepResult:
         """Make the update here, after so many steps; the gradients were judged."""
         job = self._job
         job.compute.buffers.accept(changed)
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         norm, rate = job.update.apply(done, factor, norm)
-        return Outcome(mean_loss(parts, job.settings.exact), norm, rate)
+        return StepResult(mean_loss(parts, job.settings.exact), norm, rate)
 
-    def _finish(self, table: Table, step: int, outcome: Outcome) -> None:
+    def _finish(self, table: ClaimTable, step: int, outcome: StepResult) -> None:
         """The step is done; look for the next one that is free."""
         self._close_step(table, step, outcome)
         self._mine = table.take(self._job.world.rank)
 
-    def _close_step(self, table: Table, step: int, outcome: Outcome) -> None:
+    def _close_step(self, table: ClaimTable, step: int, outcome: StepResult) -> None:
         """The step is done, with this outcome."""
         del table.open[step]
         table.newest, table.applied = step, outcome.applied
@@ -343,21 +344,21 @@ def _different(places: list[str]) -> DisagreementError:
     )
 
 
-def _with_newest(table: Table, book: dict[str, Any]) -> Table:
+def _with_newest(table: ClaimTable, book: dict[str, Any]) -> ClaimTable:
     """The table with the newest outcome that was written down."""
     if "newest" in book:
         table.newest, table.loss, table.norm, table.rate, table.applied = book["newest"]
     return table
 
 
-def outcome_of(table: Table, job: Job) -> Outcome:
+def outcome_of(table: ClaimTable, job: Job) -> StepResult:
     """The newest outcome that all know, for a worker that did not compute the step."""
     if table.newest < 0:
-        return Outcome(math.nan, math.nan, job.update.learning_rate)
-    return Outcome(table.loss, table.norm, table.rate, applied=table.applied)
+        return StepResult(math.nan, math.nan, job.update.learning_rate)
+    return StepResult(table.loss, table.norm, table.rate, applied=table.applied)
 
 
-def shared_memory_of(job: Job) -> Memory:
+def shared_memory_of(job: Job) -> SharedMemory:
     """The memory of workers on one machine.
 
     Raises:
@@ -386,10 +387,12 @@ def remarks_on_servers(job: Job) -> list[str]:
 
 def remarks_of(job: Job) -> list[str]:
     """What an asynchronous strategy does not promise."""
-    remarks = [
+    warnings = [
         f"strategy {job.settings.strategy} promises no exact bits: what comes out depends on who was faster; the loss "
         f"of a report is that of the newest step that its worker knows of"
     ]
     if job.compute.buffers.live:
-        remarks.append("running statistics, as of batch norm, are those of the last update: updates of others are lost")
-    return remarks
+        warnings.append(
+            "running statistics, as of batch norm, are those of the last update: updates of others are lost"
+        )
+    return warnings

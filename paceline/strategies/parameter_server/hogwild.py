@@ -26,15 +26,15 @@ from typing import ClassVar
 
 import torch
 
-from paceline.comm.assignment.step_claims import Table
+from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.shard import Shard
 from paceline.data.feed import Piece
 from paceline.step.checks import Part
-from paceline.strategies.base import Job
-from paceline.strategies.parameter_server.async_steps import Asynchronous
+from paceline.step.job import Job
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
 
 
-class HogWild(Asynchronous):
+class HogWild(AsyncSteps):
     """All workers update the same memory."""
 
     sparse: ClassVar[bool] = True
@@ -99,12 +99,12 @@ class HogWild(Asynchronous):
         self._job.update.advance_after(version - self._scheduled)
         self._scheduled = max(self._scheduled, version)
 
-    def _leave_state(self, table: Table) -> None:
+    def _leave_state(self, table: ClaimTable) -> None:
         self._schedule_to(table.version)
         if self._job.world.rank == 0:
             self._shard.write_states(0)
 
-    def _take_state(self, table: Table, settled: bool) -> None:
+    def _take_state(self, table: ClaimTable, settled: bool) -> None:
         """The parameters go back into this worker's own memory: others may write into the shared one."""
         self._schedule_to(table.version)
         for parameter, private in zip(self._shard.parameters, self._private, strict=False):

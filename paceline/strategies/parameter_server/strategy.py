@@ -13,7 +13,8 @@
 
 The parameters are cut into ``server.count`` shards of whole tensors. With ``server.dedicated`` the first workers are
 the servers and compute nothing; else whoever brings a gradient does the work of the servers itself. The modes are files
-of their own: ``strategies.parameter_server.async_server`` (async and bounded), ``strategies.parameter_server.sync_server`` (sync).
+of their own: ``strategies.parameter_server.async_server`` (async and bounded),
+``strategies.parameter_server.sync_server`` (sync).
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from torch import nn
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.strategies.base import Job, Outcome, Strategy
-from paceline.strategies.data_parallel.backup_workers import Backup
-from paceline.strategies.parameter_server.async_server import DedicatedServers, SharedServers
-from paceline.strategies.parameter_server.async_steps import Alone, servers_among
-from paceline.strategies.parameter_server.sync_server import BackupRounds, Rounds
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
+from paceline.strategies.data_parallel.backup_workers import BackupWorkers
+from paceline.strategies.parameter_server.async_server import DedicatedShards, SharedShards
+from paceline.strategies.parameter_server.async_steps import SingleAsync, servers_among
+from paceline.strategies.parameter_server.sync_server import SyncServer, SyncServerWithBackup
 
 
 class ParameterServer(Strategy):
@@ -43,7 +45,7 @@ class ParameterServer(Strategy):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._mode = _of(job.settings, job.world.size)(job)
-        self.remarks = self._mode.remarks
+        self.warnings = self._mode.warnings
 
     @classmethod
     def splits(cls, settings: Settings, workers: int) -> bool:
@@ -57,7 +59,7 @@ class ParameterServer(Strategy):
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
         server = settings.server
         if settings.backup.workers:
-            Backup.check(settings, model, workers)
+            BackupWorkers.check(settings, model, workers)
             if server.mode != "sync" or server.dedicated:
                 raise ConfigError(
                     f"backup.workers = {settings.backup.workers} is for steps that wait for workers, at servers inside "
@@ -94,7 +96,7 @@ class ParameterServer(Strategy):
     def pieces(self, step: int) -> list[range]:
         return self._mode.pieces(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         return self._mode.step(step, pieces)
 
     def settle(self, steps: int) -> None:
@@ -110,7 +112,7 @@ ParameterServer.alone = ParameterServer  # a single worker that is left does wha
 def _of(settings: Settings, workers: int) -> type[Strategy]:
     backup = bool(settings.backup.workers)
     if workers == 1:
-        return Backup if backup else Alone
+        return BackupWorkers if backup else SingleAsync
     if settings.server.mode == "sync":
-        return BackupRounds if backup else Rounds
-    return DedicatedServers if settings.server.dedicated else SharedServers
+        return SyncServerWithBackup if backup else SyncServer
+    return DedicatedShards if settings.server.dedicated else SharedShards

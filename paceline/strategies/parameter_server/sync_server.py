@@ -6,9 +6,10 @@
     worker 1   F2 B2 ─ push       ┼ server 0: add up ─ update ─ flip ┤
     worker 2   F3 B3 ─ push       ┴ server 1: add up ─ update ─ flip ┴ pull ─ F3 B3 ...
 
-The step is that of ``strategies.data_parallel.allreduce``: the same shares, the same sums, with ``exact`` along the canonical tree.
-Only the update is not made by everybody: each server makes that of its shard, with its part of the optimizer's state,
-and the workers copy the weights. So the bits are those of all-reduce. When they settle, all get all states.
+The step is that of ``strategies.data_parallel.allreduce``: the same shares, the same sums, with ``exact`` along the
+canonical tree. Only the update is not made by everybody: each server makes that of its shard, with its part of the
+optimizer's state, and the workers copy the weights. So the bits are those of all-reduce. When they settle, all get all
+states.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from typing import cast
 import torch
 from torch import nn
 
-from paceline.comm.reduction.bucketed import Exchange
-from paceline.comm.reduction.to_servers import Pushes
+from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.reduction.to_servers import PushReduction
 from paceline.comm.servers.shard import Shard, cut
 from paceline.comm.step_header import Notes
 from paceline.data.feed import Piece
 from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
+from paceline.step.job import Job, StepResult
 from paceline.step.optimizer import Update
 from paceline.step.optimizer_probe import check_drawn
-from paceline.strategies.base import Job, Outcome
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.strategies.data_parallel.backup_workers import Backup
+from paceline.strategies.data_parallel.backup_workers import BackupWorkers
 from paceline.strategies.parameter_server.async_steps import remarks_on_servers, servers_among, shared_memory_of
 
 _NORMS = 3
 """The tag of the servers' notes."""
 
 
-class Rounds(AllReduce):
+class SyncServer(AllReduce):
     """All workers push to servers, and pull what comes out."""
 
     def __init__(self, job: Job) -> None:
@@ -46,12 +47,12 @@ class Rounds(AllReduce):
         self._served = Served(job)
         self._before: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (0, [])
         super().__init__(replace(job, update=cast(Update, self._served)))
-        self.remarks += remarks_on_servers(job)
+        self.warnings += remarks_on_servers(job)
 
-    def _exchange_of(self, job: Job) -> Exchange | None:
+    def _exchange_of(self, job: Job) -> BucketedReduction | None:
         homes = list(self._served.homes.values())[::-1]
         values = [value.detach() for value in job.update.parameters.values()][::-1]
-        return Pushes(job.world, shared_memory_of(job), values, homes, job.events)
+        return PushReduction(job.world, shared_memory_of(job), values, homes, job.events)
 
     def _shares(self, step: int) -> tuple[range, ...]:
         parts, world = len(self._job.order.parts_of(step)), self._job.world
@@ -60,7 +61,7 @@ class Rounds(AllReduce):
         servers = len(self._served.shards)
         return (range(0),) * servers + even(parts, world.size - servers)
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         buffers = [(value.data, value.detach().clone()) for value in self._job.compute.model.buffers()]
         self._before = self._served.version, buffers
         outcome = super().step(step, pieces)
@@ -81,8 +82,9 @@ class Rounds(AllReduce):
                 now.copy_(before)
 
 
-class BackupRounds(Rounds, Backup):
-    """Servers that wait for the first N of N + b workers; what comes later is dropped, as in ``strategies.data_parallel.backup_workers``."""
+class SyncServerWithBackup(SyncServer, BackupWorkers):
+    """Servers that wait for the first N of N + b workers; what comes later is dropped, as in
+    ``strategies.data_parallel.backup_workers``."""
 
 
 class Served:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.links.channel import Inlet, Outlet
+from paceline.comm.links.channel import Receiver, Sender
 from paceline.data.feed import Piece
 from paceline.data.keys import (
     STEP,
@@ -34,8 +34,8 @@ from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
 from paceline.step.checks import refused_as_sparse
 from paceline.step.forward import computed_again, on_copy, pair_of, sum_and_count
-from paceline.strategies.base import Job
-from paceline.strategies.pipeline.links import Ways
+from paceline.step.job import Job
+from paceline.strategies.pipeline.links import Links
 from paceline.strategies.pipeline.split_backward import backward_of_input, backward_of_weights
 
 Crossing: TypeAlias = "list[torch.Tensor | None]"
@@ -127,7 +127,7 @@ class Executor:
         self._held = held
         self._last = last
         self._hooks = hooks
-        self._ways = Ways(job, last)
+        self._ways = Links(job, last)
         self._states = len(packed_states())
         self._drawing: set[int] = set()
         self._watched = {stage for stage in held if stage != last}
@@ -357,11 +357,11 @@ class Executor:
         (self._upwards if peer < stage else self._downwards)[peer, microbatch] = crossing
         return sum(value.numel() * value.element_size() for value in crossing if value is not None)
 
-    def _outlet(self, operation: Operation) -> Outlet:
+    def _outlet(self, operation: Operation) -> Sender:
         stage, peer = operation.stage, operation.peer
         return self._ways.outlet(stage, peer, self._hooks.worker_of(peer, operation.microbatch))
 
-    def _inlet(self, operation: Operation) -> Inlet:
+    def _inlet(self, operation: Operation) -> Receiver:
         stage, peer = operation.stage, operation.peer
         return self._ways.inlet(stage, peer, self._hooks.worker_of(peer, operation.microbatch))
 

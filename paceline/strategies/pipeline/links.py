@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from paceline.comm.links.channel import TAGS, Inlet, Outlet
-from paceline.comm.shm.ring import Lane
-from paceline.strategies.base import Job
+from paceline.comm.links.channel import TAGS, Receiver, Sender
+from paceline.comm.shm.ring import Ring
+from paceline.step.job import Job
 
 _TAGS = 1 << 24
 
 
-class Ways:
+class Links:
     """From stage to stage, of one worker.
 
     Args:
@@ -25,22 +25,22 @@ class Ways:
 
     def forget(self) -> None:
         """Nothing is under way; what comes may have other forms than before."""
-        self._outlets: dict[tuple[int, int, int], Outlet] = {}
-        self._inlets: dict[tuple[int, int, int], Inlet] = {}
+        self._outlets: dict[tuple[int, int, int], Sender] = {}
+        self._inlets: dict[tuple[int, int, int], Receiver] = {}
 
-    def outlet(self, stage: int, peer: int, rank: int) -> Outlet:
+    def outlet(self, stage: int, peer: int, rank: int) -> Sender:
         """From a stage of this worker to a neighbour of it, on a worker of a rank."""
         if (stage, peer, rank) not in self._outlets:
             lane = self._lane(stage, peer, self._world.rank, rank)
-            outlet = Outlet(self._world, rank, _tag(stage, peer), _what(stage, peer), lane, self._exact)
+            outlet = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), lane, self._exact)
             self._outlets[stage, peer, rank] = outlet
         return self._outlets[stage, peer, rank]
 
-    def inlet(self, stage: int, peer: int, rank: int) -> Inlet:
+    def inlet(self, stage: int, peer: int, rank: int) -> Receiver:
         """To a stage of this worker from a neighbour of it, on a worker of a rank."""
         if (stage, peer, rank) not in self._inlets:
             lane = self._lane(peer, stage, rank, self._world.rank)
-            inlet = Inlet(self._world, rank, _tag(peer, stage), _what(peer, stage), lane)
+            inlet = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), lane)
             self._inlets[stage, peer, rank] = inlet
         return self._inlets[stage, peer, rank]
 
@@ -49,7 +49,7 @@ class Ways:
         for outlet in self._outlets.values():
             outlet.finish()
 
-    def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Lane | None:
+    def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Ring | None:
         """From a stage on a worker to a stage on another."""
         return None if self._lanes is None else self._lanes.lane(worker, other, _way(sender, receiver))
 

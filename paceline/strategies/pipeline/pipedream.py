@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.state import check_savable
-from paceline.comm.reduction.bucketed import Exchange
+from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError
@@ -26,13 +26,13 @@ from paceline.schedule.choice import stream_for
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import drain, window
 from paceline.schedule.tree import Node
-from paceline.step.accumulate import ScatteredSums, Values
+from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense, refusal
-from paceline.strategies.base import Job, Outcome
+from paceline.step.job import Job, StepResult
 from paceline.strategies.pipeline.executor import Hooks
-from paceline.strategies.pipeline.stages import Staged
-from paceline.strategies.pipeline.tied_pipedream import Lent
-from paceline.strategies.pipeline.weight_stash import Versions
+from paceline.strategies.pipeline.stages import Stages
+from paceline.strategies.pipeline.tied_pipedream import TiedPipeDream
+from paceline.strategies.pipeline.weight_stash import WeightStash
 
 _BOOK = "pipeline"
 _TAGS = 1 << 12
@@ -40,29 +40,29 @@ _LOOK_STEPS = 20
 """How often the workers tell each other whether the world is to change."""
 
 
-class Streamed(Hooks):
+class PipeDream(Hooks):
     """A pipeline that runs empty only when it must."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._stream = stream_for(job.settings.pipeline, job.world.size, job.order.microbatches)
-        self.staged = Staged(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
+        self.staged = Stages(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
         (self._stage,) = self.staged.held
         self._held = self.staged.held[self._stage]
         self._executor = self.staged.executor(self)
         self._names = self._held.trained
         self._parameters = [job.update.parameters[name] for name in self._names]
-        self._versions = Versions(self._parameters)
-        self._lent = Lent(job, self._stage, self.staged.tied, self._stream)
-        self._exchange: Exchange | None = None
+        self._versions = WeightStash(self._parameters)
+        self._lent = TiedPipeDream(job, self._stage, self.staged.tied, self._stream)
+        self._exchange: BucketedReduction | None = None
         self._turns = math.lcm(*self._stream.replicas)
         self._entered = 0
         self._checked = False
-        self._updates = int(job.books.get(_BOOK, {}).get("updates", 0))
+        self._updates = int(job.strategy_state.get(_BOOK, {}).get("updates", 0))
         self._done: list[int] = []
         self._following = 0
         self._returned: list[tuple[float, float]] = []
-        self._outcome = Outcome(math.nan, torch.tensor(math.nan), job.update.learning_rate)
+        self._outcome = StepResult(math.nan, torch.tensor(math.nan), job.update.learning_rate)
         self._begin_group()
         self._squares = 0.0
         self._heard = {True: 0.0, False: 0.0}
@@ -80,7 +80,7 @@ class Streamed(Hooks):
 
     def _begin_group(self) -> None:
         """Count from here to the next update."""
-        self._sums, self._statistics = ScatteredSums(False), ScatteredSums(False)
+        self._sums, self._statistics = ScatteredAccumulator(False), ScatteredAccumulator(False)
         self._used: list[int] = []
         self._origin: tuple[int, int] | None = None
         self._samples = 0
@@ -94,7 +94,7 @@ class Streamed(Hooks):
         numbers = range(len(self._job.order.parts_of(step)))
         return [range(number, number + 1) for number in numbers if stream.worker(self._stage, number) == rank]
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         """See :meth:`Strategy.step`."""
         job, begin = self._job, self._entered
         job.world.check()
@@ -187,7 +187,7 @@ class Streamed(Hooks):
                 self._apply(sums, float(totals[1]), [value.div_(totals[2].item()) for value in made])
             self._lent.take_back(version, job.update.parameters)
         self._updates += 1
-        job.books[_BOOK] = {"updates": self._updates}
+        job.strategy_state[_BOOK] = {"updates": self._updates}
         self._begin_group()
 
     def _changed_buffers(self) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ class Streamed(Hooks):
         job, team = self._job, self.staged.team
         if self._exchange is None:
             examples = [*(parameter.detach() for parameter in self._parameters), *made, totals]
-            self._exchange = Exchange(team, examples, job.events, "gradients", _TAGS)
+            self._exchange = BucketedReduction(team, examples, job.events, "gradients", _TAGS)
         exchange = self._exchange
         exchange.begin([[Node(0, place)] for place in range(team.size)], lambda: 1.0)
         for member, value in enumerate([*sums, *made, totals]):
@@ -264,7 +264,7 @@ class Streamed(Hooks):
     def _operations(self, schedule: Schedule) -> list[Operation]:
         return [one for one in schedule.workers[self._job.world.rank] if one.kind is not Kind.REDUCE]
 
-    def _told(self) -> Outcome:
+    def _told(self) -> StepResult:
         """The mean loss of the microbatches whose gradients came back in this step; if none did, what was told last."""
         count = math.fsum(count for _, count in self._returned)
         if count:

@@ -21,7 +21,7 @@ WORTH = 1.1
 Bounds = tuple[tuple[int, int], ...]
 
 
-class Verdict(NamedTuple):
+class Decision(NamedTuple):
     """What was found: the slowest stage, how many times longer than the mean stage it takes, a better cut, and how many
     times faster the slowest stage would be with it."""
 
@@ -38,7 +38,7 @@ class Verdict(NamedTuple):
         )
 
 
-class Drift:
+class Rebalance:
     """Watches the seconds of the stages.
 
     Args:
@@ -55,7 +55,7 @@ class Drift:
         self._workers_of = workers_of
         self._seen: list[list[float]] = []
 
-    def see(self, seconds: list[float]) -> Verdict | None:
+    def see(self, seconds: list[float]) -> Decision | None:
         """A step took each rank so many seconds of computing; a verdict now and then, if there is a better cut."""
         self._seen.append(seconds)
         if len(self._seen) < WINDOW:
@@ -73,4 +73,4 @@ class Drift:
         if slowest < WORTH * after:
             return None
         longer = slowest * len(stages) / sum(stages)
-        return Verdict(stages.index(slowest), longer, bounds, slowest / after)
+        return Decision(stages.index(slowest), longer, bounds, slowest / after)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 
-class Elsewhere:
+class Released:
     """Parameters without their values, and without their state in the optimizer.
 
     A parameter keeps its memory if another tensor uses it as well: a view that somebody holds, or other weights that

@@ -38,7 +38,7 @@ class Group:
 
 
 @dataclass
-class Halves:
+class SplitBackward:
     """What the first half leaves for the second: where to start from, or the gradients of weights themselves."""
 
     groups: list[Group] = field(default_factory=list)
@@ -50,7 +50,7 @@ def backward_of_input(
     gradients: Sequence[torch.Tensor | None] | None,
     inputs: Sequence[torch.Tensor],
     parameters: Sequence[nn.Parameter],
-) -> Halves:
+) -> SplitBackward:
     """Put the gradients for the inputs into their ``.grad``.
 
     Args:
@@ -69,7 +69,7 @@ def backward_of_input(
         if gradient is not None and value.requires_grad
     ]
     if not pairs:
-        return Halves()
+        return SplitBackward()
     values, known = zip(*pairs, strict=True)
     wanted = [value for value in inputs if value.requires_grad]
     groups, early = _told_apart(values, wanted, parameters)
@@ -77,10 +77,10 @@ def backward_of_input(
         found = torch.autograd.grad(values, [*wanted, *early], known, retain_graph=bool(groups), allow_unused=True)
     for value, gradient in zip(wanted, found, strict=False):
         value.grad = gradient
-    return Halves(groups, _own(early, found[len(wanted) :], [*known, *found[: len(wanted)]]))
+    return SplitBackward(groups, _own(early, found[len(wanted) :], [*known, *found[: len(wanted)]]))
 
 
-def backward_of_weights(parameters: Sequence[nn.Parameter], halves: Halves) -> None:
+def backward_of_weights(parameters: Sequence[nn.Parameter], halves: SplitBackward) -> None:
     """Add the gradients for the weights to their ``.grad``."""
     found = dict(halves.ready)
     for group in halves.groups:

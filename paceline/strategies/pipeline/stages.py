@@ -9,23 +9,23 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.comm.subgroup import Team
+from paceline.comm.subgroup import Subgroup
 from paceline.data.feed import Piece
 from paceline.data.keys import kept_states
 from paceline.errors import ConfigError, InputError, PacelineError
 from paceline.partition.base import Layers
 from paceline.partition.cut import bounds_of, layers_of
-from paceline.partition.flags import Freezing, Modes
+from paceline.partition.flags import Flags, Freezing
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure
 from paceline.schedule.balance import Cluster, LayerCost, balance, check_memory
 from paceline.schedule.operations import Schedule
 from paceline.step.forward import pair_of, sum_and_count
 from paceline.step.gather_state import bring_together
-from paceline.strategies.base import Job
+from paceline.step.job import Job
 from paceline.strategies.pipeline.executor import Executor, Held, Hooks
-from paceline.strategies.pipeline.release import Elsewhere
-from paceline.strategies.pipeline.tied import Tied
+from paceline.strategies.pipeline.release import Released
+from paceline.strategies.pipeline.tied import TiedWeights
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ _REPEATS = 3
 """How often each layer is measured for a cut that nobody gives."""
 
 
-class Staged:
+class Stages:
     """The stages of a model as one worker sees them.
 
     Args:
@@ -69,7 +69,7 @@ class Staged:
         self._job = job
         self.stages = schedule.stages
         world, model = job.world, job.compute.model
-        self.modes = Modes(model)
+        self.modes = Flags(model)
         self.freezing = Freezing(job.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
         with kept_states():
@@ -86,7 +86,7 @@ class Staged:
         for number, stage in enumerate(stages):
             for name in stage.parameters:
                 users.setdefault(name, []).append(number)
-        self.tied = Tied(job, {name: used for name, used in users.items() if len(used) > 1}, self.workers_of)
+        self.tied = TiedWeights(job, {name: used for name, used in users.items() if len(used) > 1}, self.workers_of)
         trained = job.update.parameters
         own = schedule.stages_of(world.rank)
         self.held = {
@@ -101,7 +101,7 @@ class Staged:
             number: [name for name in held.trained if self.tied.owner_of(name) in (None, number)]
             for number, held in self.held.items()
         }
-        self.team = Team(world, self.workers_of[own[0]])
+        self.team = Subgroup(world, self.workers_of[own[0]])
         every = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
         idle = every - users.keys() - {name for stage in stages for name in stage.buffers}  # all have these
         mine = {name for name, used in users.items() if used[0] in own}
@@ -110,7 +110,7 @@ class Staged:
         self._whole = True
         used = idle.union(*(stages[number].parameters for number in own))
         updated = idle.union(*self.names.values())
-        self._elsewhere = Elsewhere(model, job.update.optimizer, used, updated)
+        self._elsewhere = Released(model, job.update.optimizer, used, updated)
         if job.compute.buffers.settled:
             job.compute.buffers.restrict({name for held in self.held.values() for name in held.buffers})
 

@@ -9,8 +9,9 @@
     stage 2    .  .  F0 B0 F1 B1 F2 B2 .  F3 B3 .  .  U
 
 Synchronous schedules (layer-wise, GPipe, 1F1B, interleaved, zero bubble) compute what one process computes; the
-pipeline runs empty at the end of each step (:mod:`paceline.strategies.pipeline.synchronous`). PipeDream and PipeDream-2BW never let
-it, and use older weights instead (:mod:`paceline.strategies.pipeline.pipedream`). Several workers may hold the same stage.
+pipeline runs empty at the end of each step (:mod:`paceline.strategies.pipeline.synchronous`). PipeDream and
+PipeDream-2BW never let it, and use older weights instead (:mod:`paceline.strategies.pipeline.pipedream`). Several
+workers may hold the same stage.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.schedule.choice import STREAMED, shape_of, stream_for
 from paceline.settings import Settings
-from paceline.strategies.base import Job, Outcome, Strategy
-from paceline.strategies.pipeline.pipedream import Streamed
-from paceline.strategies.pipeline.synchronous import Flushed
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
+from paceline.strategies.pipeline.pipedream import PipeDream
+from paceline.strategies.pipeline.synchronous import Synchronous
 
 
 class Pipeline(Strategy):
@@ -39,15 +41,15 @@ class Pipeline(Strategy):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._at_work: Flushed | Streamed
+        self._at_work: Synchronous | PipeDream
         if job.settings.pipeline.schedule in STREAMED:
-            self._at_work = Streamed(job)
-            self.remarks.append(
+            self._at_work = PipeDream(job)
+            self.warnings.append(
                 f"schedule {job.settings.pipeline.schedule!r} uses older weights for microbatches under way: the bits "
                 f"are not those of one process, and the loss reported is that of the microbatches that have come back"
             )
         else:
-            self._at_work = Flushed(job, self.remarks.append)
+            self._at_work = Synchronous(job, self.warnings.append)
 
     @classmethod
     def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
@@ -109,7 +111,7 @@ class Pipeline(Strategy):
     def pieces(self, step: int) -> list[range]:
         return self._at_work.pieces(step)
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         return self._at_work.step(step, pieces)
 
     def settle(self, steps: int) -> None:

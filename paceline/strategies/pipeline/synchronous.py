@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.state import check_savable
-from paceline.comm.reduction.bucketed import Divisor, Exchange
+from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
 from paceline.comm.step_header import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
@@ -26,21 +26,21 @@ from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import flushed_schedule
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
-from paceline.step.accumulate import ScatteredSums, Values, add, add_one
+from paceline.step.accumulate import ScatteredAccumulator, Values, add, add_one
 from paceline.step.checks import Part, check_dense, mean_loss
 from paceline.step.commit import judge
+from paceline.step.job import Job, StepResult
 from paceline.step.optimizer_probe import check_drawn
-from paceline.strategies.base import Job, Outcome
 from paceline.strategies.pipeline.executor import Hooks
-from paceline.strategies.pipeline.rebalance import Drift
-from paceline.strategies.pipeline.stages import Borders, Staged
+from paceline.strategies.pipeline.rebalance import Rebalance
+from paceline.strategies.pipeline.stages import Borders, Stages
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
 _NOT_MINE = -1.0
 """Told for the norm of a gradient that another worker has, or nobody."""
 
 
-class Flushed(Hooks):
+class Synchronous(Hooks):
     """A pipeline that runs empty in each step."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
@@ -58,21 +58,21 @@ class Flushed(Hooks):
         """Borders the model, and get ready for what this worker holds of it then."""
         job = self._job
         enough = max(job.order.microbatches, job.world.size)  # for each worker to have some: who holds what
-        self.staged = Staged(job, self._plan(enough), cut)
+        self.staged = Stages(job, self._plan(enough), cut)
         self._executor = self.staged.executor(self)
         self._own = [name for names in self.staged.names.values() for name in names]
         examples = [self._parameters[name].detach() for name in self._own]
         self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
-        self._statistics: Exchange | None = None
-        self._drift: Drift | None = None
+        self._statistics: BucketedReduction | None = None
+        self._drift: Rebalance | None = None
         borders, one_each = self.staged.cut, len(self.staged.held) == 1
         if borders.times is not None and not borders.stays and one_each:
             seconds = [forward + backward for forward, backward in borders.times]
-            self._drift = Drift(seconds, borders.bounds, self.staged.workers_of)
+            self._drift = Rebalance(seconds, borders.bounds, self.staged.workers_of)
 
-    def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> Exchange | None:
+    def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> BucketedReduction | None:
         team = self.staged.team
-        return Exchange(team, examples, self._job.events, name, tags) if team.size > 1 else None
+        return BucketedReduction(team, examples, self._job.events, name, tags) if team.size > 1 else None
 
     def _plan(self, microbatches: int) -> Schedule:
         if microbatches not in self._plans:
@@ -85,7 +85,7 @@ class Flushed(Hooks):
         """See :meth:`Strategy.pieces`."""
         return self.staged.loaded(self._plan(len(self._job.order.parts_of(step))))
 
-    def step(self, step: int, pieces: list[Piece]) -> Outcome:
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
         """See :meth:`Strategy.step`."""
         job = self._job
         job.world.check()
@@ -132,14 +132,14 @@ class Flushed(Hooks):
             self.staged.tied.spread(self._parameters)
             self._watch(losses.seconds)
             self._heed(losses.notice)
-        return Outcome(loss, norm, rate, notice=losses.notice)
+        return StepResult(loss, norm, rate, notice=losses.notice)
 
     def _run(self, step: int, pieces: list[Piece]) -> None:
         """Carry out the forward and backward passes."""
         job = self._job
         self._now = plan = self._plan(len(job.order.parts_of(step)))
         exact = job.settings.exact
-        self._sums = {stage: ScatteredSums(exact) for stage in self.staged.held}
+        self._sums = {stage: ScatteredAccumulator(exact) for stage in self.staged.held}
         self._without: dict[int, Counter[str]] = {}  # in how many stages
         self._seen: dict[str, int] = {}
         job.compute.buffers.begin()
@@ -267,7 +267,7 @@ class Flushed(Hooks):
         for name, value in zip(self._own, means, strict=True):
             self._parameters[name].grad = value
 
-    def _total(self, exchange: Exchange | None, sums: list[Values], divisor: Divisor) -> Values:
+    def _total(self, exchange: BucketedReduction | None, sums: list[Values], divisor: Divisor) -> Values:
         """The means over the team of what its workers hold as sums of nodes."""
         nodes = self._shares()
         if exchange is None:
@@ -293,7 +293,7 @@ class Flushed(Hooks):
         sums, names = [], []
         for stage, held in self.staged.held.items():
             names += buffers.names_in(held.buffers)
-            one = ScatteredSums(exact)
+            one = ScatteredAccumulator(exact)
             for microbatch, values in self._executor.statistics[stage].items():
                 one.push(microbatch, [*values.values()])
             sums.append(one.values())

@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from paceline.comm.links.variable_length import TAGS, CountedInlet, CountedOutlet
+from paceline.comm.links.variable_length import TAGS, VariableLengthReceiver, VariableLengthSender
 from paceline.comm.world import Message
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.strategies.base import Job
-from paceline.strategies.pipeline.tied_exact import Uses
+from paceline.step.job import Job
+from paceline.strategies.pipeline.tied_exact import TiedUses
 
 _TAGS = 1 << 25
 
 
-class Tied:
+class TiedWeights:
     """The parameters that several stages use, as one worker sees them.
 
     Args:
@@ -42,14 +42,14 @@ class Tied:
         self._each = job.settings.exact
         self._numbers = {name: number for number, name in enumerate(users)}
         self._forward: Operation | None = None
-        self._uses: dict[tuple[str, int, int], Uses] = {}
+        self._uses: dict[tuple[str, int, int], TiedUses] = {}
         self._looked: dict[tuple[str, int], int] = {}
         """For each name and stage the microbatch of this step whose gradient is compared with those of its uses."""
         self._here: dict[tuple[str, int, int], list[torch.Tensor]] = {}
         self._coming: dict[tuple[str, int, int], deque[int]] = defaultdict(deque)
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
-        self._outlets: dict[tuple[str, int, int], CountedOutlet] = {}
-        self._inlets: dict[tuple[str, int, int], CountedInlet] = {}
+        self._outlets: dict[tuple[str, int, int], VariableLengthSender] = {}
+        self._inlets: dict[tuple[str, int, int], VariableLengthReceiver] = {}
 
     @property
     def users(self) -> Mapping[str, Sequence[int]]:
@@ -87,7 +87,9 @@ class Tied:
             is_last = stage == self._users[name][-1]
             if is_last and microbatch != looked:
                 continue
-            uses = self._uses[name, stage, microbatch] = Uses(name, stage, self._job.update.parameters[name], leaves)
+            uses = self._uses[name, stage, microbatch] = TiedUses(
+                name, stage, self._job.update.parameters[name], leaves
+            )
             if not is_last:
                 uses.check_apart(self._job.settings.autocast is not None)
         return outputs
@@ -193,18 +195,18 @@ class Tied:
         owners = self._workers_of[first]
         return [(rank, owners[place % len(owners)]) for place, rank in enumerate(self._workers_of[stage])]
 
-    def _outlet(self, name: str, stage: int, rank: int) -> CountedOutlet:
+    def _outlet(self, name: str, stage: int, rank: int) -> VariableLengthSender:
         key = name, stage, rank
         if key not in self._outlets:
             what = f"the gradient of {name!r}"
-            self._outlets[key] = CountedOutlet(self._job.world, rank, self._tag(name, stage), what)
+            self._outlets[key] = VariableLengthSender(self._job.world, rank, self._tag(name, stage), what)
         return self._outlets[key]
 
     def _take(self, name: str, stage: int, rank: int) -> list[torch.Tensor]:
         key = name, stage, rank
         if key not in self._inlets:
             what = f"the gradient of {name!r}"
-            self._inlets[key] = CountedInlet(self._job.world, rank, self._tag(name, stage), what)
+            self._inlets[key] = VariableLengthReceiver(self._job.world, rank, self._tag(name, stage), what)
         return self._inlets[key].take()
 
     def _tag(self, name: str, stage: int) -> int:

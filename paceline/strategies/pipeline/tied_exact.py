@@ -25,7 +25,7 @@ from paceline.errors import InputError
 _CAST = "ToCopyBackward0"
 
 
-class Uses:
+class TiedUses:
     """Keeps the gradient of each use of a parameter in a stage, from the last use to the first.
 
     Args:

@@ -16,18 +16,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from paceline.comm.links.channel import TAGS, Inlet, Outlet
-from paceline.comm.links.variable_length import CountedInlet, CountedOutlet
+from paceline.comm.links.channel import TAGS, Receiver, Sender
+from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
 from paceline.errors import ConfigError
 from paceline.schedule.pipedream import Stream
 from paceline.step.accumulate import Values
-from paceline.strategies.base import Job
-from paceline.strategies.pipeline.tied import Tied
+from paceline.step.job import Job
+from paceline.strategies.pipeline.tied import TiedWeights
 
 _TAGS = 1 << 25
 
 
-class Lent:
+class TiedPipeDream:
     """What one worker lends and borrows.
 
     Args:
@@ -40,13 +40,13 @@ class Lent:
         ConfigError: a stage that uses one of them is held by several workers.
     """
 
-    def __init__(self, job: Job, stage: int, tied: Tied, stream: Stream) -> None:
+    def __init__(self, job: Job, stage: int, tied: TiedWeights, stream: Stream) -> None:
         self._stage = stage
         self._late: dict[str, int] = {}
-        self._gradients_in: dict[str, list[CountedInlet]] = {}
-        self._gradients_out: dict[str, CountedOutlet] = {}
-        self._weights_in: dict[str, Inlet] = {}
-        self._weights_out: dict[str, list[Outlet]] = {}
+        self._gradients_in: dict[str, list[VariableLengthReceiver]] = {}
+        self._gradients_out: dict[str, VariableLengthSender] = {}
+        self._weights_in: dict[str, Receiver] = {}
+        self._weights_out: dict[str, list[Sender]] = {}
         self._taken = 0
         self._updates = 0
         for number, (name, users) in enumerate(tied.users.items()):
@@ -66,12 +66,14 @@ class Lent:
             gradient, weight = f"the gradient of {name!r}", f"the weights {name!r}"
             if self._stage == owner:
                 rank = stream.worker(user, 0)
-                self._gradients_in.setdefault(name, []).append(CountedInlet(world, rank, tag + TAGS, gradient))
-                self._weights_out.setdefault(name, []).append(Outlet(world, rank, tag, weight))
+                self._gradients_in.setdefault(name, []).append(
+                    VariableLengthReceiver(world, rank, tag + TAGS, gradient)
+                )
+                self._weights_out.setdefault(name, []).append(Sender(world, rank, tag, weight))
             elif self._stage == user:
                 rank = stream.worker(owner, 0)
-                self._gradients_out[name] = CountedOutlet(world, rank, tag + TAGS, gradient)
-                self._weights_in[name] = Inlet(world, rank, tag, weight)
+                self._gradients_out[name] = VariableLengthSender(world, rank, tag + TAGS, gradient)
+                self._weights_in[name] = Receiver(world, rank, tag, weight)
                 self._late[name] = -(-(stream.lag(owner) - stream.lag(user)) // stream.every)
 
     def is_borrowed(self, name: str) -> bool:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
-class Versions:
+class WeightStash:
     """The weights of a stage, as many versions as are needed.
 
     Args:

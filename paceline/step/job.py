@@ -1,0 +1,58 @@
+"""What a step is given, and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.comm.world import World
+from paceline.data.feed import Feed
+from paceline.data.order import Order
+from paceline.events import EventLog
+from paceline.settings import Settings
+from paceline.step.forward import Compute
+from paceline.step.optimizer import Update
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be trained, and with whom.
+
+    ``strategy_state`` is what a strategy must remember from step to step besides the tensors: plain values under names
+    of its own. They are saved in checkpoints and handed over to workers that join. ``given`` are the keys of the
+    settings that somebody has set. ``sparse`` says whether gradients may be sparse, ``splits`` whether different
+    workers update different parameters; both for as many workers as there may ever be, so that nobody is refused when
+    one joins.
+    """
+
+    compute: Compute
+    update: Update
+    order: Order
+    settings: Settings
+    world: World
+    events: EventLog
+    feed: Feed
+    collate: Callable[[list[Any]], Any] | None = None
+    strategy_state: dict[str, Any] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
+    sparse: bool = False
+    splits: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
+
+    ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is what the workers
+    told each other of the world (``comm.rendezvous.coordinator_client``): whether it is about to change, or a worker is
+    to leave.
+    """
+
+    loss: float
+    norm: torch.Tensor | float
+    learning_rate: float
+    applied: bool = True
+    notice: int = 0
