@@ -2,8 +2,8 @@
 
 Each call on the group of all workers goes into a running fingerprint, which the workers compare in every step, together
 with their losses, and in every evaluation. Before a call is made it is posted (``comm.desync.board``) for the others
-to read: so a difference is named even if the call blocks or breaks the connections. On one machine a worker that comes later
-sees the difference before it makes its call.
+to read: so a difference is named even if the call blocks or breaks the connections. On one machine a worker that comes
+later sees the difference before it makes its call.
 
 To record a call costs 3 microseconds, and 20 to 30 where it counts: after a call that waited, when the processor has
 forgotten the code; gloo's smallest all_reduce takes 230 (``bench/overhead.py``).
