@@ -66,7 +66,7 @@ def job_of(
     resolved: Resolved,
     who: env.Identity,
     events: EventLog,
-    line: CoordinatorClient | None = None,
+    coordinator: CoordinatorClient | None = None,
     largest: int = 0,
 ) -> tuple[Job, dict[str, object]]:
     """Check the arguments and build everything, before the workers meet.
@@ -95,7 +95,7 @@ def job_of(
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True, warn_only=True)
     _keep_memory()
-    world = World(who, settings.timeout_seconds, line)
+    world = World(who, settings.timeout_seconds, coordinator)
     given.model.to(world.device)
     initial = {
         name: hash_of(value).hex()[:16]

@@ -149,17 +149,17 @@ def start(
     place = _count + 1
     while _sessions:
         _sessions.pop().close()
-    line = (
+    coordinator = (
         CoordinatorClient(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place)
         if enrolled
         else None
     )
-    job, facts = jobs.job_of(given, resolved, who, log, line, enrolled.largest if enrolled else 0)
+    job, facts = jobs.job_of(given, resolved, who, log, coordinator, enrolled.largest if enrolled else 0)
     atexit.register(log.close)
     _count = place  # also if it fails: the others have heard of it
     session = Session(job, facts, run, place, progress, by_loss=loss is not None)
-    if line is not None:
-        atexit.register(line.finish)
+    if coordinator is not None:
+        atexit.register(coordinator.finish)
     profile_to = env.profile_report()
     if profile_to is not None:
         _report_profile(job, loss, profile_to)
@@ -201,7 +201,7 @@ class Session:
         resume = None if traced else job.settings.resume
         self._loop = TrainingLoop(job, facts, self._state, self._keeper, resume)
         _sessions.append(self._loop)
-        if self._keeper.able or job.world.line is not None:
+        if self._keeper.able or job.world.coordinator is not None:
             catch_notices(job.world)
         rules = {"server.mode": job.settings.server.mode, "pipeline.schedule": job.settings.pipeline.schedule}
         job.events.mark("start", strategy=job.settings.strategy, workers=job.world.size, **rules)

@@ -89,15 +89,15 @@ class TrainingLoop:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._closed = False
         self.views = 0
-        line = job.world.line
+        coordinator = job.world.coordinator
         self._recovery: Recovery | None = None
-        if line is None:
-            job.world.meet()
+        if coordinator is None:
+            job.world.rendezvous()
             self._alone = Progress(self._begin())
             self._settle_in()
         else:
-            self._recovery = Recovery(job, line, state, keeper, self._begin)
-            self._line_up(line)
+            self._recovery = Recovery(job, coordinator, state, keeper, self._begin)
+            self._line_up(coordinator)
             self._gather()
             self._await_group()
 
@@ -129,28 +129,28 @@ class TrainingLoop:
 
     def _settle_in(self) -> None:
         self.strategy = strategy_for(self._job.settings.strategy, self._job.world.size)(self._job)
-        if not self.strategy.replicated and not self.strategy.cuts and self._job.world.line is not None:
-            self.standing.apart = self._job.world.line.number + 1
+        if not self.strategy.replicated and not self.strategy.cuts and self._job.world.coordinator is not None:
+            self.standing.apart = self._job.world.coordinator.number + 1
         self._laid_out = True
         self._cold = None
         self.views += 1
 
-    def _line_up(self, line: CoordinatorClient) -> None:
+    def _line_up(self, coordinator: CoordinatorClient) -> None:
         """Tell the roster that this worker is there; a spare makes itself warm first."""
         enrolled, world = env.enrolment(), self._job.world
         assert enrolled is not None
         if enrolled.spare:
             self._warm_up()
-        line.place = self._place
+        coordinator.place = self._place
         about = {
             "host": platform.node(),
             "pid": os.getpid(),
-            "address": line.address,
-            "port": world.open_store(line.address),
+            "address": coordinator.address,
+            "port": world.open_store(coordinator.address),
         }
         facts = {key: value for key, value in self._facts.items() if not key.startswith("initial")}
         fits = fitting(self._job.settings, self._job.order.microbatches, enrolled.largest)
-        line.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE, fits)
+        coordinator.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE, fits)
 
     def _warm_up(self) -> None:
         """Take a step for nothing, so that the others need not wait for what a process does only once."""
@@ -175,7 +175,7 @@ class TrainingLoop:
         """Come into the next view, and go on from there."""
         assert self._recovery is not None
         while True:
-            ended = self._job.world.workers_at(lost.ranks) if lost is not None else []
+            ended = self._job.world.worker_ids(lost.ranks) if lost is not None else []
             parting = self._recovery.gather(self._stop, planned, ended)
             if parting is not None:
                 self._end(parting)
@@ -189,7 +189,7 @@ class TrainingLoop:
         """The script may use torch's group as soon as it goes on."""
         while self._job.world.generation == 0:
             try:
-                self._job.world.await_group()
+                self._job.world.await_process_group()
                 return
             except WorkerLost as lost:
                 self._gather(lost=lost)
@@ -216,10 +216,10 @@ class TrainingLoop:
             self.strategy.settle(self.standing.steps)
             world.gather(None, "start")
         self.strategy.close()
-        if world.line is not None:
+        if world.coordinator is not None:
             world.leave()
-            world.line.place = dict  # the next session has a line of its own
-        self._closed = world.line is not None or world.size > 1
+            world.coordinator.place = dict  # the next session has a line of its own
+        self._closed = world.coordinator is not None or world.size > 1
 
     def _check_open(self) -> None:
         if self._closed:
@@ -382,6 +382,6 @@ class TrainingLoop:
     def _meet_before_leaving(self) -> None:
         """Over the network a connection that is closed may take with it what another worker has yet to read."""
         world = self._job.world
-        if world.size > 1 and world.memory is None and not world.alarmed:
+        if world.size > 1 and world.shared_memory is None and not world.alarmed:
             with contextlib.suppress(WorkerLost):
                 world.gather(None, "leaving")

@@ -39,7 +39,7 @@ class Notes:
         self.world = world
         self._tag = tag
         self.size = size
-        self._board = HeaderBoard(world.memory, size) if world.memory else None
+        self._board = HeaderBoard(world.shared_memory, size) if world.shared_memory else None
 
     def send(self, own: torch.Tensor) -> Note:
         """Tell all other workers; they tell something of the same shape."""
@@ -142,7 +142,7 @@ class Losses:
         missing: bool = True,
     ) -> None:
         self._step = step
-        self._calls = notes.world.calls
+        self._calls = notes.world.recorder
         made = self._calls.meet("session.step", f"step {step}") if self._calls else (0.0, 0.0)
         header = ((step, notes.world.notice(), seconds), (*made, missing), (len(pairs), 0.0, 0.0))
         rows = notes.size // ROW_BYTES  # the same in all steps: workers at different steps must be able to tell others

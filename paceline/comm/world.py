@@ -44,14 +44,14 @@ class World:
         device: where this worker computes.
         timeout: seconds that a worker waits for another one.
         generation: how often the workers have changed.
-        memory: what workers on one machine share; none if they are on several, or on GPUs.
-        calls: what the script does with ``torch.distributed``; none in one process.
+        shared_memory: what workers on one machine share; none if they are on several, or on GPUs.
+        recorder: what the script does with ``torch.distributed``; none in one process.
     """
 
-    calls: CallRecorder | None = None
-    memory: SharedMemory | None = None
+    recorder: CallRecorder | None = None
+    shared_memory: SharedMemory | None = None
 
-    def __init__(self, who: env.Identity, timeout: float, line: CoordinatorClient | None = None) -> None:
+    def __init__(self, who: env.Identity, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
         self.rank = who.rank
         self.size = who.world_size
         self.local_rank = who.local_rank
@@ -59,22 +59,22 @@ class World:
         self.generation = who.generation
         self.timeout = timeout
         self.device = _device(who)
-        self.line = line
+        self.coordinator = coordinator
         self.leaving = False
         self.exchanging = "", 0
         self.awaited = "", ""
-        self._lanes: dict[int, Rings] = {}
+        self._rings: dict[int, Rings] = {}
         self._comparing = self.transferring = False
         self._arena: Arena | None = None
         self.waiting: tuple[tuple[int, ...], float] = ((), 0.0)
         self._who = who
         self._missing: frozenset[int] = frozenset()
-        self._seats: tuple[Member, ...] = ()
+        self._members: tuple[Member, ...] = ()
         self._group = ProcessGroup(self.device, timeout)
-        if line is not None:
-            line.on_alarm = self._interrupt
+        if coordinator is not None:
+            coordinator.on_alarm = self._interrupt
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Come together with the workers that the environment names.
 
         Raises:
@@ -82,44 +82,48 @@ class World:
         """
         if self.size > 1 and not dist.is_initialized():
             EnvRendezvous(self._who, self.timeout).join(self.device)
-        self.memory = shared_memory(self, self._own_arena)
-        self.calls = self._record_calls() if self.size > 1 else None
+        self.shared_memory = shared_memory(self, self._own_arena)
+        self.recorder = self._record_calls() if self.size > 1 else None
 
-    def enter(self, view: Membership) -> None:
+    def join(self, view: Membership) -> None:
         """Come together with the workers of a view, after :meth:`leave`.
 
         Raises:
             WorkerLost: one of them was lost on the way.
         """
-        assert self.line is not None
-        self.rank, self.size, self.generation = view.rank_of(self.line.number), len(view.seats), view.generation
-        own = view.seats[self.rank]
+        assert self.coordinator is not None
+        self.rank, self.size, self.generation = (
+            view.rank_of(self.coordinator.number),
+            len(view.members),
+            view.generation,
+        )
+        own = view.members[self.rank]
         neighbours = [
-            rank for rank, seat in enumerate(view.seats) if (seat.host, seat.address) == (own.host, own.address)
+            rank for rank, seat in enumerate(view.members) if (seat.host, seat.address) == (own.host, own.address)
         ]
         self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
-        self._seats = view.seats
+        self._members = view.members
         if view.fenced:  # who was dropped may come back and write into what it knows
             self._arena = None
         if self.size == 1 and self.generation > 0:  # the script may have used a group before
             self._group.join((own.address, own.port), 0, 1, self.generation)
         if self.size > 1:
             self._come_together(view)
-            calls = self._record_calls()
-            if self.memory is not None:  # nobody may read what another one posted in an earlier view
-                self.memory.exchange(b"")
-            self.calls = calls
+            recorder = self._record_calls()
+            if self.shared_memory is not None:  # nobody may read what another one posted in an earlier view
+                self.shared_memory.exchange(b"")
+            self.recorder = recorder
 
     def _come_together(self, view: Membership) -> None:
         """Through shared memory alone if that is known to be there: torch's group then follows while training goes on.
 
         A group takes a tenth of a second, and only the script may want it.
         """
-        first = view.seats[0].address, view.seats[0].port
+        first = view.members[0].address, view.members[0].port
         place = self.rank, self.size, self.generation
         here = self.local_size == self.size and not view.fenced and can_share(self.device)
-        self.memory = memory_of(self, self._own_arena(), view.seats, view.generation) if here else None
-        if self.memory is not None:
+        self.shared_memory = memory_of(self, self._own_arena(), view.members, view.generation) if here else None
+        if self.shared_memory is not None:
             self._group.join_soon(first, *place)
             return
         try:
@@ -128,28 +132,28 @@ class World:
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {self.rank}: could not reach the others: {reason_of(error)}.") from error
-        self.memory = shared_memory(self, self._own_arena)
+        self.shared_memory = shared_memory(self, self._own_arena)
 
     def leave(self) -> None:
         """Part from the others, who may be gone or blocked; nothing is sent any more, and nothing waits."""
         patch.stop()
-        if self.memory is not None:
-            self.memory.give_up()
-        self.memory = self.calls = None
+        if self.shared_memory is not None:
+            self.shared_memory.give_up()
+        self.shared_memory = self.recorder = None
         self.waits_for(())
         self.exchanging = "", 0
-        self._lanes = {}
+        self._rings = {}
         self._group.leave()
 
     def arena_handle(self) -> tuple[int, str] | None:
         """By what others on this machine find the memory that this worker shares."""
         return self._own_arena().handle if can_share(self.device) else None
 
-    def workers_at(self, ranks: Sequence[int]) -> list[int]:
+    def worker_ids(self, ranks: Sequence[int]) -> list[int]:
         """The numbers of the worker processes that have these ranks."""
-        return [self._seats[rank].worker for rank in ranks]
+        return [self._members[rank].worker for rank in ranks]
 
-    def await_group(self) -> None:
+    def await_process_group(self) -> None:
         """Until torch's group is there, if it is on its way.
 
         Raises:
@@ -174,19 +178,19 @@ class World:
 
     def _interrupt(self) -> None:
         """Somebody was lost: end what blocks on the network. In shared memory each wait looks for itself."""
-        if self.memory is None or self._comparing or self.transferring:
+        if self.shared_memory is None or self._comparing or self.transferring:
             self._group.interrupt()
 
     @property
     def alarmed(self) -> bool:
         """Whether a worker was lost since these workers came together."""
-        return self.line is not None and self.line.alarmed
+        return self.coordinator is not None and self.coordinator.alarmed
 
     def is_missing(self, rank: int) -> bool:
         """Whether a worker was dropped from the next view."""
-        if self.line is None or not self.line.alarmed:
+        if self.coordinator is None or not self.coordinator.alarmed:
             return False
-        return self.line.broken or self._seats[rank].worker in self.line.missing
+        return self.coordinator.broken or self._members[rank].worker in self.coordinator.missing
 
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Remember whom this worker waits for; nobody when it goes on."""
@@ -201,16 +205,16 @@ class World:
         finally:
             self.awaited = "", ""
 
-    def lanes(self, count: int) -> Rings | None:
+    def rings(self, count: int) -> Rings | None:
         """So many lanes from each worker to each, always the same; none if they are on several machines, or too many.
 
         All workers call this together.
         """
-        if self.memory is None or not can_have(self.size, count):
+        if self.shared_memory is None or not can_have(self.size, count):
             return None
-        if count not in self._lanes:
-            self._lanes[count] = Rings(self.memory, self.size, count)
-        return self._lanes[count]
+        if count not in self._rings:
+            self._rings[count] = Rings(self.shared_memory, self.size, count)
+        return self._rings[count]
 
     def open_store(self, address: str) -> int:
         """Open the store at which a view meets whose first worker this is; returns its port."""
@@ -230,20 +234,20 @@ class World:
         """What the others must know in this step: ``LEAVING``, ``PENDING``, or 0."""
         if self.leaving:
             return LEAVING
-        return PENDING if self.line is not None and self.line.pending > self.generation else 0
+        return PENDING if self.coordinator is not None and self.coordinator.pending > self.generation else 0
 
-    def alone(self) -> None:
+    def become_single(self) -> None:
         """Be the only worker from now on: the others are gone, or end."""
         self.rank, self.size, self.local_size = 0, 1, 1
 
     def _record_calls(self) -> CallRecorder:
-        if self.memory is not None:
-            posts: Board = SharedMemoryBoard(self.memory, self.rank)
+        if self.shared_memory is not None:
+            posts: Board = SharedMemoryBoard(self.shared_memory, self.rank)
         else:
             posts = StoreBoard(dist.distributed_c10d._get_default_store(), self.rank, self.size)
-        calls = CallRecorder(self.rank, posts, weakref.WeakMethod(self.lost))
-        patch.record_in(calls, self.await_group)
-        return calls
+        recorder = CallRecorder(self.rank, posts, weakref.WeakMethod(self.lost))
+        patch.record_in(recorder, self.await_process_group)
+        return recorder
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """What every worker has to say, in the order of ranks; any value that can be pickled.
@@ -254,8 +258,8 @@ class World:
         """
         if self.size == 1:
             return [value]
-        met = self.calls and what not in _WITHIN
-        made = self.calls.meet(f"session.{what}", what) if self.calls and met else (0.0, 0.0)
+        met = self.recorder and what not in _WITHIN
+        made = self.recorder.meet(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
         values = self._compare((what, value, made))
         if any(told != what for told, *_ in values):
             places = ", ".join(f"rank {rank} in {told}" for rank, (told, *_) in enumerate(values))
@@ -263,13 +267,13 @@ class World:
                 f"The workers are at different places: {places}. All must call the same methods in the same order; "
                 f"look for code that only some ranks run."
             )
-        if self.calls and met:
-            self.calls.agree([told for *_, told in values])
+        if self.recorder and met:
+            self.recorder.agree([told for *_, told in values])
         return [told for _, told, _ in values]
 
     def _compare(self, own: Any) -> list[Any]:
-        if self.memory is not None:
-            return [pickle.loads(letter) for letter in self.memory.exchange(pickle.dumps(own))]
+        if self.shared_memory is not None:
+            return [pickle.loads(letter) for letter in self.shared_memory.exchange(pickle.dumps(own))]
         values: list[Any] = [None] * self.size
         self._comparing = True
         self.waits_for([rank for rank in range(self.size) if rank != self.rank])
@@ -320,7 +324,7 @@ class World:
         what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
         kind = WorkerSilent if silent else WorkerLost
         lost = kind(f"Rank {self.rank}: {what} {where}. The cause stands in the output of {named}. [{reason}]")
-        return self.calls.explain(lost) if self.calls else lost
+        return self.recorder.explain(lost) if self.recorder else lost
 
     def _gone(self, peers: list[int]) -> list[int]:
         """These workers and all others whose connection is broken: the one that was lost first is among them."""

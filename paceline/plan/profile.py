@@ -57,7 +57,7 @@ def _layer_costs(job: Job, loss: Callable[[Any, Any], Any]) -> list[LayerCost]:
 def _link(world: World) -> float | None:
     """Bytes per second between neighbours, in each direction; of the slowest link."""
     found = []
-    world.await_group()
+    world.await_process_group()
     for first in range(world.size - 1):
         if world.rank in (first, first + 1):
             found.append(_speed(world, 2 * first + 1 - world.rank))

@@ -62,7 +62,7 @@ class Recovery:
 
     Args:
         job: what is trained, and with whom.
-        line: to the roster.
+        coordinator: the connection to the coordinator.
         state: what is handed over.
         keeper: of checkpoints.
         begin: called when nobody has a state yet; gives the number of steps done.
@@ -74,10 +74,10 @@ class Recovery:
     taken = 0
 
     def __init__(
-        self, job: Job, line: CoordinatorClient, state: State, keeper: Keeper, begin: Callable[[], int]
+        self, job: Job, coordinator: CoordinatorClient, state: State, keeper: Keeper, begin: Callable[[], int]
     ) -> None:
         self._job = job
-        self._line = line
+        self._coordinator = coordinator
         self._state = state
         self._keeper = keeper
         self._begin = begin
@@ -103,17 +103,17 @@ class Recovery:
             stop()
             world.leave()
             progress = self.standing.progress if self.standing else None
-            told = self._line.await_view(progress, world.arena_handle(), world.leaving, planned, ended)
+            told = self._coordinator.await_membership(progress, world.arena_handle(), world.leaving, planned, ended)
             if isinstance(told, Departure):
                 self._part(told)
                 return told
             agreed = time.perf_counter()
             try:
-                world.enter(told)
+                world.join(told)
                 entered = time.perf_counter()
                 self._level(told)
             except WorkerLost as lost:
-                planned, ended = False, world.workers_at(lost.ranks)
+                planned, ended = False, world.worker_ids(lost.ranks)
                 continue
             env.tell_identity(world.rank, world.size, world.local_rank, world.local_size)
             self._job.events.move(world.rank, told.generation)
@@ -125,7 +125,7 @@ class Recovery:
         self._job.events.mark(
             "recovered" if view.generation > 0 else "gathered",
             step=self.standing.steps if self.standing else 0,
-            workers=[seat.worker for seat in view.seats],
+            workers=[seat.worker for seat in view.members],
             joined=list(view.joined),
             lost=list(view.lost),
             seconds=now - begin,
@@ -135,15 +135,15 @@ class Recovery:
         )
 
     def _level(self, view: Membership) -> None:
-        most = max((seat.progress for seat in view.seats if seat.progress is not None), default=None)
+        most = max((seat.progress for seat in view.members if seat.progress is not None), default=None)
         if most is None:
             steps = self._begin()
             self.standing = Progress(steps)
             return
         if not self._put_together():
             return
-        donor = next(rank for rank, seat in enumerate(view.seats) if seat.progress == most)
-        behind = [rank for rank, seat in enumerate(view.seats) if seat.progress != most]
+        donor = next(rank for rank, seat in enumerate(view.members) if seat.progress == most)
+        behind = [rank for rank, seat in enumerate(view.members) if seat.progress != most]
         if behind:
             taken = transfer(self._job.world, donor, behind, self._load() if self._job.world.rank == donor else None)
             if taken is not None:
@@ -198,7 +198,7 @@ class Recovery:
 
     def _part(self, parting: Departure) -> None:
         """Out of the world; with the last checkpoint if this worker is to write it."""
-        self._job.world.alone()
+        self._job.world.become_single()
         self._job.events.mark("parting", code=parting.code, reason=parting.reason)
         standing = self.standing
         if parting.save and standing is not None and standing.steps and self._keeper.able:

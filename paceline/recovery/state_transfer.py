@@ -43,7 +43,7 @@ def transfer(world: World, donor: int, behind: list[int], load: StateBytes | Non
     told = world.gather(None if load is None else (kinds, load.rest), "handing over")
     kinds, rest = told[donor]
     total = max(1, room_of(kinds))
-    way = _over_network if world.memory is None else _through_memory
+    way = _over_network if world.shared_memory is None else _through_memory
     flat = way(world, donor, behind, load, total)
     return None if flat is None else StateBytes(views_of(flat, kinds), rest)
 
@@ -52,7 +52,7 @@ def _through_memory(
     world: World, donor: int, behind: list[int], load: StateBytes | None, total: int
 ) -> torch.Tensor | None:
     """Piece by piece through a window of two places, so that little memory is touched for the first time."""
-    memory = world.memory
+    memory = world.shared_memory
     assert memory is not None
     blocks, flag = memory.share(2 * _WINDOW_BYTES), memory.reserve(2)
     window = torch.frombuffer(blocks[donor], dtype=torch.uint8, count=2 * _WINDOW_BYTES).view(2, -1)

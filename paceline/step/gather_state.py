@@ -34,7 +34,7 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     own = held[world.rank].difference(*held[: world.rank])
     mine = {name: value for name, value in state.items() if _bare(name) in own}
     parts: list[Kinds] = world.gather(kinds_of(mine), "settling")
-    world.await_group()
+    world.await_process_group()
     flats = [torch.empty(room_of(part), dtype=torch.uint8, device=world.device) for part in parts]
     for name, view in views_of(flats[world.rank], parts[world.rank]).items():
         view.copy_(mine[name])

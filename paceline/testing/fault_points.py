@@ -130,7 +130,7 @@ def _remember_world(world: Any, *_: object, **__: object) -> None:
 def _rank() -> int:
     """The rank that this process has now; -1 if it waits to join and has none yet."""
     world = _world()
-    if getattr(world, "line", None) is not None and not world._seats:
+    if getattr(world, "line", None) is not None and not world._members:
         return -1
     return int(getattr(world, "rank", env.identity().rank))
 
@@ -239,7 +239,7 @@ def _set_inside_the_collective() -> None:
             reach("inside the collective", _now["step"])
 
     _each_strategy(before, start)
-    before("paceline.comm.reduction.bucketed:Exchange._reduce", reduce)
+    before("paceline.comm.reduction.bucketed:BucketedReduction._reduce", reduce)
 
 
 def _set_between_reduction_and_update() -> None:

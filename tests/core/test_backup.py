@@ -62,7 +62,7 @@ model = session._job.compute.model
 tell(
     fingerprint=session.fingerprint(), weights=model.weight.tolist(), mean=model.norm.running_mean.item(),
     position=session.position, applied=[report.applied for report in reports],
-    notes=reports[-1].notes if reports else [], shared=session._job.world.memory is not None,
+    notes=reports[-1].notes if reports else [], shared=session._job.world.shared_memory is not None,
 )
 """
 

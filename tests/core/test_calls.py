@@ -277,7 +277,7 @@ for batch in session.batches(steps=6):
     metric()
     session.step(batch)
 session.evaluate(classes(64))
-recent = session._job.world.calls.recent()
+recent = session._job.world.recorder.recent()
 tell(recent=len(recent), last=recent[-1]["call"], running=recent[-1]["running"], position=session.position)
 tell(barriers=sum(one["call"] == "barrier" for one in recent), numbers=len({one["number"] for one in recent}))
 dist.destroy_process_group()

@@ -47,11 +47,11 @@ def await_joiner(session: paceline.Session) -> None:
     A joiner itself does not wait: it comes into this step after the others have done it. On a busy machine it may have
     joined before.
     """
-    line, seats = session._job.world.line, session._job.world._seats
-    assert line is not None
-    there = any(seat.worker >= 3 for seat in seats) or (len(seats) == 3 and line.generation > 0)
+    coordinator, members = session._job.world.coordinator, session._job.world._members
+    assert coordinator is not None
+    there = any(member.worker >= 3 for member in members) or (len(members) == 3 and coordinator.generation > 0)
     if "ALONE" not in os.environ and session._loop.taken == 0 and not there:
-        wait_until(lambda: line.pending > line.generation, "a worker that joins")
+        wait_until(lambda: coordinator.pending > coordinator.generation, "a worker that joins")
 
 
 def end(session: paceline.Session, **more: object) -> None:
@@ -77,7 +77,7 @@ def end_launcher(session: paceline.Session, batch: paceline.Batch, step: int) ->
             os.kill(os.getppid(), signal.SIGTERM)
     if _ending and batch.step > step:
         wait_until(
-            lambda: world.leaving or (world.line is not None and world.line.pending > world.generation),
+            lambda: world.leaving or (world.coordinator is not None and world.coordinator.pending > world.generation),
             "the end of the launcher",
         )
 

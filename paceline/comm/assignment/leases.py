@@ -76,8 +76,8 @@ class Leasing(Protocol):
 
 def leases_for(world: World, microbatches: int) -> Leasing:
     """The fastest way in which these workers can lease microbatches to each other."""
-    if world.memory is not None:
-        return Leases(world, world.memory, microbatches)
+    if world.shared_memory is not None:
+        return Leases(world, world.shared_memory, microbatches)
     return StoreLeases(world)
 
 

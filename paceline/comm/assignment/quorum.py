@@ -70,8 +70,8 @@ class Quorum(Protocol):
 
 def quorum_for(world: World) -> Quorum:
     """The fastest way for these workers to agree."""
-    if world.memory is not None:
-        return SharedMemoryQuorum(world, world.memory)
+    if world.shared_memory is not None:
+        return SharedMemoryQuorum(world, world.shared_memory)
     return StoreQuorum(world) if world.size > 1 else SingleQuorum()
 
 

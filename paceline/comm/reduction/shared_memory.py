@@ -16,8 +16,8 @@ def reduction_for(
     world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
 ) -> BucketedReduction:
     """The fastest exchange that these workers can use: through memory on one machine, else over the network."""
-    if world.memory is not None:
-        return SharedMemoryReduction(world, world.memory, tensors, events, name)
+    if world.shared_memory is not None:
+        return SharedMemoryReduction(world, world.shared_memory, tensors, events, name)
     return BucketedReduction(world, tensors, events, name, tags)
 
 

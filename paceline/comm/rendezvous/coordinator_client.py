@@ -43,14 +43,14 @@ class Membership:
     """The workers of one generation, in the order of their ranks; ``fenced`` if one that was dropped may still run."""
 
     generation: int
-    seats: tuple[Member, ...]
+    members: tuple[Member, ...]
     joined: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     fenced: bool = False
 
     def rank_of(self, worker: int) -> int:
         """The rank of a worker process."""
-        return next(rank for rank, seat in enumerate(self.seats) if seat.worker == worker)
+        return next(rank for rank, seat in enumerate(self.members) if seat.worker == worker)
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class CoordinatorClient:
             }
         )
 
-    def await_view(
+    def await_membership(
         self,
         progress: tuple[int, ...] | None,
         arena: tuple[int, str] | None,
@@ -175,7 +175,7 @@ class CoordinatorClient:
             )
         view = Membership(
             generation=message["generation"],
-            seats=tuple(seats),
+            members=tuple(seats),
             joined=tuple(message["joined"]),
             lost=tuple(message["lost"]),
             fenced=message["fenced"],

@@ -82,23 +82,26 @@ def can_share(device: torch.device) -> bool:
     return ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and device.type == "cpu"
 
 
-def memory_of(world: World, arena: Arena, seats: Sequence[Member], generation: int) -> SharedMemory | None:
+def memory_of(world: World, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:
     """The memory of workers that know each other's arenas from the roster; without a word over the network.
 
     Raises:
         WorkerLost: one of them was lost on the way.
     """
-    files = [_open(seat.pid, seat.arena[0], bytes.fromhex(seat.arena[1])) if seat.arena else None for seat in seats]
+    files = [
+        _open(member.pid, member.arena[0], bytes.fromhex(member.arena[1])) if member.arena else None
+        for member in members
+    ]
     opened = [file for file in files if file is not None]
     arena.begin()
     arena.meet(generation, len(opened) == len(files))
     if len(opened) < len(files):
         _close(opened)
         return None
-    memory = SharedMemory(world, opened, [seat.pid for seat in seats])
+    memory = SharedMemory(world, opened, [member.pid for member in members])
     met = 2 * (generation + 1)
     memory.wait(_MET, met)
-    return memory if memory.announced(_MET, met + 1, range(len(seats))) else None
+    return memory if memory.announced(_MET, met + 1, range(len(members))) else None
 
 
 def shared_memory(world: World, arena: Callable[[], Arena]) -> SharedMemory | None:
@@ -282,8 +285,8 @@ class SharedMemory:
         self.look(ranks, waited)
 
     def _look_after(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
-        if self._world.calls is not None:
-            self._world.calls.look()
+        if self._world.recorder is not None:
+            self._world.recorder.look()
         for rank in waiting:
             gone = self.gone(rank)
             if gone and self._flags[rank][slot] < value:
@@ -317,7 +320,7 @@ class SharedMemory:
         return "it was dropped" if self._world.is_missing(rank) else ""
 
     def _explained(self, lost: WorkerLost) -> PacelineError:
-        calls = self._world.calls
+        calls = self._world.recorder
         return calls.explain(lost) if calls else lost
 
 

@@ -34,17 +34,17 @@ class Rings:
         self._size = size
         self._count = count
         self._flags = memory.reserve(2 * size * count)
-        self._lanes: dict[tuple[int, int, int], Ring] = {}
+        self._rings: dict[tuple[int, int, int], Ring] = {}
 
-    def lane(self, sender: int, receiver: int, number: int) -> Ring:
+    def ring(self, sender: int, receiver: int, number: int) -> Ring:
         """One of the lanes from a worker to another."""
         key = sender, receiver, number
-        if key not in self._lanes:
+        if key not in self._rings:
             sent = number * self._size + receiver
             taken = (self._count + number) * self._size + sender
             ends = (sender, self._flags + sent), (receiver, self._flags + taken)
-            self._lanes[key] = Ring(self._memory, *ends, sent * _PLACES)
-        return self._lanes[key]
+            self._rings[key] = Ring(self._memory, *ends, sent * _PLACES)
+        return self._rings[key]
 
 
 def can_have(size: int, count: int) -> bool:

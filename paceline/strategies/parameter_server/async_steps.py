@@ -364,12 +364,12 @@ def shared_memory_of(job: Job) -> SharedMemory:
     Raises:
         ConfigError: they are on several, or on GPUs.
     """
-    if job.world.memory is None:
+    if job.world.shared_memory is None:
         raise ConfigError(
             f"strategy {job.settings.strategy!r} needs workers that share memory: all on one Linux machine, on its "
             f"CPU. These {job.world.size} are not: use 'allreduce' or 'local-sgd'."
         )
-    return job.world.memory
+    return job.world.shared_memory
 
 
 def servers_among(settings: Settings, workers: int) -> int:

@@ -20,7 +20,7 @@ class Links:
     def __init__(self, job: Job, last: int) -> None:
         self._world = job.world
         self._exact = job.settings.exact
-        self._lanes = job.world.lanes(2 * (last + 1))
+        self._rings = job.world.rings(2 * (last + 1))
         self.forget()
 
     def forget(self) -> None:
@@ -51,7 +51,7 @@ class Links:
 
     def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Ring | None:
         """From a stage on a worker to a stage on another."""
-        return None if self._lanes is None else self._lanes.lane(worker, other, _way(sender, receiver))
+        return None if self._rings is None else self._rings.ring(worker, other, _way(sender, receiver))
 
 
 def _tag(sender: int, receiver: int) -> int:

@@ -98,7 +98,7 @@ class PipeDream(Hooks):
         """See :meth:`Strategy.step`."""
         job, begin = self._job, self._entered
         job.world.check()
-        job.world.await_group()
+        job.world.await_process_group()
         if self.staged.modes.changed or self.staged.freezing.changed:
             self._run_empty()
             begin = 0

@@ -89,7 +89,7 @@ class Synchronous(Hooks):
         """See :meth:`Strategy.step`."""
         job = self._job
         job.world.check()
-        job.world.await_group()
+        job.world.await_process_group()
         if not self.staged.known:
             self.staged.learn()
         if self.staged.freezing.changed:

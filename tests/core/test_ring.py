@@ -20,7 +20,7 @@ session = paceline.start(
     data=torch.utils.data.TensorDataset(torch.ones(8, 1), torch.ones(8, 1)), batch=8, timeout_seconds=30,
 )
 world = session._job.world
-lanes = world.lanes(2)
+rings = world.rings(2)
 """
 ROUNDS = """
 def values(number):
@@ -31,7 +31,7 @@ def values(number):
     ]
 
 different = 0
-there, back = lanes.lane(0, 1, 0), lanes.lane(1, 0, 0)
+there, back = rings.ring(0, 1, 0), rings.ring(1, 0, 0)
 for number in range(100):  # rank 0 runs ahead as far as there is room, later not at all
     expected = values(number)
     if world.rank == 0:
@@ -49,8 +49,8 @@ for number in range(100):  # rank 0 runs ahead as far as there is room, later no
 tell(different=different)
 """
 KINDS = """
-outlet = Sender(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
-inlet = Receiver(world, 0, TAGS, "a list", lanes.lane(0, 1, 0))
+outlet = Sender(world, 1, TAGS, "a list", rings.ring(0, 1, 0))
+inlet = Receiver(world, 0, TAGS, "a list", rings.ring(0, 1, 0))
 torch.manual_seed(2)
 turned = torch.randn(5, dtype=torch.complex64).conj()
 many = [turned, turned.imag, torch.randn(4, 6).t(), torch.ones(3).expand(2, 3), torch.ones(2) > 0]
@@ -64,8 +64,8 @@ else:
 """
 LARGE = """
 sizes = [10, LARGEST_BYTES // 4, LARGEST_BYTES // 4 + 1, 7, LARGEST_BYTES, 1]
-outlet = Sender(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
-inlet = Receiver(world, 0, TAGS, "a list", lanes.lane(0, 1, 0))
+outlet = Sender(world, 1, TAGS, "a list", rings.ring(0, 1, 0))
+inlet = Receiver(world, 0, TAGS, "a list", rings.ring(0, 1, 0))
 if world.rank == 0:
     for turn in range(3):
         for size in sizes:
@@ -101,7 +101,7 @@ def test_a_receiver_that_takes_nothing_is_named(ranks: Any, tmp_path: Path) -> N
 import time
 world.timeout = 3.0
 if world.rank == 0:
-    outlet = Sender(world, 1, TAGS, "a list", lanes.lane(0, 1, 0))
+    outlet = Sender(world, 1, TAGS, "a list", rings.ring(0, 1, 0))
     for number in range(20):
         outlet.send(1, [torch.ones(1)])
 time.sleep(60)
