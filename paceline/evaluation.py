@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
+from paceline import fault_points
 from paceline.checkpoint.state import hash_of
 from paceline.data.feed import KeyedDataset, Request, collated, to_device
 from paceline.errors import DisagreementError, InputError
@@ -20,7 +21,7 @@ _LARGEST_CHUNK = 128
 _EPOCH = -1
 
 
-def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> tuple[float, int]:
+def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], data: Any) -> tuple[float, int]:
     """The mean of ``forward(model, samples)`` over a data set.
 
     The data set is cut into chunks that do not depend on the number of workers, and each chunk is computed by one
@@ -28,6 +29,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
 
     Args:
         job: what is trained, and with whom.
+        steps: how many steps are done.
         forward: returns the mean over the samples it is given, or a sum and a count.
         data: a map-style data set.
 
@@ -64,6 +66,7 @@ def evaluate(job: Job, forward: Callable[[nn.Module, Any], Any], data: Any) -> t
     finally:
         for module, mode in training.items():
             module.training = mode
+    fault_points.reach("in evaluate", steps)
     told = job.world.gather((pairs, job.world.notice(), hashes), "evaluate")
     _check_alike([hashes for *_, hashes in told])
     everyone = [pair for pairs, *_ in told for pair in pairs]

@@ -33,7 +33,6 @@ from paceline.recovery.preemption import catch_notices
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.forward import loss_of
 from paceline.step.job import Job
-from paceline.testing import fault_points
 from paceline.training_loop import TrainingLoop, record_step
 from paceline.verify.trace import Trace
 
@@ -138,7 +137,6 @@ def start(
     name = enrolled.name if enrolled else f"rank-{who.rank}"
     path = run / "errors" / f"{name}.json" if run else None
     excepthook.install(lambda: (log.rank, who.world_size), path, lambda: progress[0], lambda: _close(log))
-    fault_points.install()
     resolved = config.resolve_here(settings)
     report_to = env.config_report()
     if report_to is not None:

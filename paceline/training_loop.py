@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline import env, evaluation
+from paceline import env, evaluation, fault_points
 from paceline.agreement import check
 from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
@@ -33,7 +33,6 @@ from paceline.recovery.recovery import Progress, Recovery
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.strategies.registry import fitting, strategy_for
-from paceline.testing import fault_points
 
 _T = TypeVar("_T")
 _log = logging.getLogger("paceline")
@@ -89,6 +88,7 @@ class TrainingLoop:
         self._step_seconds: deque[float] = deque(maxlen=20)
         self._closed = False
         self.views = 0
+        fault_points.arm(lambda: job.world.rank if self.views else -1)
         coordinator = job.world.coordinator
         self._recovery: Recovery | None = None
         if coordinator is None:
@@ -269,6 +269,7 @@ class TrainingLoop:
                 if fed != self.views:
                     pieces, fed = self._job.feed.load(step, self.strategy.pieces(step)), self.views
                 self.at("computing")
+                fault_points.reach("before forward", step)
                 outcome = self.strategy.step(step, pieces)
             except WorkerLost as lost:
                 if self._recovery is None:
@@ -291,6 +292,7 @@ class TrainingLoop:
                 self.at("taking steps again")
                 begin = time.perf_counter()
                 pieces = self._job.feed.load(again, self.strategy.pieces(again))
+                fault_points.reach("before forward", again)
                 standing.outcome = self.strategy.step(again, pieces)
                 record_step(self._job, again, standing.outcome, time.perf_counter() - begin, 0.0)
             standing.steps = again + 1
@@ -319,7 +321,7 @@ class TrainingLoop:
             try:
                 self._catch_up(self._reached)
                 self.strategy.settle(self.standing.steps)
-                value, notice = evaluation.evaluate(self._job, forward, data)
+                value, notice = evaluation.evaluate(self._job, self.standing.steps, forward, data)
             except WorkerLost as lost:
                 if self._recovery is None:
                     raise

@@ -6,6 +6,7 @@ import logging
 import time
 from pathlib import Path
 
+from paceline import fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import Damaged, Manifest
@@ -36,6 +37,7 @@ def save(folder: Folder, snapshot: Snapshot) -> Path | str:
             return folder.place(name)
         writer = folder.begin(name, snapshot.bytes)
         files.write(writer, {**snapshot.tensors, files.EXTRA: snapshot.extra})
+        fault_points.reach("inside a save", snapshot.step)
         folder.commit(name, manifest.to_json())
     except CheckpointError:
         raise

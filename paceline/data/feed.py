@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
+from paceline import fault_points
 from paceline.data.keys import COLLATE, SAMPLE, seed_all, seed_of
 from paceline.data.order import Order
 
@@ -43,10 +44,11 @@ def apart(piece: Piece, parts: Sequence[range]) -> list[Piece]:
 
 
 class Request(NamedTuple):
-    """What a loader is asked for: samples of an epoch."""
+    """What a loader is asked for: samples of an epoch; ``step``: the step they are for, if any."""
 
     epoch: int
     samples: list[int]
+    step: int | None = None
 
 
 class Feed:
@@ -110,7 +112,7 @@ class Feed:
             microbatches = self._order.microbatches_of(step)
             epoch = self._order.epoch_of(step)
             for piece in pieces_of(step):
-                yield Request(epoch, [sample for part in piece for sample in microbatches[part]])
+                yield Request(epoch, [sample for part in piece for sample in microbatches[part]], step)
 
     def _to_device(self, data: Any) -> Any:
         return data if self._device.type == "cpu" else to_device(data, self._device)
@@ -174,6 +176,8 @@ class KeyedDataset(Dataset[Any]):
         self._draws = False
 
     def __getitems__(self, request: Request) -> list[Any] | Rows:
+        if request.step is not None:
+            fault_points.reach("in the loader", request.step)
         if self._tensors:
             samples = torch.tensor(request.samples)
             return Rows([tensor[samples] for tensor in self._tensors])

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline import fault_points
 from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
 from paceline.settings import Settings
@@ -147,6 +148,7 @@ class Update:
             norm: the global norm before clipping, where ``.grad`` holds a part of the gradients only.
             here: whether this worker has a part in the update; else only the schedule goes on.
         """
+        fault_points.reach("between reduction and update", step)
         norm = self.norm() if norm is None else norm
         if self._clip_norm is not None:
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
@@ -165,6 +167,7 @@ class Update:
             self.advance()
         else:
             self.advance_after(1)
+        fault_points.reach("after update", step)
         return norm, used
 
     def _step(self) -> None:

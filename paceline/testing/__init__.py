@@ -14,29 +14,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.fault_points import reach
     from paceline.testing import faults
     from paceline.testing.decorator import Worker, processes
-    from paceline.testing.fault_points import reach
     from paceline.testing.ranks import Ended, Kill, run
 
 _HOMES = {
-    "Ended": "ranks",
-    "Kill": "ranks",
-    "Worker": "decorator",
-    "faults": "faults",
-    "processes": "decorator",
-    "reach": "fault_points",
-    "run": "ranks",
+    "Ended": "paceline.testing.ranks",
+    "Kill": "paceline.testing.ranks",
+    "Worker": "paceline.testing.decorator",
+    "processes": "paceline.testing.decorator",
+    "reach": "paceline.fault_points",
+    "run": "paceline.testing.ranks",
 }
 
 __all__ = ["Ended", "Kill", "Worker", "faults", "processes", "reach", "run"]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "faults":
+        return import_module("paceline.testing.faults")
     if name not in _HOMES:
         raise AttributeError(f"module 'paceline.testing' has no attribute {name!r}")
-    home = import_module(f"paceline.testing.{_HOMES[name]}")
-    return home if name == _HOMES[name] else getattr(home, name)
+    return getattr(import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -5,8 +5,8 @@
     plan = faults.kill(rank=1, step=7, point="inside the collective") + faults.slow(rank=0, seconds=0.05)
     run("train.py", 3, tmp_path, environment=plan.environment())
 
-The plan travels in one variable of the environment, ``PACELINE_FAULTS``. Where it is set, ``paceline.start`` wraps the
-functions at the points that the plan names (``paceline.testing.fault_points``); where it is not, nothing is changed.
+The plan travels in one environment variable, ``PACELINE_FAULTS``. Where it is set, ``paceline.start`` arms the points
+of a step (``paceline.fault_points``); where it is not, they do nothing.
 
 A fault belongs to the worker that holds its rank when its step is first reached, and happens once in a run: it is
 marked as done by a file in the plan's directory. So a worker that takes the place of a killed one, or a step that is
@@ -25,18 +25,9 @@ from typing import Any, Literal, get_args
 
 from paceline import env
 from paceline.errors import ConfigError
+from paceline.fault_points import Point
 
 Kind = Literal["kill", "stop", "exit", "error", "slow", "drop network", "fill disk"]
-Point = Literal[
-    "before forward",
-    "inside the collective",
-    "between reduction and update",
-    "after update",
-    "inside a save",
-    "in the loader",
-    "in evaluate",
-    "during recovery",
-]
 POINTS: tuple[Point, ...] = get_args(Point)
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

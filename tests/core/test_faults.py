@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from paceline import fault_points
 from paceline.errors import ConfigError
-from paceline.testing import fault_points, faults
-from paceline.testing import fault_points as points
-from paceline.testing.fault_points import Faults
-from paceline.testing.faults import Plan, Point
+from paceline.fault_points import Point
+from paceline.testing import faults, ordered_faults
+from paceline.testing.faults import Plan
+from paceline.testing.ordered_faults import OrderedFaults
 from paceline.testing.ranks import Ended, Kill
 
 STEPS = 8
@@ -185,20 +186,17 @@ def test_a_full_disk_is_a_checkpoint_error(crew: Run, tmp_path: Path) -> None:
     assert [one.code for one in again] == [0, 0]
 
 
-def test_without_a_plan_nothing_is_wrapped(ranks: Run, tmp_path: Path) -> None:
+def test_without_a_plan_the_actions_are_not_loaded(ranks: Run, tmp_path: Path) -> None:
     script = """
-import os
+import sys
 from subjects import CASES, train, tell
-from paceline.comm.world import World
-from paceline.step.optimizer import Update
 train(CASES["mlp, momentum"](), 1)
-tell(wrapped=[hasattr(one, "__wrapped__") for one in (World.__init__, World.gather, Update.apply)])
+tell(loaded=[name for name in sys.modules if name.startswith("paceline.testing.")])
 """
     (one,) = ranks(script, 1, tmp_path)
-    assert json.loads(one.out)["wrapped"] == [False] * 3
-    plan = faults.kill(rank=0, step=9, point="after update")
-    (one,) = ranks(script, 1, tmp_path, environment=plan.environment())
-    assert json.loads(one.out)["wrapped"] == [True, False, True]
+    assert json.loads(one.out)["loaded"] == []
+    (one,) = ranks(script, 1, tmp_path, environment=faults.kill(rank=0, step=9).environment())
+    assert "paceline.testing.ordered_faults" in json.loads(one.out)["loaded"]
 
 
 # The plan as data.
@@ -234,13 +232,6 @@ def test_a_plan_that_makes_no_sense(make: Callable[[], object], told: str) -> No
         make()
 
 
-def test_every_point_can_be_set() -> None:
-    """Each function that is wrapped for a point is there; a new name must be named in fault_points.py, too."""
-    assert fault_points.SETTERS.keys() == set(faults.POINTS)
-    with pytest.raises(AssertionError, match=r"No fault can be set at paceline.env:nobody"):
-        fault_points.find("paceline.env:nobody")
-
-
 # What a process meets.
 
 
@@ -248,15 +239,15 @@ def test_every_point_can_be_set() -> None:
 def struck(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What happens, instead of happening."""
     found: list[str] = []
-    monkeypatch.setattr(points, "strike", lambda fault: found.append(fault.kind))
+    monkeypatch.setattr(ordered_faults, "strike", lambda fault: found.append(fault.kind))
     monkeypatch.setattr(time, "sleep", lambda _: found.append("slow"))
     return found
 
 
-def process(plan: Plan, marks: Path, rank: int) -> tuple[Faults, list[int]]:
+def process(plan: Plan, marks: Path, rank: int) -> tuple[OrderedFaults, list[int]]:
     """A process with a rank that may change."""
     ranks = [rank]
-    return Faults(plan, marks, lambda: ranks[0]), ranks
+    return OrderedFaults(plan, marks, lambda: ranks[0]), ranks
 
 
 def test_a_fault_happens_once_whoever_gets_there_again(tmp_path: Path, struck: list[str]) -> None:

@@ -22,6 +22,7 @@ from time import perf_counter
 
 import torch
 
+from paceline import fault_points
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import Message, Transfer, World
 from paceline.events import EventLog
@@ -160,6 +161,8 @@ class BucketedReduction:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Add up this worker's chunk along the tree, divide, and give it to all others."""
+        if self._name == "gradients" and bucket is self._buckets[-1]:
+            fault_points.reach("inside the collective")
         self._done += 1
         divisor = self._divisor()  # refuses workers at different steps, whose parts would never come
         self._world.exchanging = self._name, bucket.index
