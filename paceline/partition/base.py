@@ -1,4 +1,4 @@
-"""What a cut model is made of: layers, and stages that run some of them."""
+"""What a cut model is made of: layers, and stages that each run some of them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-Crossing = tuple[torch.Tensor, ...]
-"""The tensors that cross a boundary between two stages."""
+Activations = tuple[torch.Tensor, ...]
+"""What one stage passes to the next."""
 
 
 class Stage(ABC):
-    """Some neighbouring layers of a model; it computes with the model's own parameters and buffers.
+    """Consecutive layers of a model; computes with the model's own parameters and buffers.
 
-    The first stage is called with the input of the model, any other with what the one before it returned: a flat
-    tuple of tensors. The last one returns what the model returns. The caller may detach the tensors in between, and
-    let them require a gradient where they are floating-point numbers.
+    The first stage takes the model's input, any other a flat tuple of tensors from the stage before. The last one
+    returns the model's output. In between the caller may detach the tensors and make floating-point ones require a
+    gradient.
 
-    ``parameters``, ``buffers``: the names, in the model, of those it computes with.
+    ``parameters``, ``buffers``: the names, in the model, of those it uses.
     """
 
     parameters: list[str]
@@ -30,51 +30,51 @@ class Stage(ABC):
 
     @abstractmethod
     def __call__(self, values: Any) -> Any:
-        """The output of the last layer of the stage."""
+        """Run the layers of the stage."""
 
 
 class Layers(ABC):
-    """A model as a sequence of layers. It may be cut between any two of them.
+    """A model as a sequence of layers; it may be cut between any two of them.
 
-    ``names``: of the layers, in the order in which they compute, as in ``model.named_modules()``.
+    ``names``: of the layers in execution order, as in ``model.named_modules()``.
     """
 
     names: list[str]
 
     @abstractmethod
     def stage(self, begin: int, end: int) -> Stage:
-        """The layers from ``begin`` to ``end - 1``."""
+        """The stage of the layers ``begin <= layer < end``."""
 
     @property
-    def known(self) -> bool:
-        """Whether stages can run the model as it is now: its modules may have gone from training to evaluation."""
+    def is_ready(self) -> bool:
+        """Whether the stages can run the model in its present mode (``train()``, ``eval()``)."""
         return True
 
-    def learn(self) -> None:  # noqa: B027 - for layers that are not always known
-        """Get to know the model as it is now; all its parameters must be there."""
+    def prepare(self) -> None:  # noqa: B027 - for layers that depend on the mode
+        """Prepare for the model's present mode; needs all its parameters."""
 
 
-def unopened(values: Any) -> str | None:
-    """What to do about a dataclass among the values, which torch takes for one value without tensors."""
+def dataclass_remedy(values: Any) -> str | None:
+    """The remedy if one of the values is a dataclass not registered with torch, which takes it for a leaf."""
     for leaf in tree_leaves(values):
         if is_dataclass(leaf):
             name = type(leaf).__name__
             return (
-                f"{name} is a dataclass that torch does not know: register it before paceline.start with "
-                f"torch.export.register_dataclass({name}), or use a tuple or a dict."
+                f"{name} is a dataclass that is not registered with torch: call "
+                f"torch.export.register_dataclass({name}) before paceline.start, or use a tuple or a dict."
             )
     return None
 
 
-def names_of(model: nn.Module) -> dict[int, str]:
-    """The one name of each parameter and buffer, by the identity of the tensor."""
-    found: dict[int, str] = {}
+def tensor_names(model: nn.Module) -> dict[int, str]:
+    """The first name of each parameter and buffer, by the tensor's id."""
+    names: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        found.setdefault(id(tensor), name)
-    return found
+        names.setdefault(id(tensor), name)
+    return names
 
 
-def named(tensors: Iterable[torch.Tensor], names: dict[int, str]) -> list[str]:
-    """The names of some of the tensors, each once, in the order of the model."""
+def select_names(tensors: Iterable[torch.Tensor], names: dict[int, str]) -> list[str]:
+    """The names of these tensors, without duplicates, in the order of the model."""
     wanted = {id(tensor) for tensor in tensors}
-    return [name for place, name in names.items() if place in wanted]
+    return [name for key, name in names.items() if key in wanted]

@@ -1,16 +1,16 @@
-"""Any model that can be traced: ``torch.export`` lists its operations, and a stage is a run of them.
+"""Cuts any model that ``torch.export`` can trace: a stage is a slice of the operations it lists.
 
 ::
 
     operations   embedding  arange  embedding  add | layer_norm  linear ...  add | linear
     layers       embed      embed_place ---------- | blocks.0 ------------------ | head
 
-The operations keep their order, and each is the one that the model itself calls, with its own parameters and buffers,
-so every number is the same, drawn numbers included. An operation belongs to the module that called it; one of the
-model's own between two modules belongs to the one before. What crosses a boundary is every tensor that is made before
-it and used after it. A size (of the batch, say) is read from a tensor that crosses, or crosses as a tensor of no dims.
+The operations keep their order, and each is the one the model itself calls, with its own parameters and buffers, so
+all numbers are the same, random ones included. An operation belongs to the layer whose call it is part of; the model's
+own operations between two layers belong to the one before. A boundary is crossed by every tensor computed before it and
+used after it. A symbolic size (of the batch, say) is read from a tensor that crosses, or is sent as a 0-dim tensor.
 
-Where a cut would part two values that share memory which is changed later, the layers around it are one layer.
+Where a cut would separate two values that share memory changed later, the layers around it are merged.
 """
 
 from __future__ import annotations
@@ -22,45 +22,44 @@ import torch
 from torch import fx, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from paceline.data.keys import kept_states
 from paceline.errors import InputError
 from paceline.partition.base import Layers, Stage
-from paceline.partition.flags import Flags, Mode
+from paceline.partition.exported_model import REMEDY, ExportedModel
+from paceline.partition.flags import FlagValues, training_flags
 from paceline.partition.graph import Trace
-from paceline.partition.preserve import untouched
-from paceline.partition.program import WAY_OUT, ExportedModel
+from paceline.partition.preserve import preserved
 
 
 class ExportedCut(Layers):
-    """The layers of a model, found by a trace; another mode (training, evaluation) is traced when it is first met."""
+    """The layers of an exported model; each mode (training, evaluation) is exported when it is first met."""
 
     def __init__(self, model: nn.Module, example: Any) -> None:
         self._model = model
         self._example = example
-        self._modes = Flags(model)
-        self._traces: dict[Mode, Trace] = {}
+        self._training = training_flags(model)
+        self._traces: dict[FlagValues, Trace] = {}
         self.names = self.trace().names
         self.parameters = [name for name, _ in model.named_parameters()]
         self.buffers = [name for name, _ in model.named_buffers()]
-        self._check_same()
+        self._check_equal()
 
     def stage(self, begin: int, end: int) -> Stage:
-        return _TracedStage(self, begin, end)
+        return _ExportedStage(self, begin, end)
 
     @property
-    def known(self) -> bool:
+    def is_ready(self) -> bool:
         return self.mode() in self._traces
 
-    def learn(self) -> None:
+    def prepare(self) -> None:
         self._check_hooks()
         self.trace()
 
-    def mode(self) -> Mode:
-        """Which modules train, and which do not."""
-        return self._modes.now()
+    def mode(self) -> FlagValues:
+        """Which modules are in training mode."""
+        return self._training.current()
 
     def trace(self) -> Trace:
-        """The trace of the model as it is."""
+        """The trace of the model in its present mode."""
         mode = self.mode()
         if mode not in self._traces:
             self._traces[mode] = trace = Trace(self._model, self._example)
@@ -71,73 +70,72 @@ class ExportedCut(Layers):
                 )
         return self._traces[mode]
 
-    def _check_same(self) -> None:
-        """A module may do something else while it is traced; then it is not the model that would be trained."""
-        traced = self._outcome(self.stage(0, len(self.names)))
-        plain = self._outcome(self._model)
-        if not _same(traced, plain) and _same(plain, self._outcome(self._model)):
+    def input_spec(self) -> _InputSpec:
+        """What inputs the model can take."""
+        return _InputSpec(self._model, self.trace().exported, self._example)
+
+    def _check_equal(self) -> None:
+        """Refuse a model that behaves differently while it is traced."""
+        exported = self._run(self.stage(0, len(self.names)))
+        eager = self._run(self._model)
+        if not _equal(exported, eager) and _equal(eager, self._run(self._model)):
             raise InputError(
                 f"{type(self._model).__name__} cannot be cut into stages: its operations, as torch.export lists them, "
-                f"give other numbers than the model itself. {WAY_OUT}"
+                f"give other numbers than the model itself. {REMEDY}"
             )
 
     def _check_hooks(self) -> None:
         for name, module in self._model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise InputError(
-                    f"The module {name or type(self._model).__name__!r} has a backward hook, which torch.export "
-                    f"does not list among the operations, so it would not be called. {WAY_OUT}"
+                    f"The module {name or type(self._model).__name__!r} has a backward hook, which would not be "
+                    f"called: torch.export does not list it among the operations. {REMEDY}"
                 )
 
-    def _outcome(self, forward: Callable[[Any], Any]) -> list[torch.Tensor]:
-        """What a forward pass returns, and what it makes of the buffers."""
-        with untouched(self._model), kept_states(), torch.enable_grad():
-            leaves = tree_leaves(forward(self._example))
-            made = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            return [tensor.detach().clone() for tensor in [*made, *self._model.buffers()]]
-
-    def inputs(self) -> _Inputs:
-        """What the model may be given."""
-        return _Inputs(self._model, self.trace().program, self._example)
+    def _run(self, forward: Callable[[Any], Any]) -> list[torch.Tensor]:
+        """The outputs of a forward pass, and the buffers after it."""
+        with preserved(self._model), torch.enable_grad():
+            outputs = [leaf for leaf in tree_leaves(forward(self._example)) if isinstance(leaf, torch.Tensor)]
+            return [tensor.detach().clone() for tensor in [*outputs, *self._model.buffers()]]
 
 
-class _TracedStage(Stage):
+class _ExportedStage(Stage):
     def __init__(self, layers: ExportedCut, begin: int, end: int) -> None:
         self._layers = layers
         self._bounds = begin, end
-        self._graphs: dict[Mode, _Runnable] = {}
-        graph = self._graph()
-        self.parameters = [name for name in layers.parameters if name in graph.names]
-        self.buffers = [name for name in layers.buffers if name in graph.names]
+        self._by_mode: dict[FlagValues, _StageInMode] = {}
+        names = self._in_mode().names
+        self.parameters = [name for name in layers.parameters if name in names]
+        self.buffers = [name for name in layers.buffers if name in names]
 
-    def _graph(self) -> _Runnable:
+    def _in_mode(self) -> _StageInMode:
         mode = self._layers.mode()
-        if mode not in self._graphs:
-            self._graphs[mode] = _Runnable(self._layers, *self._bounds)
-        return self._graphs[mode]
+        if mode not in self._by_mode:
+            self._by_mode[mode] = _StageInMode(self._layers, *self._bounds)
+        return self._by_mode[mode]
 
     def __call__(self, values: Any) -> Any:
-        return self._graph()(values)
+        return self._in_mode()(values)
 
 
-class _Runnable:
-    """A stage in one mode. ``names``: of the parameters and buffers that it computes with."""
+class _StageInMode:
+    """A stage in one mode. ``names``: of the parameters and buffers it uses."""
 
     def __init__(self, layers: ExportedCut, begin: int, end: int) -> None:
         trace = layers.trace()
-        program = trace.program
-        built = _Graph(trace, begin, end)
-        self._run = fx.GraphModule(program.root, built.graph)
-        self._held = [program.tensors[node] for node in built.held]
-        self._assigned = [program.tensors[node] for node in built.assigned]
-        self._inputs = layers.inputs() if begin == 0 else None
-        self._output_spec = program.output_spec if end == len(trace.names) else None
-        self.names = {program.names[node] for node in built.held if node in program.names}
+        exported = trace.exported
+        built = _StageGraph(trace, begin, end)
+        self._run = fx.GraphModule(exported.root, built.graph)
+        self._tensors = [exported.tensors[node] for node in built.tensors]
+        self._assigned = [exported.tensors[node] for node in built.assigned]
+        self._input_spec = layers.input_spec() if begin == 0 else None
+        self._output_spec = exported.output_spec if end == len(trace.names) else None
+        self.names = {exported.names[node] for node in built.tensors if node in exported.names}
 
     def __call__(self, values: Any) -> Any:
-        given = values if self._inputs is None else self._inputs.leaves(values)
-        held = [value if isinstance(value, torch.Tensor) else getattr(*value) for value in self._held]
-        returned = self._run(*held, *given)
+        given = values if self._input_spec is None else self._input_spec.leaves(values)
+        tensors = [value if isinstance(value, torch.Tensor) else getattr(*value) for value in self._tensors]
+        returned = self._run(*tensors, *given)
         assigned = len(self._assigned)
         for (module, key), value in zip(self._assigned, returned[:assigned], strict=True):
             module._buffers[key] = value
@@ -145,72 +143,73 @@ class _Runnable:
         return rest if self._output_spec is None else tree_unflatten(rest, self._output_spec)
 
 
-class _Graph:
-    """The operations of a stage as a graph of its own.
+class _StageGraph:
+    """Copies the operations of a stage into a graph.
 
-    ``held``: the parameters, buffers and constants that it is called with, before the values that cross.
-    ``assigned``: the buffers whose new values it returns, before the others.
+    ``tensors``: the parameters, buffers and constants it takes, before the activations.
+    ``assigned``: the buffers whose new values it returns, before the outputs.
     """
 
     def __init__(self, trace: Trace, begin: int, end: int) -> None:
         self.graph = fx.Graph()
         self._trace = trace
         self._begin = begin
-        self._mine: dict[fx.Node, fx.Node] = {}
-        program, operations = trace.program, trace.operations(begin, end)
-        pairs = [(buffer, value) for buffer, value in program.assigned if begin <= max(0, trace.made(value)) < end]
+        self._copies: dict[fx.Node, fx.Node] = {}
+        exported, operations = trace.exported, trace.operations(begin, end)
+        pairs = [(buffer, value) for buffer, value in exported.assigned if begin <= max(0, trace.producer(value)) < end]
         self.assigned = [buffer for buffer, _ in pairs]
         last = end == len(trace.names)
-        returned = program.output if last else trace.crossing(end)
+        returned = exported.output if last else trace.live_at(end)
         needed = {one for node in operations for one in node.all_input_nodes} | {value for _, value in pairs}
         needed |= {leaf for leaf in returned if isinstance(leaf, fx.Node)}
-        self.held = [node for node in program.tensors if node in needed]
-        for node in self.held:
-            self._mine[node] = self.graph.placeholder(node.name)
-        self._enter(operations)
+        self.tensors = [node for node in exported.tensors if node in needed]
+        for node in self.tensors:
+            self._copies[node] = self.graph.placeholder(node.name)
+        self._add_inputs(operations)
         for node in operations:
-            self._mine[node] = self.graph.node_copy(node, self._value)
-        outputs = [self._value(value) for _, value in pairs]
-        outputs += [fx.map_arg(leaf, self._value) for leaf in returned] if last else self._sent(returned)
+            self._copies[node] = self.graph.node_copy(node, self._copy_of)
+        outputs = [self._copy_of(value) for _, value in pairs]
+        outputs += [fx.map_arg(leaf, self._copy_of) for leaf in returned] if last else self._outputs(returned)
         self.graph.output(tuple(outputs))
 
-    def _value(self, node: fx.Node) -> fx.Node:
-        if node.op == "get_attr" and node not in self._mine:
-            self._mine[node] = self.graph.node_copy(node)
-        return self._mine[node]
+    def _copy_of(self, node: fx.Node) -> fx.Node:
+        if node.op == "get_attr" and node not in self._copies:
+            self._copies[node] = self.graph.node_copy(node)
+        return self._copies[node]
 
-    def _enter(self, operations: list[fx.Node]) -> None:
-        """Take what crosses; a tensor that is changed in place is a copy, as it may require a gradient."""
+    def _add_inputs(self, operations: list[fx.Node]) -> None:
+        """Add placeholders; clone what is changed in place, as autograd forbids that for leaves with a gradient."""
         if self._begin == 0:
-            for node in self._trace.program.inputs:
-                self._mine[node] = self.graph.placeholder(node.name)
+            for node in self._trace.exported.inputs:
+                self._copies[node] = self.graph.placeholder(node.name)
             return
-        crossing = _Crossing(self._trace.crossing(self._begin))
-        for node in crossing.sent:
-            self._mine[node] = self.graph.placeholder(node.name)
-        aliases = self._trace.aliases
-        changed = {aliases.group(value) for node in operations for value in aliases.changes.get(node, ())}
-        for node in crossing.tensors:
-            if aliases.group(node) in changed:
-                self._mine[node] = self.graph.call_function(torch.clone, (self._mine[node],))
-        for node in crossing.sent[len(crossing.tensors) :]:
-            self._mine[node] = self.graph.call_method("item", (self._mine[node],))
-        for node, (tensor, dim) in crossing.read.items():
-            self._mine[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self._mine[tensor], dim))
+        boundary = _Boundary(self._trace.live_at(self._begin))
+        for node in [*boundary.tensors, *boundary.numbers]:
+            self._copies[node] = self.graph.placeholder(node.name)
+        aliasing = self._trace.aliasing
+        mutated = {aliasing.alias_set(value) for node in operations for value in aliasing.mutations.get(node, ())}
+        for node in boundary.tensors:
+            if aliasing.alias_set(node) in mutated:
+                self._copies[node] = self.graph.call_function(torch.clone, (self._copies[node],))
+        for node in boundary.numbers:
+            self._copies[node] = self.graph.call_method("item", (self._copies[node],))
+        for node, (tensor, dim) in boundary.sizes.items():
+            self._copies[node] = self.graph.call_function(torch.ops.aten.sym_size.int, (self._copies[tensor], dim))
 
-    def _sent(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        crossing = _Crossing(nodes)
-        device = crossing.tensors[0].meta["val"].device
-        numbers = crossing.sent[len(crossing.tensors) :]
-        return [self._mine[node] for node in crossing.tensors] + [
-            self.graph.call_function(torch.tensor, (self._mine[node],), {"device": device}) for node in numbers
+    def _outputs(self, nodes: list[fx.Node]) -> list[fx.Node]:
+        boundary = _Boundary(nodes)
+        device = boundary.tensors[0].meta["val"].device
+        return [self._copies[node] for node in boundary.tensors] + [
+            self.graph.call_function(torch.tensor, (self._copies[node],), {"device": device})
+            for node in boundary.numbers
         ]
 
 
-class _Crossing:
-    """How values cross a boundary.
+class _Boundary:
+    """How the values live at a boundary cross it.
 
-    ``sent``: what is sent, the ``tensors`` before the numbers. ``read``: the numbers that are the size of a tensor.
+    ``tensors``: sent first. ``numbers``: sent after them, as tensors. ``sizes``: numbers that are read from the size of
+    a tensor, as that tensor and dim.
     """
 
     def __init__(self, nodes: list[fx.Node]) -> None:
@@ -222,30 +221,30 @@ class _Crossing:
             if isinstance(size, torch.SymInt)
         }
         numbers = [node for node in nodes if node not in self.tensors]
-        self.read = {node: places[str(node.meta["val"])] for node in numbers if str(node.meta["val"]) in places}
-        self.sent = self.tensors + [node for node in numbers if node not in self.read]
+        self.sizes = {node: places[str(node.meta["val"])] for node in numbers if str(node.meta["val"]) in places}
+        self.numbers = [node for node in numbers if node not in self.sizes]
 
 
-class _Inputs:
-    """The input of the model, which must be like the one that it was traced with."""
+class _InputSpec:
+    """Checks that the model's input is like the one it was traced with."""
 
-    def __init__(self, model: nn.Module, program: ExportedModel, example: Any) -> None:
+    def __init__(self, model: nn.Module, exported: ExportedModel, example: Any) -> None:
         self._model = type(model).__name__
-        self._ranges = program.ranges
+        self._ranges = exported.ranges
         self._shapes = [
-            node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None for node in program.inputs
+            node.meta["val"].shape if isinstance(node.meta["val"], torch.Tensor) else None for node in exported.inputs
         ]
         self._example, self._spec = tree_flatten(((example,), {}))
 
     def leaves(self, values: Any) -> list[Any]:
-        """Its leaves, one for each input of the trace."""
+        """The leaves of an input, one for each placeholder."""
         leaves, spec = tree_flatten(((values,), {}))
         if spec != self._spec or not all(map(self._fits, leaves, self._shapes, self._example)):
             example = tree_unflatten(self._example, self._spec)[0][0]
             raise InputError(
-                f"{self._model} was traced with {_shown(example)}, and is given {_shown(values)}. A model that is cut "
-                f"by a trace takes inputs that differ in the number of samples only: pad the samples to one size. If "
-                f"its forward depends on the number of samples: {WAY_OUT[0].lower()}{WAY_OUT[1:]}"
+                f"{self._model} was traced with {_describe(example)}, and is given {_describe(values)}. A traced "
+                f"model takes inputs that differ in the number of samples only: pad the samples to one size. If its "
+                f"forward depends on the number of samples: {REMEDY[0].lower()}{REMEDY[1:]}"
             )
         return leaves
 
@@ -262,15 +261,15 @@ class _Inputs:
     def _size_fits(self, size: int, traced: int | torch.SymInt) -> bool:
         if str(traced).isdigit():
             return size == traced
-        found = self._ranges.get(str(traced))
-        return found is None or bool((found.lower <= 2 or size >= found.lower) and size <= found.upper)
+        limits = self._ranges.get(str(traced))
+        return limits is None or bool((limits.lower <= 2 or size >= limits.lower) and size <= limits.upper)
 
 
-def _same(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def _equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.equal(one.nan_to_num(), other.nan_to_num()) for one, other in zip(left, right, strict=True))
 
 
-def _shown(values: Any) -> str:
+def _describe(values: Any) -> str:
     def one(leaf: Any) -> str:
         return (
             f"a tensor of shape {list(leaf.shape)} and {leaf.dtype}" if isinstance(leaf, torch.Tensor) else repr(leaf)

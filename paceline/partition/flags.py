@@ -1,4 +1,4 @@
-"""What a script may switch on and off between steps: the mode of each module, the training of each parameter."""
+"""Flags that a script may change between steps: ``training`` of modules, ``requires_grad`` of parameters."""
 
 from __future__ import annotations
 
@@ -8,59 +8,54 @@ from typing import Any
 
 from torch import nn
 
-Mode = tuple[bool, ...]
-"""How some switches stand, in their order."""
+FlagValues = tuple[bool, ...]
 
 
-class Switches:
-    """Attributes that are true or false, one of each thing.
+class Flags:
+    """One boolean attribute of several objects.
 
     Attributes:
-        last: how they stood when the model was run last.
+        saved: the values when the model was last run.
     """
 
-    def __init__(self, things: Iterable[Any], attribute: str) -> None:
-        self._things = list(things)
+    def __init__(self, objects: Iterable[Any], attribute: str) -> None:
+        self._objects = list(objects)
         self._attribute = attribute
-        self.last = self.now()
+        self.saved = self.current()
 
-    def now(self) -> Mode:
-        """How they stand."""
-        return tuple([getattr(thing, self._attribute) for thing in self._things])
+    def current(self) -> FlagValues:
+        """The values now, in the order of the objects."""
+        return tuple([getattr(one, self._attribute) for one in self._objects])
 
-    def note(self) -> None:
-        """The model is run as it is now."""
-        self.last = self.now()
+    def save(self) -> None:
+        """Remember the current values."""
+        self.saved = self.current()
 
     @property
     def changed(self) -> bool:
-        """Whether they stand otherwise than when the model was run last."""
-        return self.now() != self.last
+        """Whether the current values differ from the saved ones."""
+        return self.current() != self.saved
 
     @contextmanager
-    def being(self, mode: Mode) -> Iterator[None]:
-        """Within this they stand otherwise."""
-        before = self.now()
-        self._go_to(mode)
+    def set_to(self, values: FlagValues) -> Iterator[None]:
+        """Set the flags inside the context, and restore them on exit."""
+        before = self.current()
+        self._assign(values)
         try:
             yield
         finally:
-            self._go_to(before)
+            self._assign(before)
 
-    def _go_to(self, mode: Mode) -> None:
-        for thing, value in zip(self._things, mode, strict=True):
-            setattr(thing, self._attribute, value)
-
-
-class Flags(Switches):
-    """Which modules of a model train, and which are in evaluation; in the order of ``modules()``."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.modules(), "training")
+    def _assign(self, values: FlagValues) -> None:
+        for one, value in zip(self._objects, values, strict=True):
+            setattr(one, self._attribute, value)
 
 
-class Freezing(Switches):
-    """Which parameters are trained, and which are frozen."""
+def training_flags(model: nn.Module) -> Flags:
+    """``training`` of each module, in the order of ``modules()``."""
+    return Flags(model.modules(), "training")
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        super().__init__(parameters, "requires_grad")
+
+def requires_grad_flags(parameters: Iterable[nn.Parameter]) -> Flags:
+    """``requires_grad`` of each parameter."""
+    return Flags(parameters, "requires_grad")

@@ -1,4 +1,4 @@
-"""A trial pass through a model that leaves no trace in it."""
+"""Trial passes through a model that leave no trace in it."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from paceline.data.keys import kept_states
+
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Afterwards the buffers are the tensors that they were before, with the values that they had."""
+def preserved(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers, both tensors and values, and the random generators on exit."""
     before = [
         (module, key, buffer, buffer.detach().clone())
         for module in model.modules()
@@ -18,7 +20,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        yield
+        with kept_states():
+            yield
     finally:
         for module, key, buffer, value in before:
             buffer.data.copy_(value)

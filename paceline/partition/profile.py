@@ -13,9 +13,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from paceline.data.keys import kept_states
-from paceline.partition.base import Crossing, Layers, Stage
-from paceline.partition.preserve import untouched
+from paceline.partition.base import Activations, Layers, Stage
+from paceline.partition.preserve import preserved
 from paceline.schedule.balance import LayerCost
 
 REPEATS = 9
@@ -29,33 +28,34 @@ def measure(
     repeats: int = REPEATS,
     precision: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> list[LayerCost]:
-    """The median cost of each layer, after a pass that is not counted; the model stays as it was.
+    """The median cost of each layer after a warm-up pass; the model stays as it was.
 
     Args:
         model: the model.
         layers: its layers.
         example: its input for one microbatch.
-        loss: of its output; a scalar. Its time is the last layer's.
+        loss: of its output; a scalar. Its time counts for the last layer.
         repeats: how often each layer is measured.
         precision: the context of the forward pass, such as autocast.
     """
-    count = len(layers.names)
-    probes = [_Probe(layers.stage(place, place + 1), precision) for place in range(count)]
-    probes[-1].loss = loss
-    with untouched(model), kept_states(), _without_gradients(model), torch.enable_grad():
-        _fill(probes, example)
+    last = len(layers.names) - 1
+    probes = [
+        _Probe(layers.stage(place, place + 1), loss if place == last else None, precision) for place in range(last + 1)
+    ]
+    with preserved(model), _kept_gradients(model), torch.enable_grad():
+        _warm_up(probes, example)
         kept = [probe.kept_bytes(model) for probe in probes]
         for _ in range(repeats):
             for probe in probes:
-                probe.run()
+                probe.measure()
     parameters = dict(model.named_parameters())
     return [
         LayerCost(
             name=name,
-            forward=median(probe.forward),
-            backward=median(probe.backward),
-            output_bytes=sum(tensor.nbytes for tensor in probe.sent),
-            parameter_bytes=sum(parameters[held].nbytes for held in probe.stage.parameters),
+            forward=median(probe.forward_seconds),
+            backward=median(probe.backward_seconds),
+            output_bytes=sum(tensor.nbytes for tensor in probe.outputs),
+            parameter_bytes=sum(parameters[own].nbytes for own in probe.stage.parameters),
             kept_bytes=bytes_kept,
         )
         for name, probe, bytes_kept in zip(layers.names, probes, kept, strict=True)
@@ -63,79 +63,88 @@ def measure(
 
 
 class _Probe:
-    """One layer: what enters it, what gradients come back, and the times that it took."""
+    """One layer with its inputs, the gradients of its outputs, and the times measured.
 
-    def __init__(self, stage: Stage, precision: Callable[[], AbstractContextManager[object]]) -> None:
+    ``loss``: of the last layer. ``outputs``: none of the last layer.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        loss: Callable[[Any], torch.Tensor] | None,
+        precision: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self.stage = stage
-        self.loss: Callable[[Any], torch.Tensor] | None = None
-        self.entered: Any = None
-        self.sent: Crossing = ()
-        self.returned: list[torch.Tensor | None] = []
-        self.forward: list[float] = []
-        self.backward: list[float] = []
+        self.loss = loss
+        self.inputs: Any = None
+        self.outputs: Activations = ()
+        self.output_gradients: list[torch.Tensor | None] = []
+        self.forward_seconds: list[float] = []
+        self.backward_seconds: list[float] = []
         self._precision = precision
 
-    def compute(self) -> Crossing:
-        """The forward pass; of the last layer the loss, too."""
+    def forward(self) -> Activations:
+        """The outputs; of the last layer the loss."""
         with self._precision():
-            output = self.stage(self.entered)
-            made: Crossing = output if self.loss is None else (self.loss(output),)
-        return made
+            output = self.stage(self.inputs)
+            result: Activations = output if self.loss is None else (self.loss(output),)
+        return result
 
-    def go_back(self, made: Crossing) -> None:
+    def backward(self, outputs: Activations) -> None:
         """The backward pass."""
-        gradients = self.returned if self.loss is None else [None]
-        pairs = [pair for pair in zip(made, gradients, strict=True) if pair[0].requires_grad]
+        gradients = self.output_gradients if self.loss is None else [None]
+        pairs = [pair for pair in zip(outputs, gradients, strict=True) if pair[0].requires_grad]
         pairs = [pair for pair in pairs if self.loss is not None or pair[1] is not None]
         if pairs:
             torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
 
-    def run(self) -> None:
-        """Measure once."""
+    def measure(self) -> None:
+        """Time one forward and one backward pass."""
         begin = _now()
-        made = self.compute()
+        outputs = self.forward()
         middle = _now()
-        self.go_back(made)
-        self.forward.append(middle - begin)
-        self.backward.append(_now() - middle)
+        self.backward(outputs)
+        self.forward_seconds.append(middle - begin)
+        self.backward_seconds.append(_now() - middle)
 
     def kept_bytes(self, model: nn.Module) -> int:
-        """What stays in memory from the forward to the backward pass, besides parameters and buffers."""
+        """What is kept from the forward to the backward pass, besides parameters and buffers."""
         of_model = {_storage(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         kept = {
             _storage(leaf): leaf.untyped_storage().nbytes()
-            for leaf in tree_leaves(self.entered)
+            for leaf in tree_leaves(self.inputs)
             if isinstance(leaf, torch.Tensor)
         }
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def record(tensor: torch.Tensor) -> torch.Tensor:
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor.detach()  # an operation that keeps its own output would else keep itself for ever
+            return tensor.detach()  # else an operation that saves its own output would keep itself alive
 
-        with saved_tensors_hooks(note, lambda tensor: tensor):
-            made = self.compute()
-        del made
-        return sum(size for place, size in kept.items() if place not in of_model)
+        with saved_tensors_hooks(record, lambda tensor: tensor):
+            outputs = self.forward()
+        del outputs
+        return sum(size for storage, size in kept.items() if storage not in of_model)
 
 
-def _fill(probes: list[_Probe], example: Any) -> None:
-    """One pass forward and back, which leaves with each layer what enters it and what gradients come back."""
-    made: list[Crossing] = []
-    entering = example
+def _warm_up(probes: list[_Probe], example: Any) -> None:
+    """One pass forward and back, which gives each layer its inputs and the gradients of its outputs."""
+    results: list[Activations] = []
+    inputs = example
     for probe in probes:
-        probe.entered = entering
-        made.append(probe.compute())
+        probe.inputs = inputs
+        results.append(probe.forward())
         if probe.loss is None:
-            probe.sent = tuple(tensor.detach() for tensor in made[-1])
-            entering = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in probe.sent)
+            probe.outputs = tuple(tensor.detach() for tensor in results[-1])
+            inputs = tuple(tensor.requires_grad_(tensor.is_floating_point()) for tensor in probe.outputs)
     for place in reversed(range(len(probes))):
-        probes[place].go_back(made[place])
+        probes[place].backward(results[place])
         if place:
-            probes[place - 1].returned = [tensor.grad for tensor in probes[place].entered]
+            probes[place - 1].output_gradients = [tensor.grad for tensor in probes[place].inputs]
 
 
 @contextmanager
-def _without_gradients(model: nn.Module) -> Iterator[None]:
+def _kept_gradients(model: nn.Module) -> Iterator[None]:
+    """Set the gradients aside, and restore them on exit."""
     before = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in before:
         parameter.grad = None

@@ -1,7 +1,7 @@
-"""A model that is a list of blocks: ``nn.Sequential``, where each block takes what the one before returned.
+"""Cuts ``nn.Sequential``, in which each block takes what the one before returned.
 
-A block is called as it is, so it may do anything that Python can: nothing is traced. What crosses a boundary is what a
-block returns, in any nesting of tuples, lists and dicts; one pass over an example shows how it is nested.
+Nothing is traced: blocks are called as they are, so they may do anything that Python can. A block returns tensors in
+any nesting of tuples, lists and dicts; one pass over an example records the nesting at each boundary.
 """
 
 from __future__ import annotations
@@ -13,42 +13,44 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from paceline.data.keys import kept_states
 from paceline.errors import InputError
-from paceline.partition.base import Crossing, Layers, Stage, named, names_of, unopened
-from paceline.partition.preserve import untouched
+from paceline.partition.base import Activations, Layers, Stage, dataclass_remedy, select_names, tensor_names
+from paceline.partition.preserve import preserved
 
 
 @dataclass
 class _Boundary:
-    """What stands before a block: how it is nested, its leaves (none for a tensor), and what is changed later.
+    """What enters a block.
 
-    ``changed``: for each tensor whether this block or a later one changes it in place.
+    Attributes:
+        spec: the nesting.
+        leaves: with ``_TENSOR`` in place of each tensor.
+        tensors: those of the example, while boundaries are recorded.
+        mutated: for each tensor whether this block or a later one changes it in place.
     """
 
     spec: TreeSpec
     leaves: list[Any]
     tensors: list[torch.Tensor]
-    changed: list[bool] = field(default_factory=list)
+    mutated: list[bool] = field(default_factory=list)
 
 
 class SequentialCut(Layers):
     """The blocks of nested ``nn.Sequential``."""
 
     def __init__(self, model: nn.Sequential, example: Any) -> None:
-        self._model = model
         found = _blocks_of(model, "")
         self.names = [name for name, _ in found]
         self._blocks = [block for _, block in found]
-        self._tensor_names = names_of(model)
-        with untouched(model), kept_states(), torch.no_grad():
-            self._boundaries = self._walk(example)
+        self._tensor_names = tensor_names(model)
+        with preserved(model), torch.no_grad():
+            self._boundaries = self._record_boundaries(example)
 
     def stage(self, begin: int, end: int) -> Stage:
         after = self._boundaries[end] if end < len(self._blocks) else None
-        return _BlockStage(self, begin, end, self._boundaries[begin] if begin else None, after)
+        return _SequentialStage(self, begin, end, self._boundaries[begin] if begin else None, after)
 
-    def _walk(self, values: Any) -> list[_Boundary]:
+    def _record_boundaries(self, values: Any) -> list[_Boundary]:
         boundaries = []
         mutated: list[set[int]] = []
         for name, block in zip(self.names, self._blocks, strict=True):
@@ -57,33 +59,34 @@ class SequentialCut(Layers):
             versions = [tensor._version for tensor in boundary.tensors]
             values = block(values)
             if not any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(values)):
-                cure = unopened(values) or (
+                remedy = dataclass_remedy(values) or (
                     "A model that is cut needs a tensor, or a tuple, list or dict of tensors, from each layer."
                 )
                 raise InputError(
-                    f"Layer {name!r} ({type(block).__name__}) returns no tensor but {type(values).__name__}. {cure}"
+                    f"Layer {name!r} ({type(block).__name__}) returns no tensor but {type(values).__name__}. {remedy}"
                 )
             now = [tensor._version for tensor in boundary.tensors]
             changed = zip(boundary.tensors, versions, now, strict=True)
             mutated.append({_storage(tensor) for tensor, before, after in changed if before != after})
         for place, boundary in enumerate(boundaries[1:], 1):
             later = set().union(*mutated[place:])
-            boundary.changed = [_storage(tensor) in later for tensor in boundary.tensors]
-            self._check_twice(place, boundary)
+            boundary.mutated = [_storage(tensor) in later for tensor in boundary.tensors]
+            self._check_shared_storage(place, boundary)
         for boundary in boundaries:
             boundary.tensors = []
         return boundaries
 
-    def _check_twice(self, place: int, boundary: _Boundary) -> None:
-        storages = [_storage(t) for t, changed in zip(boundary.tensors, boundary.changed, strict=True) if changed]
+    def _check_shared_storage(self, place: int, boundary: _Boundary) -> None:
+        storages = [_storage(t) for t, mutated in zip(boundary.tensors, boundary.mutated, strict=True) if mutated]
         if len(storages) > len(set(storages)):
             raise InputError(
-                f"Layer {self.names[place - 1]!r} returns the same memory twice, and a later layer changes it in "
-                f"place: the two would part when the model is cut. Return a copy (.clone()), or do not change it."
+                f"Layer {self.names[place - 1]!r} returns two tensors that share memory, and a later layer changes it "
+                f"in place: after a cut only one of them would change. Return a copy (.clone()), or do not change it "
+                f"in place."
             )
 
 
-class _BlockStage(Stage):
+class _SequentialStage(Stage):
     def __init__(
         self, layers: SequentialCut, begin: int, end: int, before: _Boundary | None, after: _Boundary | None
     ) -> None:
@@ -91,34 +94,33 @@ class _BlockStage(Stage):
         self._blocks = layers._blocks[begin:end]
         self._before, self._after = before, after
         modules = nn.ModuleList(self._blocks)
-        self.parameters = named(modules.parameters(), layers._tensor_names)
-        self.buffers = named(modules.buffers(), layers._tensor_names)
+        self.parameters = select_names(modules.parameters(), layers._tensor_names)
+        self.buffers = select_names(modules.buffers(), layers._tensor_names)
 
     def __call__(self, values: Any) -> Any:
         if self._before is not None:
-            values = self._nested(values, self._before)
+            values = self._unflatten(values, self._before)
         for block in self._blocks:
             values = block(values)
-        return values if self._after is None else self._flat(values, self._after)
+        return values if self._after is None else self._flatten(values, self._after)
 
-    def _nested(self, given: Crossing, boundary: _Boundary) -> Any:
-        """A tensor that is changed in place is a copy: what requires a gradient must not be changed."""
+    def _unflatten(self, given: Activations, boundary: _Boundary) -> Any:
+        """Nest the tensors; copy those changed in place, as autograd forbids that for leaves with a gradient."""
         tensors = (
-            tensor.clone() if changed else tensor for tensor, changed in zip(given, boundary.changed, strict=True)
+            tensor.clone() if mutated else tensor for tensor, mutated in zip(given, boundary.mutated, strict=True)
         )
         leaves = [next(tensors) if leaf is _TENSOR else leaf for leaf in boundary.leaves]
         return tree_unflatten(leaves, boundary.spec)
 
-    def _flat(self, values: Any, boundary: _Boundary) -> Crossing:
-        leaves, spec = tree_flatten(values)
-        shown = [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        if spec != boundary.spec or shown != boundary.leaves:
+    def _flatten(self, values: Any, boundary: _Boundary) -> Activations:
+        found = _boundary(values)
+        if found.spec != boundary.spec or found.leaves != boundary.leaves:
             raise InputError(
-                f"Layer {self._names[-1]!r} returned {_shown(shown, spec)} for this microbatch, but "
-                f"{_shown(boundary.leaves, boundary.spec)} for the first one. Between stages only the values of "
-                f"tensors may differ: return other numbers as tensors."
+                f"Layer {self._names[-1]!r} returned {_describe(found)} for this microbatch, but "
+                f"{_describe(boundary)} for the first one. Between stages only the values of tensors may differ: "
+                f"return other numbers as tensors."
             )
-        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return tuple(found.tensors)
 
 
 class _Tensor:
@@ -135,22 +137,22 @@ def _boundary(values: Any) -> _Boundary:
     return _Boundary(spec, [_TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], tensors)
 
 
-def _shown(leaves: list[Any], spec: TreeSpec) -> str:
-    return repr(tree_unflatten(leaves, spec))
+def _describe(boundary: _Boundary) -> str:
+    return repr(tree_unflatten(boundary.leaves, boundary.spec))
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def is_list(model: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether a module only calls its children one after the other."""
+def is_sequential(model: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Whether a module does nothing but call its children one after the other."""
     return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
 
 
 def _blocks_of(model: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     found = []
-    for name, block in model._modules.items():  # named_children leaves out one that stands there twice
+    for name, block in model._modules.items():  # named_children drops a module that occurs twice
         assert block is not None
-        found += _blocks_of(block, f"{prefix}{name}.") if is_list(block) else [(prefix + name, block)]
+        found += _blocks_of(block, f"{prefix}{name}.") if is_sequential(block) else [(prefix + name, block)]
     return found

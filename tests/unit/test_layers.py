@@ -380,7 +380,7 @@ class Counts(Gated):
 
 @dataclass
 class Out:
-    """What torch does not know."""
+    """Not registered with torch."""
 
     values: torch.Tensor
 
@@ -396,7 +396,7 @@ class InClass(nn.Module):
 
 @dataclass
 class Known:
-    """What torch knows."""
+    """Registered with torch."""
 
     values: torch.Tensor
 
@@ -424,21 +424,24 @@ def test_a_dataclass_that_torch_knows(model: Callable[[], nn.Module]) -> None:
     [
         (
             Gated,
-            r"Gated cannot be cut .*traced: 'return output if values\[0, 0\] > 0 else output \* 2' "
+            r"Gated cannot be cut .*trace it: 'return output if values\[0, 0\] > 0 else output \* 2' "
             r"\(test_layers.py, line \d+\) depends on the values of tensors. Write the model as nn.Sequential",
         ),
-        (Drawn, "draws from the random numbers of Python or NumPy"),
+        (Drawn, "draws random numbers from Python or NumPy"),
         (Pretends, "give other numbers than the model itself"),
         (Number, "Number returns no tensor but int"),
         (lambda: nn.Sequential(nn.Linear(4, 4), Number()), r"Layer '1' \(Number\) returns no tensor but int"),
-        (InClass, r"InClass cannot be cut .* dataclass .*: .* torch.export.register_dataclass\(Out\), or use a tuple"),
+        (
+            InClass,
+            r"InClass cannot be cut .* dataclass .*: call torch.export.register_dataclass\(Out\) .*, or use a tuple",
+        ),
         (
             lambda: nn.Sequential(nn.Linear(4, 4), InClass()),
             r"Layer '1' \(InClass\) returns no tensor but Out. .* torch.export.register_dataclass\(Out\)",
         ),
         (
             lambda: nn.Sequential(nn.Linear(4, 4), Twice(), ChangeFirst()),
-            "Layer '1' returns the same memory twice",
+            "Layer '1' returns two tensors that share memory",
         ),
     ],
 )
@@ -605,7 +608,7 @@ def test_a_block_that_returns_something_else_later() -> None:
     [
         (4, ["1", "2"], "4 stages need as many layers, but the model has 3: 0, 1, 2"),
         (3, ["1"], "names 1 layers, but 3 stages need 2"),
-        (2, ["blocks.1"], "no layer 'blocks.1' to cut at; the nearest is '1'"),
+        (2, ["blocks.1"], "no layer 'blocks.1' to cut at; closest: '1'"),
         (3, ["2", "1"], "Stage 2 must begin after stage 1, but layer '1' is not after '2'"),
         (2, ["0"], "Stage 1 must begin after stage 0"),
     ],

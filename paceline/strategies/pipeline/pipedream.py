@@ -99,15 +99,15 @@ class PipeDream(Hooks):
         job, begin = self._job, self._entered
         job.world.check()
         job.world.await_process_group()
-        if self.staged.modes.changed or self.staged.freezing.changed:
+        if self.staged.training_flags.changed or self.staged.requires_grad_flags.changed:
             self._run_empty()
             begin = 0
-        if not self.staged.known:
-            self.staged.learn()
-        self.staged.modes.note()
-        if self.staged.freezing.changed:
+        if not self.staged.is_ready:
+            self.staged.prepare()
+        self.staged.training_flags.save()
+        if self.staged.requires_grad_flags.changed:
             self._executor.forget_forms()
-            self.staged.freezing.note()
+            self.staged.requires_grad_flags.save()
         if begin % self._turns:  # after a short batch it would be another replica's turn
             self._run_empty()
             begin = 0
@@ -277,8 +277,8 @@ class PipeDream(Hooks):
         """Do what is left to do for the microbatches under way, and count from the start again."""
         if not self._entered:
             return
-        modes, freezing = self.staged.modes, self.staged.freezing
-        with modes.being(modes.last), freezing.being(freezing.last):
+        training, grads = self.staged.training_flags, self.staged.requires_grad_flags
+        with training.set_to(training.saved), grads.set_to(grads.saved):
             self._executor.run(self._operations(drain(self._stream, self._entered)))
         self._executor.finish()
         self._lent.finish(self._job.update.parameters)

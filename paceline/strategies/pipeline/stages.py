@@ -15,7 +15,7 @@ from paceline.data.keys import kept_states
 from paceline.errors import ConfigError, InputError, PacelineError
 from paceline.partition.base import Layers
 from paceline.partition.cut import bounds_of, layers_of
-from paceline.partition.flags import Flags, Freezing
+from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure
 from paceline.schedule.balance import Cluster, LayerCost, balance, check_memory
@@ -59,8 +59,8 @@ class Stages:
         cut: where it is cut, and why there.
         held: the stages of this worker.
         team: the workers that hold the same stages.
-        modes: in which the model is, and was.
-        freezing: which of the parameters that were trained at the start are, and were.
+        training_flags: ``training`` of the modules.
+        requires_grad_flags: of the parameters that the optimizer was given.
         tied: the parameters that several stages use.
         names: for each stage held the trained parameters whose update is made here, in the order of the model.
     """
@@ -69,13 +69,13 @@ class Stages:
         self._job = job
         self.stages = schedule.stages
         world, model = job.world, job.compute.model
-        self.modes = Flags(model)
-        self.freezing = Freezing(job.update.parameters.values())
+        self.training_flags = training_flags(model)
+        self.requires_grad_flags = requires_grad_flags(job.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
         with kept_states():
             (piece,) = job.feed.load(0, [range(1)])
             self._layers = layers = layers_of(model, pair_of(piece.data)[0])
-            self._learn_all()
+            self._prepare_all()
         self.cut = cut or self._agree(layers, piece)
         stages = [layers.stage(begin, end) for begin, end in self.cut.bounds]
         self._buffers = [stage.buffers for stage in stages]
@@ -114,11 +114,11 @@ class Stages:
         if job.compute.buffers.settled:
             job.compute.buffers.restrict({name for held in self.held.values() for name in held.buffers})
 
-    def _learn_all(self) -> None:
+    def _prepare_all(self) -> None:
         """Get to know the model in the modes of all workers: those of one that joins are those of the start."""
-        for mode in self._job.world.gather(self.modes.now(), "start"):
-            with self.modes.being(mode):
-                self._layers.learn()
+        for mode in self._job.world.gather(self.training_flags.current(), "start"):
+            with self.training_flags.set_to(mode):
+                self._layers.prepare()
 
     def _record(self, stages: list[Sequence[str]], again: bool) -> None:
         """All that a reader of the events must know to predict a step; ``again``: in the middle of a loop."""
@@ -204,14 +204,14 @@ class Stages:
         return [range(microbatch, microbatch + 1) for microbatch in sorted(mine) if microbatch >= 0]
 
     @property
-    def known(self) -> bool:
+    def is_ready(self) -> bool:
         """Whether the stages can run the model as it is now; see :class:`Layers`."""
-        return self._layers.known
+        return self._layers.is_ready
 
-    def learn(self) -> None:
+    def prepare(self) -> None:
         """Get to know the model as it is now; all call this together."""
         self.settle()
-        self._layers.learn()
+        self._layers.prepare()
 
     def moved(self) -> None:
         """An update was made: the workers' states differ from now on."""

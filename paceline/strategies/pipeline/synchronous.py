@@ -90,11 +90,11 @@ class Synchronous(Hooks):
         job = self._job
         job.world.check()
         job.world.await_process_group()
-        if not self.staged.known:
-            self.staged.learn()
-        if self.staged.freezing.changed:
+        if not self.staged.is_ready:
+            self.staged.prepare()
+        if self.staged.requires_grad_flags.changed:
             self._executor.forget_forms()
-            self.staged.freezing.note()
+            self.staged.requires_grad_flags.save()
         self._run(step, pieces)
         exact = job.settings.exact
         pairs = self._executor.pairs

@@ -1,4 +1,4 @@
-"""The operations of a model, as ``torch.export`` lists them."""
+"""The operations of a model, as listed by ``torch.export``."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from paceline.data.keys import generator_states, kept_states, same_states
+from paceline.data.keys import generator_states, same_states
 from paceline.errors import InputError
-from paceline.partition.base import names_of, unopened
-from paceline.partition.preserve import untouched
+from paceline.partition.base import dataclass_remedy, tensor_names
+from paceline.partition.preserve import preserved
 
-WAY_OUT = "Write the model as nn.Sequential of its blocks, which may do anything, or do not cut it."
+REMEDY = "Write the model as nn.Sequential of its blocks, which may do anything, or do not cut it."
 _TORCH = Path(torch.__file__).parent
 _PACKAGE = Path(__file__).resolve().parents[1]
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}  # wrong under autocast, which is not traced
 
 
 class ExportedModel:
-    """The traced operations of a model.
+    """The exported graph of a model.
 
-    ``operations``: in the order in which they compute. ``inputs``: what stands for the leaves of the model's input.
-    ``output``: what the leaves of the model's output are. ``tensors``: where to find each parameter and buffer (its
-    module and its key there), and each constant. ``names``: of the parameters and buffers, in the model.
-    ``assigned``: pairs of a buffer and the value that replaces it.
+    Attributes:
+        operations: in execution order.
+        inputs: the placeholders of the model's input leaves.
+        output: the leaves of the model's output.
+        tensors: each parameter and buffer as its module and its key there; each constant itself.
+        names: of the parameters and buffers, in the model.
+        assigned: pairs of a buffer and the value that replaces it.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -48,11 +51,11 @@ class ExportedModel:
         self.names: dict[fx.Node, str] = {}
         self.assigned: list[tuple[fx.Node, fx.Node]] = []
         self.operations: list[fx.Node] = []
-        self._place_inputs(exported, model)
+        self._read_inputs(exported, model)
         for node in exported.graph.nodes:
             if node.op != "call_function" or node.target in _DROPPED:
                 continue
-            if self._assigns(node):
+            if self._is_assignment(node):
                 self.assigned.append((node.args[0], node.args[1]))
             else:
                 self.operations.append(node)
@@ -66,9 +69,9 @@ class ExportedModel:
                 f"{type(tree_unflatten(self.output, self.output_spec)).__name__}."
             )
 
-    def _place_inputs(self, exported: ExportedProgram, model: nn.Module) -> None:
+    def _read_inputs(self, exported: ExportedProgram, model: nn.Module) -> None:
         nodes = {node.name: node for node in exported.graph.nodes}
-        known = names_of(model)
+        names = tensor_names(model)
         for spec in exported.graph_signature.input_specs:
             node = nodes[spec.arg.name]
             if spec.kind is InputKind.USER_INPUT:
@@ -77,50 +80,49 @@ class ExportedModel:
                 path, _, key = str(spec.target).rpartition(".")
                 module = model.get_submodule(path)
                 self.tensors[node] = module, key
-                self.names[node] = known[id(getattr(module, key))]
+                self.names[node] = names[id(getattr(module, key))]
             else:
                 self.tensors[node] = exported.constants[str(spec.target)]
 
-    def _assigns(self, node: fx.Node) -> bool:
-        """Whether this stands for ``self.buffer = value``: a copy that the trace adds, and the model does not make."""
+    def _is_assignment(self, node: fx.Node) -> bool:
+        """Whether this is ``self.buffer = value``, which torch.export turns into a copy."""
         called = node.meta.get("torch_fn", ("", ""))[1]
         copies = node.target is torch.ops.aten.copy_.default and not called.endswith("copy_")
         return copies and node.args[0] in self.names
 
 
 def _export(model: nn.Module, example: Any) -> ExportedProgram:
-    several = _several_samples(example)
-    dims = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.ndim else None, several)
-    met = [several]
+    samples = _two_samples(example)
+    dims = tree_map(lambda leaf: {0: Dim.AUTO} if isinstance(leaf, torch.Tensor) and leaf.ndim else None, samples)
+    seen = [samples]
 
-    def note(module: nn.Module, given: Any, made: Any) -> None:
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
         if module is model:
-            met.append(made)
+            seen.append(output)
 
-    with untouched(model), kept_states():
+    with preserved(model):
         before = generator_states()
-        noting = register_module_forward_hook(note)
+        hook = register_module_forward_hook(record)
         try:
-            with _quiet(), torch.enable_grad():
-                exported = torch.export.export(model, (several,), dynamic_shapes=(dims,), strict=False)
+            with _silenced(), torch.enable_grad():
+                exported = torch.export.export(model, (samples,), dynamic_shapes=(dims,), strict=False)
         except Exception as error:
-            cure = unopened(met)
-            why = f"{_reason(error)}. {WAY_OUT}" if cure is None else cure
+            why = dataclass_remedy(seen) or f"{_reason(error)}. {REMEDY}"
             raise InputError(
-                f"{type(model).__name__} cannot be cut into stages, as it cannot be traced: {why}"
+                f"{type(model).__name__} cannot be cut into stages, as torch.export cannot trace it: {why}"
             ) from error
         finally:
-            noting.remove()
+            hook.remove()
         if not same_states({**generator_states(), "torch": before["torch"]}, before):
             raise InputError(
-                f"{type(model).__name__} cannot be cut into stages: its forward draws from the random numbers of "
-                f"Python or NumPy, and a trace would keep what it drew once. Draw with torch. {WAY_OUT}"
+                f"{type(model).__name__} cannot be cut into stages: its forward draws random numbers from Python "
+                f"or NumPy, and a trace would repeat those it drew while tracing. Draw with torch. {REMEDY}"
             )
     return exported
 
 
-def _several_samples(example: Any) -> Any:
-    """The trace takes one sample for a constant, so it is made with two."""
+def _two_samples(example: Any) -> Any:
+    """Double a batch of one sample: torch.export would take its size for a constant."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, torch.Tensor) and leaf.ndim}
     if sizes != {1}:
         return example
@@ -128,8 +130,8 @@ def _several_samples(example: Any) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the pages that a trace that fails prints and logs besides its error."""
+def _silenced() -> Iterator[None]:
+    """Suppress the pages that a failed export logs besides its error."""
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
@@ -141,15 +143,15 @@ def _quiet() -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """One line: what the trace could not follow, and where it stands."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_users(frame.filename)]
+    """What torch.export could not trace, and where, in one line."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
     where = f"{frames[-1].line!r} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a line"
     if "DataDependent" in type(error).__name__:
         return f"{where} depends on the values of tensors"
-    said = str(error).strip().splitlines()
-    return f"{where} ends in {type(error).__name__}: {said[0] if said else ''}".rstrip(": .")
+    text = str(error).strip().splitlines()
+    return f"{where} ends in {type(error).__name__}: {text[0] if text else ''}".rstrip(": .")
 
 
-def _is_users(filename: str) -> bool:
+def _is_user_code(filename: str) -> bool:
     path = Path(filename)
     return path.is_absolute() and not path.is_relative_to(_TORCH) and not path.is_relative_to(_PACKAGE)
