@@ -18,6 +18,8 @@ ends with when nobody catches the error.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 PREEMPTED = 75
 """The exit code of a worker, and of a run, that can be resumed: EX_TEMPFAIL of sysexits.h."""
 DEADLINE_PASSED = 124
@@ -92,3 +94,20 @@ class WorkerSilent(WorkerLost):
     """Another worker stayed silent past the deadline: it is stopped, or busy with something else."""
 
     exit_code = DEADLINE_PASSED
+
+
+def name_ranks(ranks: Iterable[int], workers: int | None = None, most: int | None = None) -> str:
+    """Name ranks in a message: ``rank 1``, ``ranks 0, 2``, or ``all 4 workers``.
+
+    Args:
+        ranks: which ones.
+        workers: how many there are; none: list them all the same.
+        most: how many to list before ``and 3 more``.
+    """
+    listed = sorted(ranks)
+    if len(listed) == 1:
+        return f"rank {listed[0]}"
+    if len(listed) == workers:
+        return f"all {workers} workers"
+    more = f" and {len(listed) - most} more" if most is not None and len(listed) > most else ""
+    return f"ranks {', '.join(map(str, listed[:most]))}{more}"

@@ -25,8 +25,9 @@ from paceline import env, evaluation, fault_points
 from paceline.agreement import check
 from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
-from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Departure
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import LEAVING
+from paceline.coordinator.types import Departure
 from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.recovery.recovery import Progress, Recovery

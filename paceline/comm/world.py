@@ -16,13 +16,13 @@ from paceline import env
 from paceline.comm.desync import patch
 from paceline.comm.desync.board import Board, SharedMemoryBoard, StoreBoard
 from paceline.comm.desync.recorder import CallRecorder
-from paceline.comm.ranks import name_ranks
-from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Member, Membership
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, can_share, memory_of, shared_memory
 from paceline.comm.shm.ring import Rings, can_have
-from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent
+from paceline.coordinator.types import Member, Membership
+from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent, name_ranks
 
 PENDING, LEAVING = 1, 2
 """What a worker tells the others in each step: the world is about to change; this worker is to leave."""

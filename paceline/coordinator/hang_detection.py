@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from paceline.comm.ranks import name_ranks
+from paceline.errors import name_ranks
 
 _STEPS = 10
 _BEAT_SECONDS = 1.0

@@ -8,14 +8,13 @@ who trains: the other agents end their workers and wait until it is back.
 from __future__ import annotations
 
 import fcntl
-import json
 import socket
 import struct
 import time
 from dataclasses import dataclass
 
-from paceline.coordinator.membership import Message
-from paceline.coordinator.messages import connect, listen, write
+from paceline.coordinator.messages import MessageReader, connect, listen, write
+from paceline.coordinator.types import Message
 from paceline.errors import ConfigError, StartError
 
 _TRY_SECONDS = 1.0
@@ -102,7 +101,7 @@ class Guest:
 
     def __init__(self, connection: socket.socket, told: Message) -> None:
         self._connection = connection
-        self._rest = b""
+        self._reader = MessageReader()
         self.first = int(told["first"])
         self.name = str(told["name"])
         self.resume: str | None = told["resume"]
@@ -119,9 +118,7 @@ class Guest:
         """Take in what the roster has said since."""
         try:
             while data := self._connection.recv(1 << 16):
-                *lines, self._rest = (self._rest + data).split(b"\n")
-                for line in lines:
-                    message = json.loads(line)
+                for message in self._reader.feed(data):
                     if message["type"] == "end":
                         self.over = message
             self.broken = True
@@ -173,13 +170,13 @@ def visit(where: Rendezvous, workers: int, seconds: float) -> Guest:
 def _introduced(connection: socket.socket, workers: int) -> Message:
     connection.settimeout(_ANSWER_SECONDS)
     write(connection, {"type": "agent", "workers": workers, "host": socket.gethostname()})
-    read = b""
-    while not read.endswith(b"\n"):
+    reader = MessageReader()
+    told = None
+    while told is None:
         data = connection.recv(1 << 16)
         if not data:
             raise ValueError("no answer")
-        read += data
-    told: Message = json.loads(read.split(b"\n")[0])
+        told = next(reader.feed(data), None)
     if told["type"] != "run":
         raise ValueError("another answer")
     return told

@@ -15,11 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.comm.ranks import name_ranks
-from paceline.coordinator.types import Bounds, Lost, Worker
-from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
+from paceline.coordinator.types import Bounds, Lost, Message, Worker
+from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost, name_ranks
 
-Message = dict[str, Any]
 Send = Callable[[int, Message], None]
 
 _FRUITLESS = 10

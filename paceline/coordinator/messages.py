@@ -5,10 +5,41 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterator
 
-from paceline.comm.rendezvous.coordinator_client import make_watchful
-from paceline.coordinator.membership import Message
+from paceline.coordinator.types import Message
 from paceline.errors import StartError
+
+
+class MessageReader:
+    """Cuts the bytes that come over a connection into messages."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """Yield the messages that these bytes complete.
+
+        Raises:
+            ValueError: a line is not JSON.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            yield json.loads(line)
+
+
+def encode(message: Message) -> bytes:
+    """The bytes of a message on a connection."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send small messages at once, and end the connection when the other machine is silent for long."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_USER_TIMEOUT", 30_000), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 class Peer:
@@ -21,11 +52,7 @@ class Peer:
         self.workers = 0
         self.local = True
         self.told = False
-        self._open = b""
-
-    def take(self, data: bytes) -> list[bytes]:
-        *lines, self._open = (self._open + data).split(b"\n")
-        return lines
+        self.reader = MessageReader()
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
@@ -47,7 +74,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
 def write(connection: socket.socket, message: Message) -> None:
     """Send a message; a connection that has ended is noticed where it is read."""
     try:
-        connection.sendall(json.dumps(message).encode() + b"\n")
+        connection.sendall(encode(message))
     except (OSError, TimeoutError):
         return
 
@@ -59,5 +86,5 @@ def connect(address: tuple[str, int], seconds: float) -> socket.socket:
         OSError: nobody answers there.
     """
     connection = socket.create_connection(address, timeout=seconds)
-    make_watchful(connection)
+    keep_alive(connection)
     return connection

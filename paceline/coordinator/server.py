@@ -7,7 +7,6 @@ machine's worker it is the evidence.
 
 from __future__ import annotations
 
-import json
 import selectors
 import socket
 import threading
@@ -16,15 +15,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from paceline.comm.rendezvous.coordinator_client import make_watchful
-from paceline.comm.shm.process_state import is_ending
 from paceline.coordinator.hang_detection import Place, deadline, late, places_of
-from paceline.coordinator.membership import MembershipProtocol, Message
-from paceline.coordinator.messages import Peer, write
-from paceline.coordinator.types import Bounds, Lost
+from paceline.coordinator.membership import MembershipProtocol
+from paceline.coordinator.messages import Peer, keep_alive, write
+from paceline.coordinator.types import Bounds, Lost, Message
 from paceline.coordinator.watch import Watch
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 from paceline.failure.coordinator_report import Account
+from paceline.launch.kernel import is_ending
 from paceline.launch.local import Ended
 
 _TICK_SECONDS = 0.5
@@ -177,7 +175,7 @@ class Coordinator:
         except OSError:  # it has gone again, or too many files are open
             return
         connection.settimeout(_SEND_SECONDS)
-        make_watchful(connection)
+        keep_alive(connection)
         self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
 
     def _read(self, peer: Peer) -> None:
@@ -188,14 +186,12 @@ class Coordinator:
         if not data:
             self._hang_up(peer)
             return
-        for line in peer.take(data):
-            try:
-                message = json.loads(line)
+        try:
+            for message in peer.reader.feed(data):
                 with self._lock:
                     self._handle(peer, message)
-            except (ValueError, KeyError, TypeError):
-                self._hang_up(peer)  # not one of ours
-                return
+        except (ValueError, KeyError, TypeError):
+            self._hang_up(peer)  # not one of ours
 
     def _hang_up(self, peer: Peer) -> None:
         self._selector.unregister(peer.connection)

@@ -1,10 +1,13 @@
-"""The plain data of membership."""
+"""The plain data of membership, shared by the coordinator and the workers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+Message = dict[str, Any]
+"""What goes over a connection to the coordinator: a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +71,40 @@ class Worker:
     about: dict[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     fits: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Member:
+    """One worker of a membership: how to reach it, its progress, and its shared memory."""
+
+    worker: int
+    host: str
+    pid: int
+    address: str
+    port: int
+    progress: tuple[int, ...] | None
+    arena: tuple[int, str] | None
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The workers of one generation, by rank; ``fenced`` if a dropped one may still run."""
+
+    generation: int
+    members: tuple[Member, ...]
+    joined: tuple[int, ...] = ()
+    lost: tuple[int, ...] = ()
+    fenced: bool = False
+
+    def rank_of(self, worker: int) -> int:
+        """Return the rank of a worker process."""
+        return next(rank for rank, member in enumerate(self.members) if member.worker == worker)
+
+
+@dataclass(frozen=True)
+class Departure:
+    """How a worker leaves the run: its exit code, why, and whether it saves a checkpoint for all first."""
+
+    code: int
+    reason: str
+    save: bool = False

@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.comm.ranks import name_ranks
 from paceline.coordinator.hang_detection import Place, sentence
 from paceline.coordinator.membership import MembershipProtocol
+from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import Account, Loss, Scene
 from paceline.launch.kernel import STOPPED, state_of
 from paceline.launch.local import Ended

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import Account
-from paceline.failure.root_cause import Failure, name_ranks
+from paceline.failure.root_cause import Failure
 from paceline.failure.worker_report import Report
 
 _LONGEST = 400

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from paceline import errors
+from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import Account, Scene
 from paceline.failure.worker_report import Report, report_of, signal_name
 from paceline.launch.base import Launch
@@ -182,11 +183,3 @@ def _rest(reports: dict[int, Report], named: set[int], account: Account) -> tupl
 def _ranks_of(workers: Iterable[int], account: Account) -> tuple[int, ...]:
     ranks = [account.rank_of(worker) for worker in workers]
     return tuple(sorted(rank for rank in ranks if rank is not None))
-
-
-def name_ranks(ranks: Iterable[int], workers: int | None = None) -> str:
-    """``rank 1``, ``ranks 0, 2``, or ``all 4 workers``."""
-    listed = sorted(ranks)
-    if len(listed) == 1:
-        return f"rank {listed[0]}"
-    return f"all {workers} workers" if len(listed) == workers else f"ranks {', '.join(map(str, listed))}"

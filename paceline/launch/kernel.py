@@ -10,6 +10,9 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/vmstat")
 STOPPED = "is stopped"
+_FLAGS = 6
+"""Field of the flags in /proc/<pid>/stat, counted from behind the name."""
+_EXITING = 0x4
 _STATES = {"R": "computes", "S": "sleeps", "D": "waits for a disk or the network", "T": STOPPED, "t": STOPPED}
 
 
@@ -67,3 +70,26 @@ def state_of(pid: int) -> str:
     except OSError:
         return ""
     return _STATES.get(text.rpartition(") ")[2][:1], "")
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process of this machine has ended or is exiting; freeing its memory can take a fifth of a second.
+
+    Known on Linux only; elsewhere false.
+    """
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except FileNotFoundError:
+        return _has_proc()
+    except OSError:
+        return False
+    return bool(int(fields[_FLAGS]) & _EXITING)
+
+
+def _has_proc() -> bool:
+    try:
+        with open("/proc/self/stat", "rb"):
+            return True
+    except OSError:
+        return False

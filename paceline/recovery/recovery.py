@@ -21,7 +21,8 @@ from paceline import env
 from paceline.checkpoint import files
 from paceline.checkpoint.keeper import Keeper
 from paceline.checkpoint.training import State
-from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, Departure, Membership
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.coordinator.types import Departure, Membership
 from paceline.errors import WorkerLost
 from paceline.recovery.state_shards import StateShard, assemble, go_back
 from paceline.recovery.state_transfer import StateBytes, transfer

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import Account, Loss, Scene
 from paceline.failure.message import Context, details, lost_in_words, record, short
-from paceline.failure.root_cause import Failure, diagnose, name_ranks
+from paceline.failure.root_cause import Failure, diagnose
 from paceline.launch.base import Launch
 from paceline.launch.local import Ended, RunResult
 

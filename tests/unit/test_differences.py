@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.comm.desync.board import line, parse
-from paceline.comm.desync.compare import Record, compare, named, swapped
+from paceline.comm.desync.compare import Record, compare, swapped
+from paceline.errors import name_ranks
 
 
 def calls(*texts: str, first: int = 1, group: str = "", ranks: list[int] | None = None) -> list[Record]:
@@ -107,5 +108,5 @@ def test_records_survive_the_post() -> None:
 
 
 def test_of_many_ranks_the_first_are_named() -> None:
-    assert named([3]) == "rank 3"
-    assert named(list(range(12))) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"
+    assert name_ranks([3], most=8) == "rank 3"
+    assert name_ranks(range(12), most=8) == "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 4 more"

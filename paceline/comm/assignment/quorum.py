@@ -20,10 +20,9 @@ import time
 from typing import Protocol
 
 from paceline.comm.assignment.store import Store
-from paceline.comm.ranks import name_ranks
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
-from paceline.errors import DisagreementError, WorkerSilent
+from paceline.errors import DisagreementError, WorkerSilent, name_ranks
 
 _NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypedDict
 
+from paceline.errors import name_ranks
+
 SYMMETRIC = frozenset(
     {
         "all_gather",
@@ -124,13 +126,13 @@ def _since(found: dict[int, dict[int, Record]], number: int) -> tuple[str, int]:
 def _parted(here: dict[int, Record]) -> str:
     """ "A on ranks 0, 2 (train.py:41) but B on rank 1 (train.py:44)"; the members of a smaller group before it."""
     members = next(iter(here.values()))["ranks"]
-    group = f"in the group of {named(members)}, " if members is not None else ""
+    group = f"in the group of {_named(members)}, " if members is not None else ""
     depth = _depth(here, lambda record: record["call"])
     parts = []
     for call in dict.fromkeys(record["call"] for record in here.values()):
         ranks = [rank for rank, record in here.items() if record["call"] == call]
         sites = " and ".join(dict.fromkeys(_through(here[rank], depth) for rank in ranks))
-        parts.append(f"{call} on {named(ranks)} ({sites})" if sites else f"{call} on {named(ranks)}")
+        parts.append(f"{call} on {_named(ranks)} ({sites})" if sites else f"{call} on {_named(ranks)}")
     return group + " but ".join(parts)
 
 
@@ -140,7 +142,7 @@ def _grouped(here: dict[int, Record]) -> str:
     groups: dict[str, list[int]] = {}
     for rank, record in here.items():
         groups.setdefault(_through(record, depth), []).append(rank)
-    return " but at ".join(f"{site} on {named(ranks)}" for site, ranks in groups.items())
+    return " but at ".join(f"{site} on {_named(ranks)}" for site, ranks in groups.items())
 
 
 def _depth(here: dict[int, Record], key: Callable[[Record], str]) -> int:
@@ -157,8 +159,5 @@ def _through(record: Record, depth: int | None = None) -> str:
     return ", called at ".join(record["sites"][:depth])
 
 
-def named(ranks: list[int]) -> str:
-    """ "rank 3", "ranks 0, 1"; of many only the first are named."""
-    told = ", ".join(map(str, ranks[:_NAMED]))
-    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
-    return f"rank {told}" if len(ranks) == 1 else f"ranks {told}{more}"
+def _named(ranks: list[int]) -> str:
+    return name_ranks(ranks, most=_NAMED)

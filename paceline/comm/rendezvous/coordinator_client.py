@@ -6,7 +6,6 @@ that the world has changed and still says where it is. Messages are JSON objects
 
 from __future__ import annotations
 
-import json
 import queue
 import select
 import socket
@@ -14,52 +13,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.coordinator.messages import MessageReader, encode, keep_alive
+from paceline.coordinator.types import Departure, Member, Membership, Message
 from paceline.errors import PREEMPTED, StartError, WorkerLost
 
 _BEAT_SECONDS = 1.0
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _MAIN = threading.main_thread()
-
-
-@dataclass(frozen=True)
-class Member:
-    """A worker in a view: how to reach it, how far it is, and where its shared memory is."""
-
-    worker: int
-    host: str
-    pid: int
-    address: str
-    port: int
-    progress: tuple[int, ...] | None
-    arena: tuple[int, str] | None
-
-
-@dataclass(frozen=True)
-class Membership:
-    """The workers of one generation, in the order of their ranks; ``fenced`` if one that was dropped may still run."""
-
-    generation: int
-    members: tuple[Member, ...]
-    joined: tuple[int, ...] = ()
-    lost: tuple[int, ...] = ()
-    fenced: bool = False
-
-    def rank_of(self, worker: int) -> int:
-        """The rank of a worker process."""
-        return next(rank for rank, seat in enumerate(self.members) if seat.worker == worker)
-
-
-@dataclass(frozen=True)
-class Departure:
-    """The end of a worker's part: with this exit code, for this reason, after saving for all or not."""
-
-    code: int
-    reason: str
-    save: bool = False
 
 
 class CoordinatorClient:
@@ -83,14 +46,14 @@ class CoordinatorClient:
         self.broken = False
         self.on_alarm: Callable[[], None] = lambda: None
         self.place: Callable[[], dict[str, Any]] = dict
-        self._told: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self._told: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         host, _, port = address.rpartition(":")
         try:
             self._socket = socket.create_connection((host, int(port)), timeout=seconds)
         except OSError as error:
             raise StartError(f"Worker {number} could not reach the launcher at {address}: {error}.") from None
-        make_watchful(self._socket)
+        keep_alive(self._socket)
         self._socket.settimeout(None)
         self.address = str(self._socket.getsockname()[0])
         threading.Thread(target=self._listen, name="paceline-line", daemon=True).start()
@@ -166,7 +129,7 @@ class CoordinatorClient:
             if kind == "broken":
                 raise WorkerLost(f"Worker {self.number} lost the launcher that holds the roster.")
 
-    def _view(self, message: dict[str, Any]) -> Membership:
+    def _view(self, message: Message) -> Membership:
         seats = []
         for member in message["members"]:
             progress, arena = member.pop("progress"), member.pop("arena")
@@ -187,15 +150,15 @@ class CoordinatorClient:
         """Say that the script has come to its end."""
         self._send({"type": "finished"})
 
-    def _send(self, message: dict[str, Any]) -> None:
+    def _send(self, message: Message) -> None:
         try:
             with self._lock:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+                self._socket.sendall(encode(message))
         except OSError:
             self._break()
 
     def _listen(self) -> None:
-        rest, beaten = b"", 0.0
+        reader, beaten = MessageReader(), 0.0
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
@@ -212,16 +175,15 @@ class CoordinatorClient:
             if not data:
                 self._break()
                 return
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
+            for message in reader.feed(data):
+                self._hear(message)
 
     def _beat(self) -> None:
         place = self.place()
         if place:
             self._send({"type": "place", "place": {**place, "line": line_of_script()}})
 
-    def _hear(self, message: dict[str, Any]) -> None:
+    def _hear(self, message: Message) -> None:
         if message["type"] == "change":
             self.pending = max(self.pending, message["generation"])
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
@@ -237,15 +199,6 @@ class CoordinatorClient:
             self.pending = self._alarm = sys.maxsize
             self._told.put({"type": "broken"})
             self.on_alarm()
-
-
-def make_watchful(connection: socket.socket) -> None:
-    """Send at once, and let the connection end when the other machine is silent for long."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_USER_TIMEOUT", 30_000), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 4)):
-        if hasattr(socket, name):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def line_of_script() -> str:

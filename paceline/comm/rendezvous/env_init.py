@@ -16,8 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.desync import patch
-from paceline.comm.ranks import name_ranks
-from paceline.errors import StartError
+from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
 _GRACE_SECONDS = 1.0

@@ -16,18 +16,17 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.comm.ranks import name_ranks
 from paceline.comm.shm.backoff import FIRST_BACKOFF_SECONDS, LOOK_SECONDS, backoff_seconds
 from paceline.comm.shm.futex import Futex
 from paceline.comm.shm.lock import Lock, Look
-from paceline.comm.shm.process_state import is_ending
-from paceline.errors import PacelineError, WorkerLost, WorkerSilent
+from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
+from paceline.launch.kernel import is_ending
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.comm.rendezvous.coordinator_client import Member
     from paceline.comm.world import World
+    from paceline.coordinator.types import Member
 
 _SLOTS = 1 << 15
 _SPINS = 20
