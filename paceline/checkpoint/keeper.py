@@ -7,12 +7,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.checkpoint import load, manifest, save, storage
+from paceline.checkpoint import load, locations, manifest, save
 from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import Damaged
 from paceline.checkpoint.snapshot import Snapshot, Staging
+from paceline.checkpoint.storage import Storage
 from paceline.checkpoint.training import State
 from paceline.comm.world import World
 from paceline.errors import CheckpointError
@@ -54,7 +55,7 @@ class Keeper:
         self._measured: tuple[float, float] | None = None
         self.last: tuple[Path | str, int] | None = None
         place = settings.directory or folder
-        self._folder = None if place is None else storage.folder_at(place)
+        self._folder = None if place is None else locations.storage_at(place)
         if settings.every and self._folder is None:
             raise CheckpointError("checkpoint.every is set but not where to save: set checkpoint.directory.")
 
@@ -91,7 +92,7 @@ class Keeper:
         if self._world.rank == 0:
             self._write(folder, state.snapshot(step), begin, None)
             self._interval.begun(step)
-        return folder.place(manifest.name_of(step))
+        return folder.location(manifest.name_of(step))
 
     def begin_save(self, state: State, step: int) -> None:
         """Copy the state to host memory, and let a thread write it while training goes on; only rank 0 does.
@@ -133,10 +134,10 @@ class Keeper:
                 raise
             _log.warning("%s Another worker writes now.", error)
 
-    def _write(self, folder: storage.Folder, snapshot: Snapshot, begin: float, stall: float | None) -> None:
+    def _write(self, folder: Storage, snapshot: Snapshot, begin: float, stall: float | None) -> None:
         """Write, record, and remove what is to go; ``stall``: seconds that training stood still, none: all the time."""
         name = manifest.name_of(snapshot.step)
-        facts = {"step": snapshot.step, "path": str(folder.place(name)), "bytes": snapshot.bytes}
+        facts = {"step": snapshot.step, "path": str(folder.location(name)), "bytes": snapshot.bytes}
         try:
             place = save.save(folder, snapshot)
         except CheckpointError as error:
@@ -159,7 +160,7 @@ class Keeper:
             _log.info(news["text"])
             self._events.mark("checkpoint-interval", **news)
 
-    def _somewhere(self) -> storage.Folder:
+    def _somewhere(self) -> Storage:
         if self._folder is None:
             raise CheckpointError("There is nowhere to save to: set checkpoint.directory, or start with paceline run.")
         return self._folder
@@ -191,10 +192,10 @@ class Keeper:
             passed[place] = reason
         if passed:
             raise CheckpointError(
-                f"No checkpoint in {self._somewhere().place()} can be used. {' '.join(passed.values())} "
+                f"No checkpoint in {self._somewhere().location()} can be used. {' '.join(passed.values())} "
                 f"Remove them to start from the beginning."
             )
-        _log.info("resume: no checkpoint in %s yet, starting from the beginning", self._somewhere().place())
+        _log.info("resume: no checkpoint in %s yet, starting from the beginning", self._somewhere().location())
         return 0
 
     def _go_on(self, state: State, place: Path | str, content: Content) -> int:
@@ -236,14 +237,14 @@ class Keeper:
             return
         for place, reason in damaged.items():
             folder = self._somewhere()
-            now = folder.set_aside(storage.split(place)[1])
+            now = folder.set_aside(locations.split(place)[1])
             _log.warning("%s It is passed over, and now called %s.", reason, now)
             self._events.mark("checkpoint-damaged", path=str(place), reason=reason, now=str(now))
 
     def _refuse_later(self, place: Path | str) -> None:
         """Going on from an earlier step beside later ones would mix two courses of training in one folder."""
-        above, name = storage.split(place)
-        if self._folder is None or not storage.same(above, self._folder.place()):
+        above, name = locations.split(place)
+        if self._folder is None or not locations.same(above, self._folder.location()):
             return
         newest = next(iter(load.complete(self._folder)), name)
         if newest != name:
@@ -255,7 +256,7 @@ class Keeper:
     def _refuse_leftovers(self) -> None:
         """A new run must not mix its checkpoints with those of another one; all workers look before anyone writes."""
         there = load.complete(self._folder) if self._folder else []
-        found = self._world.gather(str(self._folder.place(there[0])) if self._folder and there else "", "start")[0]
+        found = self._world.gather(str(self._folder.location(there[0])) if self._folder and there else "", "start")[0]
         if found:
             raise CheckpointError(
                 f"The checkpoint folder already holds {found} of an earlier run. Set resume='auto' to go on from it, "

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint import files, storage
+from paceline.checkpoint import files, locations
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import Damaged, Manifest
 from paceline.checkpoint.state import fingerprint, hash_of
+from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
 
 
@@ -26,31 +27,31 @@ class Content:
     extra: Any
 
 
-def find(resume: str, folder: storage.Folder | None) -> list[Path | str]:
-    """The checkpoints that ``resume`` names: one, or for ``auto`` all in the folder, the newest first.
+def find(resume: str, storage: Storage | None) -> list[Path | str]:
+    """The checkpoints that ``resume`` names: one, or for ``auto`` all in the storage, the newest first.
 
     Raises:
         CheckpointError: there is no folder to look in, or one cannot look into it.
     """
     if resume == "auto":
-        if folder is None:
+        if storage is None:
             raise CheckpointError("resume='auto' needs to know where checkpoints are: set checkpoint.directory.")
-        return [folder.place(name) for name in complete(folder)]
-    there = storage.folder_at(resume)
+        return [storage.location(name) for name in complete(storage)]
+    there = locations.storage_at(resume)
     inside = complete(there)
-    return [there.place(inside[0]) if inside else there.place()]
+    return [there.location(inside[0]) if inside else there.location()]
 
 
-def complete(folder: storage.Folder) -> list[str]:
-    """The names of the complete checkpoints in a folder, the newest first.
+def complete(storage: Storage) -> list[str]:
+    """The names of the complete checkpoints in a storage, the newest first.
 
     Raises:
         CheckpointError: one cannot look into it.
     """
     try:
-        return folder.complete()
+        return storage.complete()
     except Exception as error:  # each kind of store has errors of its own
-        raise CheckpointError(f"{folder.place()} cannot be looked into: {files.reason_of(error)}.") from error
+        raise CheckpointError(f"{storage.location()} cannot be looked into: {files.reason_of(error)}.") from error
 
 
 def read(place: Path | str, check: Callable[[Path | str, Manifest], None]) -> Content:
@@ -64,10 +65,10 @@ def read(place: Path | str, check: Callable[[Path | str, Manifest], None]) -> Co
         Damaged: it is incomplete, or not what was written.
         CheckpointError: it is of another format, or was refused.
     """
-    above, name = storage.split(place)
-    folder = storage.folder_at(above)
+    above, name = locations.split(place)
+    storage = locations.storage_at(above)
     try:
-        text = folder.manifest(name)
+        text = storage.manifest(name)
     except UnicodeDecodeError as error:
         raise Damaged(f"{place}/{manifests.FILE} is damaged: {error}.") from None
     except Exception as error:
@@ -76,7 +77,7 @@ def read(place: Path | str, check: Callable[[Path | str, Manifest], None]) -> Co
     manifest = manifests.parse(text, f"{place}/{manifests.FILE}")
     check(place, manifest)
     try:
-        tensors = files.read(folder.reader(name), [*manifest.tensors, files.EXTRA])
+        tensors = files.read(storage.reader(name), [*manifest.tensors, files.EXTRA])
     except Exception as error:  # torch raises many kinds for a damaged file
         raise Damaged(f"{place} is damaged and cannot be read: {files.reason_of(error)}.") from error
     extra = tensors.pop(files.EXTRA)

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from paceline.verify.difference import Difference
 from paceline.verify.recorded import Record, Recorded, Tensor
-
-if TYPE_CHECKING:
-    from paceline.verify.compare import Place
 
 _JUMP = 100
 _NEAR = 1e3  # times epsilon
@@ -60,7 +57,7 @@ _DRIFT = (
 )
 
 
-def of_difference(reference: Recorded, other: Recorded, bits: Place, beyond: Place) -> str:
+def of_difference(reference: Recorded, other: Recorded, bits: Difference, beyond: Difference) -> str:
     """Why the first difference beyond rounding is there."""
     if beyond.reference in (True, False) and beyond.kind in ("gradient", "parameter", "buffer", "optimizer"):
         return _NAMES
@@ -76,7 +73,7 @@ def of_difference(reference: Recorded, other: Recorded, bits: Place, beyond: Pla
     return {"gradient": _GRADIENT, "parameter": _UPDATE, "optimizer": _UPDATE, "buffer": _BUFFERS}[beyond.kind]
 
 
-def _sudden(reference: Recorded, other: Recorded, beyond: Place) -> bool:
+def _sudden(reference: Recorded, other: Recorded, beyond: Difference) -> bool:
     """Whether the difference came from one step to the next; amplified rounding grows little by little."""
     (before, twin), (now, now_twin) = (
         [next(record for record in trace.records if record.step == step) for trace in (reference, other)]

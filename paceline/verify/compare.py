@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from paceline.verify import causes
+from paceline.verify.difference import Difference, Kind
 from paceline.verify.recorded import Record, Recorded, Tensor
 
 Verdict = Literal["identical", "rounding", "different"]
-Kind = Literal["end", "samples", "learning rate", "loss", "gradient", "parameter", "buffer", "optimizer"]
 
 _FIRST_STEP = 1e3  # times epsilon
 _LATER_LOSS = 3.0  # times the square root of epsilon, doubling every _DOUBLING steps
@@ -39,28 +39,12 @@ _SMALL = 0.1  # a tensor much smaller than the largest one is held against this 
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where two runs differ."""
-
-    step: int
-    kind: Kind
-    name: str = ""
-    reference: object = None
-    other: object = None
-    beyond: bool = False  # more than rounding explains
-
-    def __str__(self) -> str:
-        what = f"{self.kind} {self.name}".strip()
-        return f"{what} before step 0" if self.step < 0 else f"{what} of step {self.step}"
-
-
-@dataclass(frozen=True)
 class Comparison:
     """What :func:`compare` found."""
 
     verdict: Verdict
-    bits: Place | None = None  # the first place where bits differ
-    beyond: Place | None = None  # the first place that differs by more than rounding
+    bits: Difference | None = None  # the first place where bits differ
+    beyond: Difference | None = None  # the first place that differs by more than rounding
     cause: str = ""
 
 
@@ -75,7 +59,7 @@ def compare(reference: Recorded, other: Recorded) -> Comparison:
     return Comparison("rounding", places[0], None, causes.of_rounding(reference, other))
 
 
-def _places(reference: Recorded, other: Recorded) -> Iterator[Place]:
+def _places(reference: Recorded, other: Recorded) -> Iterator[Difference]:
     """Every place where the two differ, in the order in which a step computes."""
     movement = 0.0
     start = reference.records[0].state
@@ -84,7 +68,7 @@ def _places(reference: Recorded, other: Recorded) -> Iterator[Place]:
         for kind, value, twin in _numbers(one, two):
             if value != twin and not _both_nan(value, twin):
                 beyond = kind != "loss" or _apart(value, twin) > limits.loss * _scale(value, reference)
-                yield Place(one.step, kind, "", value, twin, beyond)
+                yield Difference(one.step, kind, "", value, twin, beyond)
         yield from _tensors("gradient", one.step, one.gradient, two.gradient, limits)
         movement = max(movement, _distance(start, one.state, "parameter/"))
         for kind in ("parameter", "buffer", "optimizer"):
@@ -93,7 +77,7 @@ def _places(reference: Recorded, other: Recorded) -> Iterator[Place]:
                 yield from _tensors(kind, one.step, mine, theirs, limits, movement)
     short, long = sorted((len(reference.records), len(other.records)))
     if short != long:
-        yield Place(short - 1, "end", "", len(reference.records) - 1, len(other.records) - 1, True)
+        yield Difference(short - 1, "end", "", len(reference.records) - 1, len(other.records) - 1, True)
 
 
 def _numbers(one: Record, two: Record) -> tuple[tuple[Kind, float | None, float | None], ...]:
@@ -123,11 +107,11 @@ def _tensors(
     theirs: Mapping[str, Tensor],
     limits: _Limits,
     movement: float = 0.0,
-) -> Iterator[Place]:
+) -> Iterator[Difference]:
     """The tensors of one kind whose bits differ."""
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
-        yield Place(step, kind, missing[0], missing[0] in mine, missing[0] in theirs, True)
+        yield Difference(step, kind, missing[0], missing[0] in mine, missing[0] in theirs, True)
     apart = {
         name: _apart(mine[name].projection, theirs[name].projection)
         for name in mine
@@ -137,7 +121,7 @@ def _tensors(
         return
     far = _too_far(kind, mine, apart, limits, movement)
     for name in sorted(apart, key=lambda name: name not in far):
-        yield Place(step, kind, name, mine[name].hash, theirs[name].hash, name in far)
+        yield Difference(step, kind, name, mine[name].hash, theirs[name].hash, name in far)
 
 
 def _too_far(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import files, storage
+from paceline.checkpoint import files, locations
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -118,7 +118,7 @@ def flip(checkpoint: Path, name: str) -> None:
     """Turn one bit of a tensor round."""
     (file,) = checkpoint.glob("*.distcp")
     content = bytearray(file.read_bytes())
-    value = files.read(storage.folder_at(checkpoint.parent).reader(checkpoint.name), [name])[name].numpy().tobytes()
+    value = files.read(locations.storage_at(checkpoint.parent).reader(checkpoint.name), [name])[name].numpy().tobytes()
     content[content.index(value) + len(value) // 2] ^= 1
     file.write_bytes(content)
 

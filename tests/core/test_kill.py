@@ -22,9 +22,9 @@ from subjects import CASES, tell
 
 if os.environ["RANK"] == "0" and "DYING" in os.environ:
     # end as in a power cut, before or after this call of this function
-    from paceline.checkpoint import files, storage
+    from paceline.checkpoint import files, folder
     name, call, when = os.environ["DYING"].split()
-    home = {"rename": Path, "write": files}.get(name, storage)
+    home = {"rename": Path, "write": files}.get(name, folder)
     function, calls = getattr(home, name), []
     def deadly(*arguments):
         if name != "rename" or arguments[0].name.startswith(".partial"):

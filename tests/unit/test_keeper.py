@@ -93,7 +93,7 @@ def test_what_is_saved_is_the_state_when_it_was_due(tmp_path: Path, held: thread
         assert (one.keeper.last is None) == (step == 1)
     one.train()
     one.keeper.finish()
-    assert one.keeper.last == (one.keeper._folder.place("step-000002"), 2)  # type: ignore[union-attr]
+    assert one.keeper.last == (one.keeper._folder.location("step-000002"), 2)  # type: ignore[union-attr]
     for step, weight in enumerate(weights, 1):
         again = Made(f"{store}{tmp_path}/elsewhere")
         assert again.keeper.resume(again.state, f"{store}{tmp_path}/saved/step-00000{step}") == step

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.checkpoint import files, storage
+from paceline.checkpoint import files, locations
+from paceline.checkpoint.folder import Folder
+from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.manifest import FILE
-from paceline.checkpoint.storage import Folder, folder_at
+from paceline.checkpoint.storage import Storage
 from paceline.errors import ConfigError
 from paceline.settings import CheckpointSettings
 
@@ -29,22 +31,22 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path | str
 
 
 @pytest.fixture
-def folder(place: Path | str) -> Folder:
-    return folder_at(place)
+def storage(place: Path | str) -> Storage:
+    return storage_at(place)
 
 
-def write(folder: Folder, name: str, commit: bool = True) -> None:
-    files.write(folder.begin(name, 64), STATE)
+def write(storage: Storage, name: str, commit: bool = True) -> None:
+    files.write(storage.begin(name, 64), STATE)
     if commit:
-        folder.commit(name, f"manifest of {name}")
+        storage.commit(name, f"manifest of {name}")
 
 
-def test_complete_with_the_manifest_and_not_before(folder: Folder, place: Path | str) -> None:
-    assert folder.complete() == []
-    write(folder, "step-000002")
-    write(folder, "step-000010")
-    write(folder, "step-000011", commit=False)
-    again = folder_at(place)
+def test_complete_with_the_manifest_and_not_before(storage: Storage, place: Path | str) -> None:
+    assert storage.complete() == []
+    write(storage, "step-000002")
+    write(storage, "step-000010")
+    write(storage, "step-000011", commit=False)
+    again = storage_at(place)
     assert again.complete() == ["step-000010", "step-000002"]
     assert again.manifest("step-000010") == "manifest of step-000010"
     with pytest.raises(OSError):
@@ -53,64 +55,64 @@ def test_complete_with_the_manifest_and_not_before(folder: Folder, place: Path |
     assert all(torch.equal(found[name], value) for name, value in STATE.items())
 
 
-def test_what_an_interrupted_save_left_goes_with_the_next(folder: Folder, place: Path | str, tmp_path: Path) -> None:
-    write(folder, "step-000001")
-    write(folder, "step-000002", commit=False)
-    write(folder_at(place), "step-000003")
-    assert folder.complete() == ["step-000003", "step-000001"]
+def test_what_an_interrupted_save_left_goes_with_the_next(storage: Storage, place: Path | str, tmp_path: Path) -> None:
+    write(storage, "step-000001")
+    write(storage, "step-000002", commit=False)
+    write(storage_at(place), "step-000003")
+    assert storage.complete() == ["step-000003", "step-000001"]
     if not str(place).startswith("memory"):
         there = {path.name for path in (tmp_path / "run").iterdir()}
         assert there == {"latest", "step-000001", "step-000003"}
 
 
-def test_an_interrupted_save_may_be_repeated(folder: Folder) -> None:
-    write(folder, "step-000002", commit=False)
-    folder.abandon("step-000002")
-    write(folder, "step-000002")
-    assert folder.complete() == ["step-000002"]
-    folder.abandon("step-000002")
-    assert folder.complete() == ["step-000002"], "what is complete stays"
+def test_an_interrupted_save_may_be_repeated(storage: Storage) -> None:
+    write(storage, "step-000002", commit=False)
+    storage.abandon("step-000002")
+    write(storage, "step-000002")
+    assert storage.complete() == ["step-000002"]
+    storage.abandon("step-000002")
+    assert storage.complete() == ["step-000002"], "what is complete stays"
 
 
-def test_removed(folder: Folder) -> None:
-    write(folder, "step-000001")
-    write(folder, "step-000002")
-    folder.remove("step-000001")
-    assert folder.complete() == ["step-000002"]
+def test_removed(storage: Storage) -> None:
+    write(storage, "step-000001")
+    write(storage, "step-000002")
+    storage.remove("step-000001")
+    assert storage.complete() == ["step-000002"]
 
 
-def test_damaged_ones_keep_their_files_under_another_name(folder: Folder) -> None:
+def test_damaged_ones_keep_their_files_under_another_name(storage: Storage) -> None:
     for number in ("", "-2", "-3"):
-        write(folder, "step-000007")
-        assert str(folder.set_aside("step-000007")) == f"{folder.place()}/damaged-step-000007{number}"
-        assert folder.complete() == []
-    found = files.read(folder.reader("damaged-step-000007-2"), ["count"])
+        write(storage, "step-000007")
+        assert str(storage.set_aside("step-000007")) == f"{storage.location()}/damaged-step-000007{number}"
+        assert storage.complete() == []
+    found = files.read(storage.reader("damaged-step-000007-2"), ["count"])
     assert found["count"] == 3
 
 
 def test_no_room(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="1,000,000,000,000,000 bytes are needed"):
-        folder_at(tmp_path / "run").begin("step-000001", 10**15)
+        storage_at(tmp_path / "run").begin("step-000001", 10**15)
 
 
 def test_a_directory_without_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "step-000005").mkdir()
-    assert folder_at(tmp_path).complete() == []
+    assert storage_at(tmp_path).complete() == []
     (tmp_path / "step-000005" / FILE).touch()
-    assert folder_at(tmp_path).complete() == ["step-000005"]
+    assert storage_at(tmp_path).complete() == ["step-000005"]
 
 
 def test_what_a_url_needs_is_named() -> None:
     with pytest.raises(ConfigError, match=r"nowhere://bucket/run.*cannot be used.*pip install"):
-        folder_at("nowhere://bucket/run")
+        storage_at("nowhere://bucket/run")
 
 
 def test_split_and_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert storage.split("s3://bucket/run/step-000001/") == ("s3://bucket/run", "step-000001")
+    assert locations.split("s3://bucket/run/step-000001/") == ("s3://bucket/run", "step-000001")
     monkeypatch.chdir(tmp_path)
-    assert storage.split("run/step-000001") == (tmp_path / "run", "step-000001")
-    assert storage.same("run", tmp_path / "run") and not storage.same("run", "memory://run")
-    assert storage.same("memory://run/", "memory://run")
+    assert locations.split("run/step-000001") == (tmp_path / "run", "step-000001")
+    assert locations.same("run", tmp_path / "run") and not locations.same("run", "memory://run")
+    assert locations.same("memory://run/", "memory://run")
 
 
 @pytest.mark.parametrize("given", ["s3://bucket/run", "memory://run"])
@@ -123,7 +125,7 @@ def test_a_url_stays_a_url(given: str) -> None:
 
 def test_a_writer_that_comes_late_does_not_disturb_the_next_one(tmp_path: Path) -> None:
     """As one that was stopped and dropped: it goes on with a step that others have done and saved after."""
-    late, now = storage.LocalFolder(tmp_path), storage.LocalFolder(tmp_path)
+    late, now = Folder(tmp_path), Folder(tmp_path)
     now.begin("step-000012", 0)
     late.begin("step-000004", 0)
     late.commit("step-000004", "{}")

@@ -1,7 +1,7 @@
 """Checkpoints at a URL, through fsspec: object stores (``s3://``, ``gs://``, ``az://``), ``memory://``, and others.
 
-An object store has no rename and no directories. So a checkpoint is written under its final name, the manifest last;
-without a manifest it does not count, and the next save removes it. It is removed in the other order.
+An object store has neither rename nor directories. So a checkpoint is written under its final name, the manifest last;
+without a manifest it does not count, and the next save removes it. Removal deletes the manifest first.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from paceline.checkpoint.storage import LATEST, free_name
 from paceline.errors import ConfigError
 
 
-class RemoteFolder:
-    """A folder of checkpoints at a URL.
+class ObjectStore:
+    """Checkpoints at a URL.
 
     Raises:
         ConfigError: fsspec, or its package for this kind of URL, is not installed.
@@ -35,7 +35,7 @@ class RemoteFolder:
                 f"'paceline[object-store]', and the package of fsspec for the kind of store, such as s3fs or gcsfs."
             ) from None
 
-    def place(self, name: str = "") -> str:
+    def location(self, name: str = "") -> str:
         return f"{self._url}/{name}" if name else self._url
 
     def complete(self) -> list[str]:
@@ -47,7 +47,7 @@ class RemoteFolder:
     def reader(self, name: str) -> StorageReader:
         from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-        reader: StorageReader = FsspecReader(self.place(name))
+        reader: StorageReader = FsspecReader(self.location(name))
         return reader
 
     def begin(self, name: str, size: int) -> StorageWriter:
@@ -57,13 +57,13 @@ class RemoteFolder:
             if 0 <= step_of(left) <= step_of(name) and not self._has_manifest(left):
                 self._files.rm(self._path(left), recursive=True)
         self._files.makedirs(self._path(name), exist_ok=True)
-        # To sync is the matter of the store; what has no file number would sync all disks of the machine instead.
-        writer: StorageWriter = FsspecWriter(self.place(name), sync_files=False, per_thread_copy_ahead=0)
+        # Durability is up to the store. FsspecWriter syncs all disks of the machine where a file has no descriptor.
+        writer: StorageWriter = FsspecWriter(self.location(name), sync_files=False, per_thread_copy_ahead=0)
         return writer
 
     def commit(self, name: str, manifest: str) -> None:
-        self._put(self._path(name, FILE), manifest)
-        self._put(self._path(LATEST), name + "\n")
+        self._write(self._path(name, FILE), manifest)
+        self._write(self._path(LATEST), name + "\n")
 
     def abandon(self, name: str) -> None:
         if self._files.exists(self._path(name)) and not self._has_manifest(name):
@@ -77,10 +77,10 @@ class RemoteFolder:
         aside = free_name(name, set(self._names()))
         before, after = self._path(name), self._path(aside)
         self._files.makedirs(after, exist_ok=True)
-        for path in self._files.find(before):  # to move a whole directory fails where there are none
+        for path in self._files.find(before):  # moving a directory fails on stores without directories
             self._files.cp_file(path, after + path.removeprefix(before))
         self.remove(name)
-        return self.place(aside)
+        return self.location(aside)
 
     def _path(self, *parts: str) -> str:
         return "/".join([self._root.rstrip("/"), *parts])
@@ -96,7 +96,7 @@ class RemoteFolder:
     def _has_manifest(self, name: str) -> bool:
         return bool(self._files.exists(self._path(name, FILE)))
 
-    def _put(self, path: str, text: str) -> None:
-        """Write a file so that nobody sees the half of it, on whatever kind of store."""
+    def _write(self, path: str, text: str) -> None:
+        """Write a file atomically on any kind of store."""
         self._files.pipe_file(f"{path}.new", text.encode())
         self._files.mv(f"{path}.new", path)
