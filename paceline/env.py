@@ -20,12 +20,12 @@ TRACE_DIRECTORY = "PACELINE_TRACE"
 TRACE_STEPS = "PACELINE_TRACE_STEPS"
 SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
 PROFILE = "PACELINE_PROFILE"
-ROSTER = "PACELINE_ROSTER"
+COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, ROSTER, WORKER, LARGEST, *_ASKED}
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, LARGEST, *_ASKED}
 
 
 @dataclass(frozen=True)
@@ -116,32 +116,32 @@ def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Enrolment:
+class LaunchInfo:
     """How a worker that a launcher of ours started finds the others.
 
     Attributes:
-        roster: ``host:port`` of the roster.
+        coordinator: ``host:port`` of the coordinator.
         worker: the number of this process, which stays while its rank may change.
         spare: whether it was started to take the place of another one.
         largest: how many workers there may ever be.
         name: what its files are called.
     """
 
-    roster: str
+    coordinator: str
     worker: int
     spare: bool
     largest: int
     name: str
 
 
-def enrolment() -> Enrolment | None:
+def launch_info() -> LaunchInfo | None:
     """How this worker finds the others; none when another launcher started it."""
-    if ROSTER not in os.environ:
+    if COORDINATOR not in os.environ:
         return None
     number, started = _number(WORKER, 0), _number("LOCAL_WORLD_SIZE", 1)
     spare = number % 1000 >= started
     name = f"rank-{number}" if number < started else f"worker-{number}"
-    return Enrolment(os.environ[ROSTER], number, spare, _number(LARGEST, _number("WORLD_SIZE", 1)), name)
+    return LaunchInfo(os.environ[COORDINATOR], number, spare, _number(LARGEST, _number("WORLD_SIZE", 1)), name)
 
 
 def tell_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:

@@ -133,8 +133,8 @@ def start(
     run = env.run_directory()
     log = EventLog(run / "events" if run else None, who.rank, who.generation)
     progress = [0]
-    enrolled = env.enrolment()
-    name = enrolled.name if enrolled else f"rank-{who.rank}"
+    launched = env.launch_info()
+    name = launched.name if launched else f"rank-{who.rank}"
     path = run / "errors" / f"{name}.json" if run else None
     excepthook.install(lambda: (log.rank, who.world_size), path, lambda: progress[0], lambda: _close(log))
     resolved = config.resolve_here(settings)
@@ -148,11 +148,11 @@ def start(
     while _sessions:
         _sessions.pop().close()
     coordinator = (
-        CoordinatorClient(enrolled.roster, enrolled.worker, resolved.settings.timeout_seconds, place)
-        if enrolled
+        CoordinatorClient(launched.coordinator, launched.worker, resolved.settings.timeout_seconds, place)
+        if launched
         else None
     )
-    job, facts = jobs.job_of(given, resolved, who, log, coordinator, enrolled.largest if enrolled else 0)
+    job, facts = jobs.job_of(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)
     _count = place  # also if it fails: the others have heard of it
     session = Session(job, facts, run, place, progress, by_loss=loss is not None)

@@ -138,9 +138,9 @@ class TrainingLoop:
 
     def _line_up(self, coordinator: CoordinatorClient) -> None:
         """Tell the roster that this worker is there; a spare makes itself warm first."""
-        enrolled, world = env.enrolment(), self._job.world
-        assert enrolled is not None
-        if enrolled.spare:
+        launched, world = env.launch_info(), self._job.world
+        assert launched is not None
+        if launched.spare:
             self._warm_up()
         coordinator.place = self._place
         about = {
@@ -150,8 +150,8 @@ class TrainingLoop:
             "port": world.open_store(coordinator.address),
         }
         facts = {key: value for key, value in self._facts.items() if not key.startswith("initial")}
-        fits = fitting(self._job.settings, self._job.order.microbatches, enrolled.largest)
-        coordinator.greet(about, facts, self._job.settings.hang_seconds, enrolled.worker < _OWN_MACHINE, fits)
+        fits = fitting(self._job.settings, self._job.order.microbatches, launched.largest)
+        coordinator.greet(about, facts, self._job.settings.hang_seconds, launched.worker < _OWN_MACHINE, fits)
 
     def _warm_up(self) -> None:
         """Take a step for nothing, so that the others need not wait for what a process does only once."""

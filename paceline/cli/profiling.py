@@ -76,8 +76,8 @@ def _measure(base: Request) -> Profile:
 
     from paceline import env
     from paceline.cli.report import report
-    from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
+    from paceline.launch.workers import Workers
     from paceline.plan.costs import read
 
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
@@ -85,8 +85,8 @@ def _measure(base: Request) -> Profile:
         request = replace(base, runs=Path(directory), name="run", environment={env.PROFILE: str(answer)})
         launch = prepare(request)
         with Workers(launch, lambda name, line: None) as running:
-            outcome = running.wait()
-        code = report(launch, outcome, None, seen=None)
+            result = running.wait()
+        code = report(launch, result, None, seen=None)
         if code != 0:
             raise typer.Exit(code)
         if not answer.exists():

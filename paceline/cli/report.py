@@ -12,34 +12,39 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.coordinator.watch import Alert, Watch
-    from paceline.failure.coordinator_report import Account
-    from paceline.launch.base import Launch, Request
-    from paceline.launch.local import RunResult
+    from paceline.failure.coordinator_report import CoordinatorReport
+    from paceline.launch.base import Launch, Request, RunResult
 
 _PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
 
 
 def report(
-    launch: Launch, outcome: RunResult, request: Request | None, account: Account | None = None, seen: int | None = 0
+    launch: Launch,
+    result: RunResult,
+    request: Request | None,
+    coordinator: CoordinatorReport | None = None,
+    seen: int | None = 0,
 ) -> int:
     """Say why the workers ended, the first cause first, here and in ``failure.txt`` and ``failure.json``.
 
     Args:
         launch: what was started.
-        outcome: how it ended.
-        request: what was asked for; none: the run is not kept, and cannot be resumed.
-        account: what the roster knows.
-        seen: the worker whose output the user has seen already.
+        result: how its processes ended.
+        request: what the user asked for; None: the run is not kept, and cannot be resumed.
+        coordinator: what the coordinator knows, if there was one.
+        seen: the worker whose output was shown.
 
     Returns:
         the exit code.
     """
     from paceline.failure import message
+    from paceline.failure.coordinator_report import CoordinatorReport
     from paceline.failure.root_cause import diagnose
     from paceline.launch.runs import newest_checkpoint
 
-    failure = diagnose(launch, outcome, account, seen)
+    coordinator = coordinator or CoordinatorReport()
+    failure = diagnose(launch, result, coordinator, seen)
     if failure is None:
         return 0
     context = message.Context(
@@ -48,7 +53,7 @@ def report(
         message.shown_path(launch.run / "failure.txt"),
         newest_checkpoint(launch.run) if request is not None else None,
         resume_command(launch, request) if request is not None else "",
-        **({"account": account} if account is not None else {}),
+        coordinator,
     )
     lines = [*message.short(failure, context), *message.details(failure)]
     _keep(launch.run / "failure.txt", "\n".join(lines) + "\n")
@@ -129,11 +134,11 @@ def _line(alert: Alert, watch: Watch, launch: Launch) -> str:
     return f"{alert.text}; the process {state or 'is there'}, {last}"
 
 
-def summary(account: Account) -> str:
+def summary(coordinator: CoordinatorReport) -> str:
     """How many workers were lost and replaced, in one line; empty if none was."""
     from paceline.failure.message import lost_in_words
 
-    return lost_in_words(account) if account.lost else ""
+    return lost_in_words(coordinator) if coordinator.lost else ""
 
 
 def say(line: str) -> None:

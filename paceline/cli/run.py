@@ -152,26 +152,26 @@ def _take_part(request: Request, where: Rendezvous, quiet: bool) -> int:
 
     from paceline.coordinator.agent import GuestAgent
     from paceline.coordinator.machines import interface_of, visit
-    from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
+    from paceline.launch.workers import Workers
 
     while True:
         guest = visit(where, request.workers, request.patience_seconds)
         settings = {**request.settings, **({"resume": guest.resume} if guest.resume else {})}
         mine = replace(request, first=guest.first, name=guest.name, settings=settings)
         launch = prepare(mine, interface_of(guest.address))
-        launch = replace(launch, roster=f"{where.address}:{where.port}")
+        launch = replace(launch, coordinator=f"{where.address}:{where.port}")
         try:
             with Workers(launch, lambda *_: None, GuestAgent(launch, mine, guest)) as workers:  # rank 0 is elsewhere
-                outcome = workers.wait()
-            if outcome.signal is None and not all(one.code == PREEMPTED for one in outcome.ended):
+                result = workers.wait()
+            if result.signal is None and not all(one.code == PREEMPTED for one in result.exits):
                 guest.await_end()
         finally:
             guest.close()
         if guest.over is not None:
             say(f"the run {guest.name} is over: {guest.over['reason']}")
             return int(guest.over["code"])
-        if outcome.signal is not None or all(one.code == PREEMPTED for one in outcome.ended):
+        if result.signal is not None or all(one.code == PREEMPTED for one in result.exits):
             return PREEMPTED
         say(f"lost the run at {where}; waiting for it to come back")
 
@@ -185,8 +185,8 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
     from paceline.coordinator.server import Coordinator
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
-    from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
+    from paceline.launch.workers import Workers
 
     try:
         launch = prepare(request, interface)
@@ -196,7 +196,7 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
     log = EventLog(launch.run / "events", "launcher")
     told = {"name": launch.run.name, "resume": request.resume}
     roster = Coordinator(listener, bounds_of(request), log.mark, told, own=request.workers)
-    launch = replace(launch, roster="{}:{}".format(*listener.getsockname()))
+    launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()))
     alerts = alerts_of(roster.watch, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
     agent = HostAgent(launch, request, roster)
@@ -204,15 +204,15 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
         roster.expect_soon()
     try:
         with Workers(launch, shown.show, agent) as workers, shown:
-            outcome = workers.wait()
+            result = workers.wait()
             roster.wait_for_guests()
     finally:
         roster.close()
         log.close()
     account = roster.account(request.elastic)
-    code = report(launch, outcome, request, account, seen=agent.first())
+    code = report(launch, result, request, account, seen=agent.shown())
     if code == 0 and closing and not quiet:
         if lost := summary(account):
             say(lost)
-        say(f"done in {outcome.seconds:.1f} s; output and checkpoints: {shown_path(launch.run)}")
+        say(f"done in {result.seconds:.1f} s; output and checkpoints: {shown_path(launch.run)}")
     return code

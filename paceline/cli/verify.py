@@ -72,8 +72,8 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
 
     from paceline import env
     from paceline.cli.report import report
-    from paceline.launch.local import Workers
     from paceline.launch.prepare import prepare
+    from paceline.launch.workers import Workers
     from paceline.verify.recorded import read
 
     traces = directory / f"trace-{workers}"
@@ -83,11 +83,11 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     launch = prepare(request)
     print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
     with Workers(launch, lambda name, line: None) as running:
-        outcome = running.wait()
-    code = report(launch, outcome, None, seen=None)
+        result = running.wait()
+    code = report(launch, result, None, seen=None)
     if code != 0:
         raise typer.Exit(code)
-    return Size(workers, read(traces / "trace.jsonl"), outcome.seconds)
+    return Size(workers, read(traces / "trace.jsonl"), result.seconds)
 
 
 def _tell(sizes: list[Size]) -> int:

@@ -1,6 +1,6 @@
 """The agent of a machine: keeps its workers going, and the roster up to date.
 
-Both kinds decide what becomes of the workers of their machine (:class:`paceline.launch.local.Supervision`): the host's
+Both kinds decide what becomes of the workers of their machine (:class:`paceline.launch.workers.Supervisor`): the host's
 holds the roster, a guest's tells it over the network.
 """
 
@@ -14,8 +14,7 @@ from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
 from paceline.failure.worker_report import record_of, signal_name
-from paceline.launch.base import Launch, Request
-from paceline.launch.local import Ended
+from paceline.launch.base import Launch, Request, WorkerExit
 
 _RESTARTS = 100
 """Workers started anew in one run, at most."""
@@ -60,31 +59,31 @@ class HostAgent:
     def started(self, number: int, pid: int) -> None:
         self._roster.expect(number, pid)
 
-    def ended(self, one: Ended) -> bool:
+    def ended(self, one: WorkerExit) -> bool:
         if one.code == 0:
-            self._roster.finish(one.rank)
+            self._roster.finish(one.worker)
             return True
         if one.code == PREEMPTED:
-            self._roster.leave(one.rank)
+            self._roster.leave(one.worker)
             return True
-        report = told_by(self._launch, one.rank)
+        report = told_by(self._launch, one.worker)
         if report is not None:
-            return not self._roster.fail(one.rank, report)
+            return not self._roster.fail(one.worker, report)
         if self._elastic and self._restarts < _RESTARTS and self._roster.over is None:
             self._restarts += 1
             self._due.append(time.monotonic() + _CALM_SECONDS)
             self._roster.expect_soon()
         gathered = bool(self._roster.view)
-        self._roster.lose(one.rank, f"{self._roster.name(one.rank)} {in_words(one.code)}")
+        self._roster.lose(one.worker, f"{self._roster.name(one.worker)} {in_words(one.code)}")
         return gathered  # the roster tells the others, who save what there is
 
-    def wanted(self) -> int:
+    def to_start(self) -> int:
         now = time.monotonic()
         due = [when for when in self._due if when <= now or self._roster.waits]
         self._due = self._due[len(due) :]
         return len(due) if self._roster.over is None else 0
 
-    def first(self) -> int:
+    def shown(self) -> int:
         view = self._roster.view
         return view[0] if view else 0
 
@@ -94,7 +93,7 @@ class HostAgent:
     def interrupted(self) -> None:
         self._roster.preempt()
 
-    def patience(self) -> tuple[float, float]:
+    def grace(self) -> tuple[float, float]:
         if not self._roster.view:
             return _HOPELESS_SECONDS
         grace = self._launch.grace_seconds
@@ -119,20 +118,25 @@ class GuestAgent:
     def started(self, number: int, pid: int) -> None:
         self._guest.tell({"type": "started", "worker": number})
 
-    def ended(self, one: Ended) -> bool:
-        report = None if one.code in (0, PREEMPTED) else told_by(self._launch, one.rank)
-        message: dict[str, Any] = {"type": "ended", "worker": one.rank, "code": one.code, "starved": one.starved}
+    def ended(self, one: WorkerExit) -> bool:
+        report = None if one.code in (0, PREEMPTED) else told_by(self._launch, one.worker)
+        message: dict[str, Any] = {
+            "type": "ended",
+            "worker": one.worker,
+            "code": one.code,
+            "out_of_memory": one.out_of_memory,
+        }
         self._guest.tell({**message, "report": report, "what": in_words(one.code)})
         if one.code not in (0, PREEMPTED) and report is None and self._restarts < _RESTARTS:
             self._restarts += 1
             self._spares += 1
         return True
 
-    def wanted(self) -> int:
+    def to_start(self) -> int:
         count, self._spares = self._spares, 0
         return 0 if self.over() else count
 
-    def first(self) -> int:
+    def shown(self) -> int:
         return self._launch.first
 
     def over(self) -> bool:
@@ -142,7 +146,7 @@ class GuestAgent:
     def interrupted(self) -> None:
         """Its workers tell the others."""
 
-    def patience(self) -> tuple[float, float]:
+    def grace(self) -> tuple[float, float]:
         return _FIXED_SECONDS if self._guest.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)
 
 

@@ -21,9 +21,9 @@ from paceline.coordinator.messages import Peer, keep_alive, write
 from paceline.coordinator.types import Bounds, Lost, Message
 from paceline.coordinator.watch import Watch
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
-from paceline.failure.coordinator_report import Account
+from paceline.failure.coordinator_report import CoordinatorReport
+from paceline.launch.base import WorkerExit
 from paceline.launch.kernel import is_ending
-from paceline.launch.local import Ended
 
 _TICK_SECONDS = 0.5
 _SEND_SECONDS = 0.5
@@ -123,7 +123,7 @@ class Coordinator:
         view = self.members.view
         return view.index(number) if number in view else None
 
-    def account(self, elastic: bool) -> Account:
+    def account(self, elastic: bool) -> CoordinatorReport:
         """How this saw the run end."""
         with self._lock:
             return self.watch.account(self.members, self._places(time.monotonic()), elastic)
@@ -249,7 +249,9 @@ class Coordinator:
     def _take_end(self, message: Message, now: float) -> None:
         """How a worker of another machine ended, as its agent saw it."""
         number = message["worker"]
-        self.watch.ended.append(Ended(number, message["code"], time.time(), False, starved=message["starved"]))
+        self.watch.exits.append(
+            WorkerExit(number, message["code"], time.time(), False, out_of_memory=message["out_of_memory"])
+        )
         if message["code"] == 0:
             self.members.finish(number, now)
         elif message["code"] == PREEMPTED:

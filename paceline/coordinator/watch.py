@@ -19,9 +19,9 @@ from typing import Any
 from paceline.coordinator.hang_detection import Place, sentence
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.errors import name_ranks
-from paceline.failure.coordinator_report import Account, Loss, Scene
+from paceline.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
+from paceline.launch.base import WorkerExit
 from paceline.launch.kernel import STOPPED, state_of
-from paceline.launch.local import Ended
 
 _START_SECONDS = 30.0
 _SILENT_SECONDS = 3.0
@@ -50,7 +50,7 @@ class Watch:
         hang_seconds: the deadline that the script set, if any.
         timeout_seconds: after which a worker gives up waiting.
         reports: how workers of other machines failed, as they wrote it down.
-        ended: how the processes of workers of other machines ended.
+        exits: how the processes of workers of other machines ended.
         seen: how the processes of lost workers of this machine ended, in words: the others may notice before that.
     """
 
@@ -61,11 +61,11 @@ class Watch:
         self.hang_seconds: float | None = None
         self.timeout_seconds: float | None = None
         self.reports: dict[int, Mapping[str, Any]] = {}
-        self.ended: list[Ended] = []
+        self.exits: list[WorkerExit] = []
         self.seen: dict[int, str] = {}
         self._note = note
-        self._scenes: dict[int, Scene] = {}
-        self._losses: list[Loss] = []
+        self._scenes: dict[int, LastSeen] = {}
+        self._losses: list[LostWorker] = []
         self._joined = 0
         self._pids: dict[int, int] = {}
         self._there: float | None = None
@@ -84,7 +84,9 @@ class Watch:
         self._note(event, **fields)
         if event == "lost":
             number = fields["worker"]
-            self._losses.append(Loss(number, fields["rank_lost"], fields["reason"], number in self.late, time.time()))
+            self._losses.append(
+                LostWorker(number, fields["rank_lost"], fields["reason"], number in self.late, time.time())
+            )
             if fields["rank_lost"] is not None:
                 self._scenes.setdefault(number, scene(places, fields["rank_lost"]))
             self.alerts.append(Alert("lost", fields["reason"], (number,)))
@@ -140,7 +142,7 @@ class Watch:
         if self.timeout_seconds is None or waited < self.timeout_seconds:
             return None
         for number in missing:
-            self._scenes[number] = Scene(None, "", "", tuple(there), waited)
+            self._scenes[number] = LastSeen(None, "", "", tuple(there), waited)
         return missing, text
 
     def _names(self, numbers: Sequence[int]) -> str:
@@ -148,32 +150,34 @@ class Watch:
         more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         return ", ".join(names[:_SHOWN]) + more
 
-    def account(self, members: MembershipProtocol, places: Sequence[Place], elastic: bool) -> Account:
+    def account(self, members: MembershipProtocol, places: Sequence[Place], elastic: bool) -> CoordinatorReport:
         """What is known when the run has ended."""
         over = members.over or {}
         done = [place.step for place in places]
         done += [one.progress[0] for one in members.workers.values() if one.progress is not None]
-        homes = {number: (pid, platform.node()) for number, pid in self._pids.items()}
-        homes |= {one.number: (one.about["pid"], one.about["host"]) for one in members.workers.values() if one.about}
-        return Account(
+        processes = {number: (pid, platform.node()) for number, pid in self._pids.items()}
+        processes |= {
+            one.number: (one.about["pid"], one.about["host"]) for one in members.workers.values() if one.about
+        }
+        return CoordinatorReport(
             code=over.get("code"),
             reason=over.get("reason", ""),
             kind=over.get("kind", ""),
-            culprits=tuple(over.get("workers", ())),
+            blamed=tuple(over.get("workers", ())),
             elastic=elastic,
             step=max(done, default=0),
             ranks={number: rank for rank, number in enumerate(members.view)},
-            homes=homes,
+            processes=processes,
             lost=tuple(self._losses),
             joined=self._joined,
             leaving=tuple(one.number for one in members.workers.values() if one.leaving),
-            scenes=dict(self._scenes),
+            last_seen=dict(self._scenes),
             reports=dict(self.reports),
-            ended=tuple(self.ended),
+            exits=tuple(self.exits),
         )
 
 
-def scene(places: Sequence[Place], rank: int) -> Scene:
+def scene(places: Sequence[Place], rank: int) -> LastSeen:
     """Where one worker was, and who waited."""
     own = next((place for place in places if place.rank == rank), None)
     waiting = [place for place in places if place.waits and place.rank != rank]
@@ -181,7 +185,7 @@ def scene(places: Sequence[Place], rank: int) -> Scene:
     where = waiting[0].doing if waiting else ""
     ranks = tuple(sorted(place.rank for place in waiting))
     if own is None:
-        return Scene(None, "", "", ranks, seconds, where)
+        return LastSeen(None, "", "", ranks, seconds, where)
     if own.silent > _SILENT_SECONDS:
-        return Scene(max(place.step for place in places), "", "", ranks, seconds, where)
-    return Scene(own.step, own.doing, own.line, ranks, seconds, where)
+        return LastSeen(max(place.step for place in places), "", "", ranks, seconds, where)
+    return LastSeen(own.step, own.doing, own.line, ranks, seconds, where)

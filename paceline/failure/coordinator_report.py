@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.local import Ended
+from paceline.launch.base import WorkerExit
 
 
 @dataclass(frozen=True)
-class Scene:
+class LastSeen:
     """What one worker did, and who waited for it, when it was lost or found to be late.
 
     Attributes:
@@ -31,7 +31,7 @@ class Scene:
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostWorker:
     """A worker that was lost on the way.
 
     Attributes:
@@ -50,40 +50,40 @@ class Loss:
 
 
 @dataclass(frozen=True)
-class Account:
+class CoordinatorReport:
     """How the roster saw the run end. Workers are named by their numbers.
 
     Attributes:
         code: the exit code that was decided on; none if nothing was.
         reason: why, in words.
         kind: ``hang``, ``ended-early`` or ``not-started``; else empty.
-        culprits: whom the reason is about.
+        blamed: whom the reason is about.
         elastic: whether lost workers were replaced.
         step: how many steps were done.
         ranks: of the workers of the last view.
-        homes: process id and host of each worker.
+        processes: process id and host of each worker.
         lost: in the order in which it was noticed.
         joined: how many workers came to take the place of others.
         leaving: workers that were asked to end.
-        scenes: of workers that were lost or late.
+        last_seen: of workers that were lost or late.
         reports: what workers of other machines said of their failure.
-        ended: how workers of other machines ended.
+        exits: how workers of other machines ended.
     """
 
     code: int | None = None
     reason: str = ""
     kind: str = ""
-    culprits: tuple[int, ...] = ()
+    blamed: tuple[int, ...] = ()
     elastic: bool = False
     step: int = 0
     ranks: Mapping[int, int] = field(default_factory=dict)
-    homes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
-    lost: tuple[Loss, ...] = ()
+    processes: Mapping[int, tuple[int, str]] = field(default_factory=dict)
+    lost: tuple[LostWorker, ...] = ()
     joined: int = 0
     leaving: tuple[int, ...] = ()
-    scenes: Mapping[int, Scene] = field(default_factory=dict)
+    last_seen: Mapping[int, LastSeen] = field(default_factory=dict)
     reports: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    ended: tuple[Ended, ...] = ()
+    exits: tuple[WorkerExit, ...] = ()
 
     def rank_of(self, worker: int) -> int | None:
         """Its rank in the last view, or when it was lost; before the first view workers have their number."""

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import name_ranks
-from paceline.failure.coordinator_report import Account
+from paceline.failure.coordinator_report import CoordinatorReport
 from paceline.failure.root_cause import Failure
-from paceline.failure.worker_report import Report
+from paceline.failure.worker_report import WorkerReport
 
 _LONGEST = 400
 """Characters of the first line."""
@@ -43,7 +43,7 @@ class Context:
         text: the file with the whole message, likewise.
         checkpoint: the newest one, its step, and when it was written, in seconds since 1970.
         resume: the command that goes on from it.
-        account: what the roster knows.
+        coordinator: what the roster knows.
     """
 
     workers: int
@@ -51,7 +51,7 @@ class Context:
     text: str
     checkpoint: tuple[str, int, float] | None
     resume: str
-    account: Account = field(default_factory=Account)
+    coordinator: CoordinatorReport = field(default_factory=CoordinatorReport)
 
 
 def short(failure: Failure, context: Context) -> list[str]:
@@ -77,8 +77,8 @@ def details(failure: Failure) -> list[str]:
 
 def record(failure: Failure, context: Context) -> dict[str, Any]:
     """The failure as plain data."""
-    cause, scene = failure.cause, failure.scene
-    thrown = cause.thrown if cause else None
+    cause, last_seen = failure.cause, failure.last_seen
+    exception = cause.exception if cause else None
     found = context.checkpoint
     return {
         "kind": failure.kind,
@@ -91,35 +91,37 @@ def record(failure: Failure, context: Context) -> dict[str, Any]:
         "pid": cause.pid or None if cause else None,
         "signal": cause.signal if cause else None,
         "exit_code": cause.exit_code if cause else None,
-        "exception": {"type": thrown.type, "message": thrown.message, "line": thrown.line or None} if thrown else None,
-        "traceback": cause.details if cause and thrown else None,
-        "step": _step(failure, context.account),
-        "operation": scene.doing or None,
-        "line": scene.line or (thrown.line if thrown else "") or None,
-        "waited": {"seconds": round(scene.seconds, 1), "ranks": list(scene.waiting)},
+        "exception": {"type": exception.type, "message": exception.message, "line": exception.line or None}
+        if exception
+        else None,
+        "traceback": cause.details if cause and exception else None,
+        "step": _step(failure, context.coordinator),
+        "operation": last_seen.doing or None,
+        "line": last_seen.line or (exception.line if exception else "") or None,
+        "waited": {"seconds": round(last_seen.seconds, 1), "ranks": list(last_seen.waiting)},
         "done": _done(failure, context),
         "checkpoint": {"path": found[0], "step": found[1]} if found else None,
         "resume": context.resume if found else None,
-        "others": [_told(one, context.account) for one in failure.others],
-        "consequences": [_told(one, context.account) for one in failure.consequences],
+        "others": [_told(one, context.coordinator) for one in failure.others],
+        "consequences": [_told(one, context.coordinator) for one in failure.consequences],
         "time": failure.time,
     }
 
 
-def _told(report: Report, account: Account) -> dict[str, Any]:
-    return {"rank": account.rank_of(report.worker), "worker": report.worker, "message": report.message}
+def _told(report: WorkerReport, coordinator: CoordinatorReport) -> dict[str, Any]:
+    return {"rank": coordinator.rank_of(report.worker), "worker": report.worker, "message": report.message}
 
 
 def _first_line(failure: Failure, context: Context) -> str:
     if failure.cause is None:
         return failure.message
-    if failure.kind == "disagreement" or (failure.kind == "hang" and context.account.kind == "hang"):
+    if failure.kind == "disagreement" or (failure.kind == "hang" and context.coordinator.kind == "hang"):
         line = failure.message
     else:
         line = f"{_name(failure, context)}: {failure.message}"
-    thrown = failure.cause.thrown
-    if thrown is not None and thrown.line:
-        line += f" ({thrown.line})"
+    exception = failure.cause.exception
+    if exception is not None and exception.line:
+        line += f" ({exception.line})"
     return line if len(line) <= _LONGEST or failure.kind == "disagreement" else f"{line[:_LONGEST]} ..."
 
 
@@ -139,15 +141,17 @@ def _who(failure: Failure) -> str:
 
 
 def _when(failure: Failure) -> list[str]:
-    scene = failure.scene
+    last_seen = failure.last_seen
     parts: list[str] = []
-    if scene.step is not None:
-        parts.append(f"at step {scene.step}")
-    if scene.doing:
-        parts.append(f"last heard {scene.doing}" + (f" ({scene.line})" if scene.line else ""))
-    if scene.waiting and scene.seconds >= _WORTH_TELLING and failure.kind != "hang":
-        has = "has" if len(scene.waiting) == 1 else "have"
-        parts.append(f"{name_ranks(scene.waiting)} {has} waited {scene.seconds:.0f} s {scene.where}".rstrip())
+    if last_seen.step is not None:
+        parts.append(f"at step {last_seen.step}")
+    if last_seen.doing:
+        parts.append(f"last heard {last_seen.doing}" + (f" ({last_seen.line})" if last_seen.line else ""))
+    if last_seen.waiting and last_seen.seconds >= _WORTH_TELLING and failure.kind != "hang":
+        has = "has" if len(last_seen.waiting) == 1 else "have"
+        parts.append(
+            f"{name_ranks(last_seen.waiting)} {has} waited {last_seen.seconds:.0f} s {last_seen.where}".rstrip()
+        )
     return [f"when: {', '.join(parts)}"] if parts else []
 
 
@@ -169,8 +173,8 @@ def _others(failure: Failure, context: Context) -> list[str]:
     return lines
 
 
-def _named(reports: list[Report] | tuple[Report, ...], context: Context) -> str:
-    found = {one.worker: context.account.rank_of(one.worker) for one in reports}
+def _named(reports: list[WorkerReport] | tuple[WorkerReport, ...], context: Context) -> str:
+    found = {one.worker: context.coordinator.rank_of(one.worker) for one in reports}
     ranks = [rank for rank in found.values() if rank is not None]
     numbers = [str(worker) for worker, rank in found.items() if rank is None]
     names = [name_ranks(ranks)] if ranks else []
@@ -180,10 +184,10 @@ def _named(reports: list[Report] | tuple[Report, ...], context: Context) -> str:
 
 def _done(failure: Failure, context: Context) -> str:
     parts = []
-    replaced = len(context.account.replaced())
+    replaced = len(context.coordinator.replaced())
     if replaced:
-        parts.append(lost_in_words(context.account))
-    left = context.account.reason.rpartition("; ")[2]
+        parts.append(lost_in_words(context.coordinator))
+    left = context.coordinator.reason.rpartition("; ")[2]
     if "of at least" in left:
         parts.append(left)
     if failure.consequences:
@@ -197,10 +201,10 @@ def _done(failure: Failure, context: Context) -> str:
     return "; ".join(parts)
 
 
-def lost_in_words(account: Account) -> str:
+def lost_in_words(coordinator: CoordinatorReport) -> str:
     """``2 workers were lost on the way; 2 were replaced``."""
-    lost = len(account.replaced()) or len(account.lost)
-    came = min(lost, account.joined)
+    lost = len(coordinator.replaced()) or len(coordinator.lost)
+    came = min(lost, coordinator.joined)
     verbs = ["was" if count == 1 else "were" for count in (lost, came)]
     return f"{lost} worker{'' if lost == 1 else 's'} {verbs[0]} lost on the way; {came} {verbs[1]} replaced"
 
@@ -210,13 +214,13 @@ def _saved_after(failure: Failure, context: Context) -> bool:
     if found is None:
         return False
     if failure.kind in ("preempted", "stopped"):
-        return found[1] >= context.account.step > 0
+        return found[1] >= context.coordinator.step > 0
     return found[2] > failure.time
 
 
 def _checkpoint(failure: Failure, context: Context) -> list[str]:
     if context.checkpoint is None:
-        return ["checkpoint: none"] if failure.scene.step or context.account.step else []
+        return ["checkpoint: none"] if failure.last_seen.step or context.coordinator.step else []
     path, step, written = context.checkpoint
     ago = max(0.0, time.time() - written)
     return [f"checkpoint: {shown_path(path)} (step {step}, written {ago:.0f} s ago)"]
@@ -231,21 +235,21 @@ def shown_path(path: str | Path) -> str:
 
 
 def _cure(failure: Failure, context: Context) -> str:
-    cause, account = failure.cause, context.account
-    if failure.kind == "exception" and cause is not None and cause.thrown is not None:
-        line = cause.thrown.line
+    cause, coordinator = failure.cause, context.coordinator
+    if failure.kind == "exception" and cause is not None and cause.exception is not None:
+        line = cause.exception.line
         return f"look at {line}; the traceback is at the end" if line else "the traceback is at the end"
     if failure.kind == "hang" and cause is not None:
-        place = f"look at {failure.scene.line}" if failure.scene.line else "look at what it printed last"
-        more = "" if account.elastic else "; with --elastic MIN:MAX the others go on without it"
+        place = f"look at {failure.last_seen.line}" if failure.last_seen.line else "look at what it printed last"
+        more = "" if coordinator.elastic else "; with --elastic MIN:MAX the others go on without it"
         return f"{place}; hang_seconds and timeout_seconds are the deadlines{more}"
     cure = _CURES.get(failure.kind, "")
-    if failure.kind == "killed" and not account.elastic:
+    if failure.kind == "killed" and not coordinator.elastic:
         cure += "; with --elastic MIN:MAX the others go on"
     return cure
 
 
-def _step(failure: Failure, account: Account) -> int | None:
-    if failure.scene.step is not None:
-        return failure.scene.step
-    return account.step or None
+def _step(failure: Failure, coordinator: CoordinatorReport) -> int | None:
+    if failure.last_seen.step is not None:
+        return failure.last_seen.step
+    return coordinator.step or None

@@ -13,8 +13,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.excepthook import is_of_user
-from paceline.launch.base import Launch
-from paceline.launch.local import Ended
+from paceline.launch.base import Launch, WorkerExit
 
 _TAIL_LINES = 30
 _LONGEST_TRACEBACK = 500
@@ -40,7 +39,7 @@ _WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 
 
 @dataclass(frozen=True)
-class Thrown:
+class UncaughtException:
     """An exception that nobody caught; ``line`` is where the user's code was: ``train.py:41``, or empty."""
 
     type: str
@@ -59,7 +58,7 @@ class Thrown:
 
 
 @dataclass(frozen=True)
-class Report:
+class WorkerReport:
     """How one worker failed.
 
     Attributes:
@@ -73,7 +72,7 @@ class Report:
         host: name of its machine.
         pid: of the process.
         step: at which it was, if it said so.
-        thrown: the exception, if it was one.
+        exception: the exception, if it was one.
         details: the traceback, or the last lines it printed.
         told: by the worker itself.
         consequence: it only lost another worker.
@@ -90,25 +89,27 @@ class Report:
     host: str = ""
     pid: int = 0
     step: int | None = None
-    thrown: Thrown | None = None
+    exception: UncaughtException | None = None
     details: str = ""
     told: bool = False
     consequence: bool = False
     last_line: str = ""
 
-    def like(self, other: Report) -> bool:
+    def like(self, other: WorkerReport) -> bool:
         """Whether both failed for what looks like the same reason."""
         if self.kind == other.kind == "exit" and self.exit_code != 1:  # no code by chance
             return self.exit_code == other.exit_code
         return (self.message, self.last_line) == (other.message, other.last_line)
 
-    def cut_off(self) -> bool:
+    def caused_by_loss(self) -> bool:
         """Whether it is an error that the loss of another worker brings about."""
-        text = self.thrown.message.lower() if self.thrown else ""
+        text = self.exception.message.lower() if self.exception else ""
         return any(words in text for words in _CUT_OFF)
 
 
-def report_of(launch: Launch, ended: Ended, seen: int | None, record: Mapping[str, Any] | None = None) -> Report:
+def report_of(
+    launch: Launch, ended: WorkerExit, seen: int | None, record: Mapping[str, Any] | None = None
+) -> WorkerReport:
     """How a worker failed.
 
     Args:
@@ -117,8 +118,8 @@ def report_of(launch: Launch, ended: Ended, seen: int | None, record: Mapping[st
         seen: the worker whose output the user has seen already.
         record: what it said itself, if that is not in the run's directory.
     """
-    plain = Report(
-        ended.rank,
+    plain = WorkerReport(
+        ended.worker,
         "exit",
         f"ended with exit code {ended.code}",
         ended.time,
@@ -128,11 +129,11 @@ def report_of(launch: Launch, ended: Ended, seen: int | None, record: Mapping[st
         host=platform.node(),
         pid=ended.pid,
     )
-    record = record_of(launch, ended.rank) if record is None else record
+    record = record_of(launch, ended.worker) if record is None else record
     try:
         if record:
-            return _by_itself(plain, record, ended.starved)
-        return _unreported(plain, ended, tail(launch, ended.rank, _LONGEST_TRACEBACK), seen)
+            return _by_itself(plain, record, ended.out_of_memory)
+        return _unreported(plain, ended, tail(launch, ended.worker, _LONGEST_TRACEBACK), seen)
     except (ValueError, KeyError, TypeError):
         return plain
 
@@ -147,13 +148,15 @@ def record_of(launch: Launch, worker: int) -> dict[str, Any]:
         return {}
 
 
-def _by_itself(plain: Report, record: Mapping[str, Any], starved: bool) -> Report:
-    thrown = Thrown(str(record["type"]).rpartition(".")[2], str(record["message"]), str(record.get("line") or ""))
-    report = _by_exception(plain, thrown)
-    if starved and "killed by signal" in thrown.message:
-        message = f"a process of its data loader ran out of memory (the kernel ended it): {thrown.short}"
+def _by_itself(plain: WorkerReport, record: Mapping[str, Any], out_of_memory: bool) -> WorkerReport:
+    exception = UncaughtException(
+        str(record["type"]).rpartition(".")[2], str(record["message"]), str(record.get("line") or "")
+    )
+    report = _by_exception(plain, exception)
+    if out_of_memory and "killed by signal" in exception.message:
+        message = f"a process of its data loader ran out of memory (the kernel ended it): {exception.short}"
         report = replace(report, kind="out-of-memory", message=message)
-    own = getattr(errors, thrown.type, None)
+    own = getattr(errors, exception.type, None)
     return replace(
         report,
         time=float(record["time"]),
@@ -167,24 +170,24 @@ def _by_itself(plain: Report, record: Mapping[str, Any], starved: bool) -> Repor
     )
 
 
-def _by_exception(plain: Report, thrown: Thrown) -> Report:
-    kind = _KINDS.get(thrown.type, "exception")
-    text = f"{thrown.type}: {thrown.message}".lower()
-    message = thrown.short
-    if thrown.type in ("MemoryError", "OutOfMemoryError") or any(words in text for words in _NO_MEMORY):
+def _by_exception(plain: WorkerReport, exception: UncaughtException) -> WorkerReport:
+    kind = _KINDS.get(exception.type, "exception")
+    text = f"{exception.type}: {exception.message}".lower()
+    message = exception.short
+    if exception.type in ("MemoryError", "OutOfMemoryError") or any(words in text for words in _NO_MEMORY):
         kind, message = "out-of-memory", f"ran out of {'GPU ' if 'cuda' in text else ''}memory: {message}"
     elif any(words in text for words in _PORT_TAKEN):
         kind = "port"
-    return replace(plain, kind=kind, message=message, thrown=thrown)
+    return replace(plain, kind=kind, message=message, exception=exception)
 
 
-def _unreported(plain: Report, ended: Ended, lines: list[str], seen: int | None) -> Report:
+def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: int | None) -> WorkerReport:
     last_line = lines[-1] if lines else ""
-    if ended.code == 1 and (found := thrown_in(lines)) is not None:
-        thrown, text = found
-        return replace(_by_exception(plain, thrown), details=text)
+    if ended.code == 1 and (found := exception_in(lines)) is not None:
+        exception, text = found
+        return replace(_by_exception(plain, exception), details=text)
     lines = lines[-_TAIL_LINES:]
-    details = "the last lines it printed:\n" + "\n".join(lines) if lines and ended.rank != seen else ""
+    details = "the last lines it printed:\n" + "\n".join(lines) if lines and ended.worker != seen else ""
     plain = replace(plain, details=details, last_line=last_line)
     if ended.code >= 0:
         taken = any(words in "\n".join(lines).lower() for words in _PORT_TAKEN)
@@ -193,7 +196,7 @@ def _unreported(plain: Report, ended: Ended, lines: list[str], seen: int | None)
     if -ended.code in _CRASHES:
         return replace(plain, kind="crashed", message=message)
     plain = replace(plain, code=errors.WorkerLost.exit_code)
-    if ended.code == -signal.SIGKILL and ended.starved:
+    if ended.code == -signal.SIGKILL and ended.out_of_memory:
         return replace(plain, kind="out-of-memory", message="ran out of memory (the kernel ended it)")
     return replace(plain, kind="killed", message=message)
 
@@ -206,7 +209,7 @@ def signal_name(number: int) -> str:
         return str(number)
 
 
-def thrown_in(lines: list[str]) -> tuple[Thrown, str] | None:
+def exception_in(lines: list[str]) -> tuple[UncaughtException, str] | None:
     """The last exception that Python printed, and its traceback."""
     starts = [number for number, line in enumerate(lines) if line == _HEADER]
     if not starts:
@@ -222,8 +225,8 @@ def thrown_in(lines: list[str]) -> tuple[Thrown, str] | None:
             where = f"{Path(frame[1]).name}:{frame[2]}"
         found = _EXCEPTION.match(lines[number])
         if found and number > starts[-1]:
-            thrown = Thrown(found[1].rpartition(".")[2], found[2] or "", where)
-            return thrown, "\n".join(lines[starts[-1] : number + 1])
+            exception = UncaughtException(found[1].rpartition(".")[2], found[2] or "", where)
+            return exception, "\n".join(lines[starts[-1] : number + 1])
     return None
 
 

@@ -1,16 +1,24 @@
-"""What to start, as plain data: :class:`Request` is what the user asked for, :class:`Launch` what happens.
+"""What a launcher is: it decides as data what to start, starts it, waits, and says how each worker ended.
 
-A worker is an ordinary process that runs the script. It learns who it is from torchrun's variables and where
-the run is kept from ``PACELINE_RUN``.
+::
+
+    Request ── decide ──> Launch ── start ──> WorkerProcess ── poll ──> WorkerExit
+    what the user         how each worker     one worker                its exit code,
+    asked for             starts                                        and why
+
+A worker is an ordinary process that runs the script. It learns its rank from torchrun's variables and the run
+directory from ``PACELINE_RUN``.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from paceline import env
 from paceline.settings import Settings
@@ -30,15 +38,16 @@ class Request:
     runs: Path = Path("runs")
     name: str | None = None
     port: int | None = None
-    least: int | None = None  # fewer workers do not train; none: all or nothing
+    least: int | None = None  # training waits below this number of workers; None: every loss ends the run
     most: int | None = None
-    standby: int = 0  # workers that wait to take the place of lost ones
-    patience_seconds: float = 600.0  # for replacements, below the least number
+    standby: int = 0  # workers that wait to replace lost ones
+    patience_seconds: float = 600.0  # to wait for replacements below the least number
     grace_seconds: float = 25.0  # to finish a step and save after a signal
-    nodes: tuple[int, int] | None = None  # fewest and most machines; none: this one alone
+    nodes: tuple[int, int] | None = None  # fewest and most machines; None: this one alone
     rendezvous: str | None = None  # host:port of the first machine
-    first: int = 0  # the number of the first worker here; above zero on other machines than the first
+    first: int = 0  # number of the first worker here; above zero on all machines but the first
     environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
+    launcher: str = "local"  # a name in the registry
 
     @property
     def elastic(self) -> bool:
@@ -60,6 +69,16 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class WorkerSpec:
+    """How one worker starts."""
+
+    number: int
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    cores: frozenset[int] = frozenset()  # empty: the system decides
+
+
+@dataclass(frozen=True)
 class Launch:
     """Everything that decides how the workers start."""
 
@@ -69,24 +88,25 @@ class Launch:
     run: Path
     environment: Mapping[str, str]  # the same for every worker
     cores: tuple[frozenset[int], ...] = ()  # of each worker; empty: the system decides
-    roster: str | None = None  # where workers find each other; none: by torchrun's variables
+    coordinator: str | None = None  # host:port where workers find each other; None: by torchrun's variables
     first: int = 0
     grace_seconds: float = 25.0
+    launcher: str = "local"
 
-    def command(self) -> list[str]:
+    def command(self) -> tuple[str, ...]:
         """What each worker executes."""
-        return [sys.executable, "-u", str(self.script), *self.arguments]
+        return (sys.executable, "-u", str(self.script), *self.arguments)
 
-    def worker_environment(self, number: int, place: int | None = None) -> dict[str, str]:
-        """The variables of one worker; ``place`` is its local rank, and with it its device."""
-        place = (number - self.first) % self.workers if place is None else place
-        mine = {name: str(place) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-        if self.roster is not None:
-            mine |= {env.ROSTER: self.roster, env.WORKER: str(number)}
-        return {**self.environment, **mine}
+    def worker(self, number: int, local_rank: int) -> WorkerSpec:
+        """How one worker starts; its device follows from its local rank."""
+        own = {name: str(local_rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
+        if self.coordinator is not None:
+            own |= {env.COORDINATOR: self.coordinator, env.WORKER: str(number)}
+        cores = self.cores[number % len(self.cores)] if self.cores else frozenset()
+        return WorkerSpec(number, self.command(), {**self.environment, **own}, cores)
 
     def name(self, number: int) -> str:
-        """What the files of a worker are called: by its rank, or by its number if it was started to join later."""
+        """Name the files of a worker: by its rank, or by its number if it was started to join later."""
         return f"rank-{number}" if number < self.workers else f"worker-{number}"
 
     def output(self, number: int) -> Path:
@@ -94,12 +114,105 @@ class Launch:
         return self.run / "output" / f"{self.name(number)}.log"
 
     def error(self, number: int) -> Path:
-        """The file in which a worker says why it failed."""
+        """The file in which a worker reports why it failed."""
         return self.run / "errors" / f"{self.name(number)}.json"
 
 
+@dataclass(frozen=True)
+class WorkerExit:
+    """How one worker ended."""
+
+    worker: int  # its number: its rank at the start
+    code: int  # negative: the signal that killed it
+    time: float
+    stopped: bool  # the launcher had asked it to end
+    tolerated: bool = False  # training went on without it
+    pid: int = 0
+    out_of_memory: bool = False  # the kernel had just killed a process for lack of memory
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: 128 + the signal."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a launch ended."""
+
+    exits: tuple[WorkerExit, ...]
+    signal: int | None  # sent to the launcher
+    seconds: float
+
+
+class WorkerProcess(Protocol):
+    """A worker that was started; ``subprocess.Popen`` is one."""
+
+    @property
+    def pid(self) -> int:
+        """The process on this machine; 0 if it runs elsewhere."""
+        ...
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while the worker runs."""
+        ...
+
+    def send_signal(self, sig: int, /) -> None:
+        """Send a signal to the worker alone."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the worker and all that it started, even if the worker itself has ended."""
+        ...
+
+
+class Launcher(ABC):
+    """One kind of place where workers run: a file of this folder and a line in ``registry.py``.
+
+    A new launcher must write ``start``. There is one instance for each launch.
+    """
+
+    @classmethod
+    def decide(
+        cls,
+        request: Request,
+        settings: Settings,
+        machine: Machine,
+        inherited: Mapping[str, str],
+        run: Path,
+        port: int,
+    ) -> Launch:
+        """Decide everything about a launch; nothing is touched yet.
+
+        Args:
+            request: what the user asked for.
+            settings: as far as they are known before the script runs.
+            machine: this machine.
+            inherited: environment variables for the workers.
+            run: the run directory.
+            port: a free one.
+        """
+        return lay_out(request, settings, machine, inherited, run, port)
+
+    @abstractmethod
+    def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
+        """Start a worker that prints to these two file descriptors, which the caller closes.
+
+        Raises:
+            OSError: it could not be started.
+        """
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the worker that has just failed was killed for lack of memory, as far as that is known."""
+        return False
+
+    def close(self) -> None:
+        """Free what the launcher holds; all workers have ended."""
+        return None
+
+
 def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[int], ...]:
-    """The cores of each worker: those of one memory domain, or of several when there are fewer workers.
+    """Bind each worker to the cores of one memory domain, or of several if there are fewer workers.
 
     ::
 
@@ -118,7 +231,7 @@ def bind(domains: tuple[frozenset[int], ...], workers: int) -> tuple[frozenset[i
 
 
 def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
-    """How many threads each worker computes with."""
+    """Choose how many threads each worker computes with."""
     if settings.threads is not None:
         return settings.threads
     return 1 if settings.exact else max(1, cores // workers)
@@ -138,7 +251,7 @@ def lay_out(
         "PYTHONHASHSEED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # what breaks when a worker is lost is told once, by us
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
         "OMP_NUM_THREADS": str(threads_per_worker(settings, request.workers, len(machine.cores))),
         **inherited,
         **request.environment,
@@ -171,4 +284,5 @@ def lay_out(
         cores=bind(machine.domains, request.workers),
         grace_seconds=request.grace_seconds,
         first=request.first,
+        launcher=request.launcher,
     )

@@ -1,11 +1,10 @@
-"""What rank 0 prints: raw and complete into its file, and line by line to whoever shows it."""
+"""What rank 0 prints: raw and complete into its log, and line by line to whoever shows it."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
-from typing import IO
 
 Show = Callable[[str, str], None]
 """Called with ``stdout`` or ``stderr`` and one line, from a thread of its own for each of the two."""
@@ -43,9 +42,9 @@ def _text(line: bytes) -> str:
 
 
 class Stream:
-    """Copies one pipe of a worker to a file and to ``show``, until the pipe ends."""
+    """Copies one pipe of a worker to its log and to ``show``, until the pipe ends; then closes it."""
 
-    def __init__(self, name: str, pipe: IO[bytes], log: int, show: Show) -> None:
+    def __init__(self, name: str, pipe: int, log: int, show: Show) -> None:
         self._thread = threading.Thread(
             target=self._copy, args=(name, pipe, log, show), name=f"paceline-{name}", daemon=True
         )
@@ -57,13 +56,15 @@ class Stream:
         return not self._thread.is_alive()
 
     @staticmethod
-    def _copy(name: str, pipe: IO[bytes], log: int, show: Show) -> None:
+    def _copy(name: str, pipe: int, log: int, show: Show) -> None:
         lines, kept = Lines(), b""
-        with pipe:
-            while data := os.read(pipe.fileno(), 1 << 16):
+        try:
+            while data := os.read(pipe, 1 << 16):
                 kept = _write_lines(log, kept + data)
                 for line in lines.take(data):
                     show(name, line)
+        finally:
+            os.close(pipe)
         _write(log, kept)
         for line in lines.rest():
             show(name, line)

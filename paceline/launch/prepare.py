@@ -7,7 +7,8 @@ import os
 from paceline import config, env
 from paceline.errors import ConfigError
 from paceline.launch import machine, runs
-from paceline.launch.base import Launch, Request, lay_out
+from paceline.launch.base import Launch, Request
+from paceline.launch.registry import launcher_named
 from paceline.settings import Settings
 
 
@@ -25,11 +26,12 @@ def prepare(request: Request, interface: str | None = None) -> Launch:
     check(request)
     settings = known_settings(request)
     here = machine.look()
-    machine.choose_port(request.port)  # for the roster
+    machine.choose_port(request.port)  # of the coordinator
     inherited = env.inherited()
     if interface is not None:
         inherited = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **inherited}
-    launch = lay_out(request, settings, here, inherited, runs.choose(request), machine.choose_port(None))
+    launcher = launcher_named(request.launcher)
+    launch = launcher.decide(request, settings, here, inherited, runs.choose(request), machine.choose_port(None))
     runs.make(launch, request, here)
     return launch
 

@@ -10,7 +10,7 @@ from paceline.cli.report import alerts_of, resume_command, summary
 from paceline.coordinator.hang_detection import Place
 from paceline.coordinator.watch import Alert, Watch
 from paceline.errors import EXIT_CODES
-from paceline.failure.coordinator_report import Account, Loss
+from paceline.failure.coordinator_report import CoordinatorReport, LostWorker
 from paceline.launch.base import Launch, Request
 from paceline.launch.runs import newest_checkpoint
 
@@ -90,9 +90,12 @@ def test_the_roll_is_called_again_when_the_deadline_has_passed_again() -> None:
 
 
 def test_the_last_line_counts_the_lost() -> None:
-    assert summary(Account()) == ""
-    lost = tuple(Loss(number, number, "", False, 0.0) for number in (1, 2))
-    assert summary(Account(ranks={0: 0, 3: 1}, lost=lost, joined=1)) == "2 workers were lost on the way; 1 was replaced"
+    assert summary(CoordinatorReport()) == ""
+    lost = tuple(LostWorker(number, number, "", False, 0.0) for number in (1, 2))
+    assert (
+        summary(CoordinatorReport(ranks={0: 0, 3: 1}, lost=lost, joined=1))
+        == "2 workers were lost on the way; 1 was replaced"
+    )
 
 
 def test_a_checkpoint_elsewhere_is_found_in_the_records(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """``paceline run`` whose launcher and workers are copies of one process that has imported torch already.
 
 A worker starts in 0.1 s instead of 3 s. All else is as it is for a user: the launcher is a process of its own with the
-real command line, each worker is a child of it with its own session, pipes, environment and exit code. Only what the
-launcher calls to start a process is another one: :class:`Copy` stands for ``subprocess.Popen``.
+real command line, each worker is a child of it with its own session, pipes, environment and exit code.
+:class:`ForkLauncher` stands for the local launcher in the registry.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import importlib
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
+
+from paceline.launch import local, registry
+from paceline.launch.base import WorkerSpec
 
 MODULES = ("torch._dynamo", "torch.distributed.checkpoint", "paceline.session", "paceline.cli.run", "subjects", "crew")
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
@@ -28,28 +30,18 @@ WHERE = signal.SIGUSR2
 
 
 class Copy:
-    """A copy of this process that runs a script, in the manner of ``subprocess.Popen``."""
+    """A copy of this process that runs a script."""
 
-    def __init__(self, command: list[str], *, env: dict[str, str], preexec_fn: Callable[[], None], **_: object) -> None:
-        (read_out, out), (read_err, err) = os.pipe(), os.pipe()
+    def __init__(self, worker: WorkerSpec, out: int, err: int) -> None:
         self._code: int | None = None
+        prepare = local.prepare_child(worker.cores)
         self.pid = os.fork()
         if self.pid == 0:
-            _be_worker(command[2:], env, preexec_fn, out, err)
-        for end in (out, err):
-            os.close(end)
-        self.stdout: IO[bytes] = open(read_out, "rb")  # noqa: SIM115
-        self.stderr: IO[bytes] = open(read_err, "rb")  # noqa: SIM115
+            _be_worker(worker.command[2:], worker.environment, prepare, out, err)
 
     def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._reap(0)
-
-    def _reap(self, how: int) -> int | None:
         if self._code is None:
-            pid, status = os.waitpid(self.pid, how)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
@@ -57,9 +49,17 @@ class Copy:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def kill(self) -> None:
+        local.kill_group(self.pid)
+
+
+class ForkLauncher(local.LocalLauncher):
+    def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> Copy:
+        return Copy(worker, stdout, stderr)
+
 
 def _be_worker(
-    words: list[str], environment: dict[str, str], prepare: Callable[[], None], out: int, err: int
+    words: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None], out: int, err: int
 ) -> NoReturn:
     """Become the worker, and end as it does."""
     code = 1
@@ -73,13 +73,13 @@ def _be_worker(
         for opened in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2}:
             os.dup2(0, opened, inheritable=False)  # what the launcher had open; objects here may still name it
         faulthandler.register(WHERE, file=sys.stderr, all_threads=True)
-        sys.argv = words
+        sys.argv = list(words)
         code = _run(words[0])
     finally:
         os._exit(code)
 
 
-def _take(environment: dict[str, str], given: str, out: int, err: int) -> None:
+def _take(environment: Mapping[str, str], given: str, out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
     for stream, opened in enumerate((os.open(given, os.O_RDWR), out, err)):
@@ -111,29 +111,17 @@ def _code_of(call: Callable[[], object]) -> int:
     return 0
 
 
-class _Starting:
-    """The module ``subprocess``, but for how a script is started."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(subprocess, name)
-
-    @staticmethod
-    def Popen(command: list[str], **more: Any) -> Any:
-        return (Copy if command[0] == sys.executable else subprocess.Popen)(command, **more)
-
-
 def _launch(told: dict[str, Any]) -> NoReturn:
     """Be the launcher."""
     code = 1
     try:
         from paceline.cli.main import main
-        from paceline.launch import local
 
         os.setsid()
         os.chdir(told["directory"])
         out, err = (os.open(told[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) for name in ("out", "err"))
         _take(told["environment"], os.devnull, out, err)
-        local.subprocess = _Starting()  # type: ignore[attr-defined]
+        registry.register("local", ForkLauncher)
         code = _code_of(lambda: main(told["words"]))
     finally:
         os._exit(code)

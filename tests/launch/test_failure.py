@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.errors import name_ranks
-from paceline.failure.coordinator_report import Account, Loss, Scene
+from paceline.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
 from paceline.failure.message import Context, details, lost_in_words, record, short
 from paceline.failure.root_cause import Failure, diagnose
-from paceline.launch.base import Launch
-from paceline.launch.local import Ended, RunResult
+from paceline.launch.base import Launch, RunResult, WorkerExit
 
 BOTH = {0: 0, 1: 1}
 
@@ -20,13 +19,13 @@ class Scenario:
     """A run that has ended, told rank by rank."""
 
     def __init__(self, run: Path) -> None:
-        self.ended: list[Ended] = []
+        self.ended: list[WorkerExit] = []
         self._launch = Launch(Path("train.py"), (), 0, run, {})
         (run / "errors").mkdir()
         (run / "output").mkdir()
 
     def ends(self, rank: int, code: int, time: float = 0.0, output: str = "", **more: Any) -> "Scenario":
-        self.ended.append(Ended(rank, code, time, more.pop("stopped", False), **more))
+        self.ended.append(WorkerExit(rank, code, time, more.pop("stopped", False), **more))
         self._launch.output(rank).write_text(output)
         return self
 
@@ -42,90 +41,94 @@ class Scenario:
         self._launch.error(rank).write_text(json.dumps(report))
         return self.ends(rank, 5 if consequence else 1, time)
 
-    def failure(self, account: Account | None = None, number: int | None = None) -> Failure:
-        found = diagnose(self._launch, RunResult(tuple(self.ended), number, 1.0), account)
+    def failure(self, coordinator: CoordinatorReport | None = None, number: int | None = None) -> Failure:
+        found = diagnose(self._launch, RunResult(tuple(self.ended), number, 1.0), coordinator)
         assert found is not None
         return found
 
-    def context(self, account: Account | None = None) -> Context:
-        return Context(len(self.ended), "runs/a/output", "runs/a/failure.txt", None, "", account or Account())
+    def context(self, coordinator: CoordinatorReport | None = None) -> Context:
+        return Context(
+            len(self.ended), "runs/a/output", "runs/a/failure.txt", None, "", coordinator or CoordinatorReport()
+        )
 
-    def lines(self, account: Account | None = None, number: int | None = None) -> list[str]:
-        failure = self.failure(account, number)
-        lines = short(failure, self.context(account))
+    def lines(self, coordinator: CoordinatorReport | None = None, number: int | None = None) -> list[str]:
+        failure = self.failure(coordinator, number)
+        lines = short(failure, self.context(coordinator))
         assert len(lines) <= 10
         return lines + details(failure)
 
-    def record(self, account: Account | None = None) -> Mapping[str, Any]:
-        return record(self.failure(account), self.context(account))
+    def record(self, coordinator: CoordinatorReport | None = None) -> Mapping[str, Any]:
+        return record(self.failure(coordinator), self.context(coordinator))
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Scenario:
+def scenario(tmp_path: Path) -> Scenario:
     return Scenario(tmp_path)
 
 
-def test_the_cause_comes_first_and_the_consequences_in_one_line(scene: Scenario) -> None:
-    scene.reports(0, "WorkerLost", "rank 1 went away", 1.0, consequence=True)
-    scene.reports(1, "NonFiniteLoss", "step 3: the loss is NaN", 2.0)
-    scene.ends(2, -signal.SIGTERM, 3.0, stopped=True)
-    lines = scene.lines()
+def test_the_cause_comes_first_and_the_consequences_in_one_line(scenario: Scenario) -> None:
+    scenario.reports(0, "WorkerLost", "rank 1 went away", 1.0, consequence=True)
+    scenario.reports(1, "NonFiniteLoss", "step 3: the loss is NaN", 2.0)
+    scenario.ends(2, -signal.SIGTERM, 3.0, stopped=True)
+    lines = scenario.lines()
     assert lines[0] == "rank 1: step 3: the loss is NaN (train.py:41)"
     assert "ranks 0, 2 stopped because they lost rank 1; what they report follows from that" in lines
-    assert [one["rank"] for one in scene.record()["consequences"]] == [0, 2]
+    assert [one["rank"] for one in scenario.record()["consequences"]] == [0, 2]
 
 
-def test_an_error_of_the_script_comes_with_its_traceback_at_the_end(scene: Scenario) -> None:
-    lines = scene.reports(0, "ValueError", "bad", 1.0).ends(1, -9, 2.0, stopped=True).lines()
+def test_an_error_of_the_script_comes_with_its_traceback_at_the_end(scenario: Scenario) -> None:
+    lines = scenario.reports(0, "ValueError", "bad", 1.0).ends(1, -9, 2.0, stopped=True).lines()
     assert (lines[0], lines[-1]) == ("rank 0: ValueError: bad (train.py:41)", "TRACE")
     assert "fix: look at train.py:41; the traceback is at the end" in lines
 
 
-def test_the_earliest_cause_wins_and_the_others_are_named(scene: Scenario) -> None:
-    scene.reports(0, "ValueError", "late", 2.0).reports(1, "KeyError", "early", 1.0)
-    lines = scene.lines()
+def test_the_earliest_cause_wins_and_the_others_are_named(scenario: Scenario) -> None:
+    scenario.reports(0, "ValueError", "late", 2.0).reports(1, "KeyError", "early", 1.0)
+    lines = scenario.lines()
     assert lines[0] == "rank 1: KeyError: early (train.py:41)"
     assert "rank 0 failed too: ValueError: late" in lines
 
 
-def test_one_message_for_all(scene: Scenario) -> None:
+def test_one_message_for_all(scenario: Scenario) -> None:
     for rank in range(4):
-        scene.reports(rank, "InputError", "the data set is empty", float(rank))
-    assert scene.lines()[0] == "all 4 workers: the data set is empty (train.py:41)"
-    assert (scene.failure().code, scene.failure().kind) == (2, "input")
+        scenario.reports(rank, "InputError", "the data set is empty", float(rank))
+    assert scenario.lines()[0] == "all 4 workers: the data set is empty (train.py:41)"
+    assert (scenario.failure().code, scenario.failure().kind) == (2, "input")
 
 
-def test_a_connection_that_was_closed_is_no_cause(scene: Scenario) -> None:
-    scene.reports(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]", 0.5).ends(1, -9, 1.0)
-    assert scene.lines()[0] == "rank 1: was ended by signal 9 (SIGKILL)"
+def test_a_connection_that_was_closed_is_no_cause(scenario: Scenario) -> None:
+    scenario.reports(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]", 0.5).ends(1, -9, 1.0)
+    assert scenario.lines()[0] == "rank 1: was ended by signal 9 (SIGKILL)"
 
 
-def test_a_closed_connection_alone_is_the_cause(scene: Scenario) -> None:
-    scene.reports(0, "RuntimeError", "Connection closed by peer", 0.5).reports(1, "RuntimeError", "broken pipe", 1.0)
-    assert scene.lines()[0] == "rank 0: RuntimeError: Connection closed by peer (train.py:41)"
+def test_a_closed_connection_alone_is_the_cause(scenario: Scenario) -> None:
+    scenario.reports(0, "RuntimeError", "Connection closed by peer", 0.5).reports(1, "RuntimeError", "broken pipe", 1.0)
+    assert scenario.lines()[0] == "rank 0: RuntimeError: Connection closed by peer (train.py:41)"
 
 
 @pytest.mark.parametrize(
     ("number", "code", "kind"), [(signal.SIGKILL, 5, "killed"), (signal.SIGSEGV, 139, "crashed")], ids=str
 )
-def test_a_signal_is_a_cause(scene: Scenario, number: signal.Signals, code: int, kind: str) -> None:
-    scene.reports(0, "WorkerLost", "rank 1 went away", 0.5, consequence=True).ends(1, -number, 1.0, pid=42)
-    assert scene.lines()[0] == f"rank 1: was ended by signal {number.value} ({number.name})"
-    told = scene.record()
+def test_a_signal_is_a_cause(scenario: Scenario, number: signal.Signals, code: int, kind: str) -> None:
+    scenario.reports(0, "WorkerLost", "rank 1 went away", 0.5, consequence=True).ends(1, -number, 1.0, pid=42)
+    assert scenario.lines()[0] == f"rank 1: was ended by signal {number.value} ({number.name})"
+    told = scenario.record()
     assert (told["code"], told["kind"], told["signal"], told["pid"]) == (code, kind, number, 42)
     assert told["exit_code"] is None
 
 
-def test_the_kernel_ended_it_for_lack_of_memory(scene: Scenario) -> None:
-    scene.ends(0, 5, 2.0, stopped=True).ends(1, -9, 1.0, starved=True)
-    assert scene.lines()[0] == "rank 1: ran out of memory (the kernel ended it)"
-    assert scene.record()["kind"] == "out-of-memory"
+def test_the_kernel_ended_it_for_lack_of_memory(scenario: Scenario) -> None:
+    scenario.ends(0, 5, 2.0, stopped=True).ends(1, -9, 1.0, out_of_memory=True)
+    assert scenario.lines()[0] == "rank 1: ran out of memory (the kernel ended it)"
+    assert scenario.record()["kind"] == "out-of-memory"
 
 
-def test_the_kernel_ended_a_data_loader(scene: Scenario) -> None:
-    scene.reports(0, "RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")
-    scene.ended[0] = Ended(0, 1, 1.0, False, starved=True)
-    assert scene.lines()[0].startswith("rank 0: a process of its data loader ran out of memory (the kernel ended it): ")
+def test_the_kernel_ended_a_data_loader(scenario: Scenario) -> None:
+    scenario.reports(0, "RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")
+    scenario.ended[0] = WorkerExit(0, 1, 1.0, False, out_of_memory=True)
+    assert scenario.lines()[0].startswith(
+        "rank 0: a process of its data loader ran out of memory (the kernel ended it): "
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,23 +139,23 @@ def test_the_kernel_ended_a_data_loader(scene: Scenario) -> None:
         ("RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried", "ran out of memory: RuntimeError"),
     ],
 )
-def test_memory_by_exception(scene: Scenario, kind: str, message: str, says: str) -> None:
-    scene.reports(0, kind, message)
-    assert scene.lines()[0].startswith(f"rank 0: {says}")
-    assert (scene.record()["kind"], scene.record()["code"]) == ("out-of-memory", 1)
+def test_memory_by_exception(scenario: Scenario, kind: str, message: str, says: str) -> None:
+    scenario.reports(0, kind, message)
+    assert scenario.lines()[0].startswith(f"rank 0: {says}")
+    assert (scenario.record()["kind"], scenario.record()["code"]) == ("out-of-memory", 1)
 
 
-def test_a_death_without_report_shows_the_last_lines_at_the_end(scene: Scenario) -> None:
-    scene.ends(0, 0).ends(1, 3, output="".join(f"line {number}\n" for number in range(40)))
-    lines = scene.lines()
+def test_a_death_without_report_shows_the_last_lines_at_the_end(scenario: Scenario) -> None:
+    scenario.ends(0, 0).ends(1, 3, output="".join(f"line {number}\n" for number in range(40)))
+    lines = scenario.lines()
     assert lines[0] == "rank 1: ended with exit code 3"
     assert lines[-30:] == [f"line {number}" for number in range(10, 40)]
 
 
-def test_rank_0_speaks_for_all_who_printed_the_same(scene: Scenario) -> None:
-    scene.ends(1, 2, 1.0, "usage: train.py\n").ends(0, 2, 2.0, "usage: train.py\n")
-    assert scene.lines()[0] == "all 2 workers: ended with exit code 2"
-    assert details(scene.failure()) == []
+def test_rank_0_speaks_for_all_who_printed_the_same(scenario: Scenario) -> None:
+    scenario.ends(1, 2, 1.0, "usage: train.py\n").ends(0, 2, 2.0, "usage: train.py\n")
+    assert scenario.lines()[0] == "all 2 workers: ended with exit code 2"
+    assert details(scenario.failure()) == []
 
 
 TRACE = """\
@@ -166,89 +169,93 @@ ValueError: bad
 """
 
 
-def test_an_exception_that_was_only_printed_is_found(scene: Scenario) -> None:
-    scene.ends(0, 5, 2.0, stopped=True).ends(1, 1, 1.0, TRACE + "[W123] destroy_process_group was not called\n")
-    lines = scene.lines()
+def test_an_exception_that_was_only_printed_is_found(scenario: Scenario) -> None:
+    scenario.ends(0, 5, 2.0, stopped=True).ends(1, 1, 1.0, TRACE + "[W123] destroy_process_group was not called\n")
+    lines = scenario.lines()
     assert (lines[0], lines[-1]) == ("rank 1: ValueError: bad (reader.py:3)", "ValueError: bad")
-    assert scene.record()["exception"] == {"type": "ValueError", "message": "bad", "line": "reader.py:3"}
+    assert scenario.record()["exception"] == {"type": "ValueError", "message": "bad", "line": "reader.py:3"}
 
 
-def test_a_syntax_error_is_found(scene: Scenario) -> None:
-    scene.ends(0, 1, 1.0, '  File "/home/me/train.py", line 3\n    if\n      ^\nSyntaxError: invalid syntax\n')
-    lines = scene.lines()
+def test_a_syntax_error_is_found(scenario: Scenario) -> None:
+    scenario.ends(0, 1, 1.0, '  File "/home/me/train.py", line 3\n    if\n      ^\nSyntaxError: invalid syntax\n')
+    lines = scenario.lines()
     assert (lines[0], lines[-1]) == (
         "rank 0: SyntaxError: invalid syntax (train.py:3)",
         "SyntaxError: invalid syntax",
     )
 
 
-def test_equal_exit_codes_are_not_equal_reasons(scene: Scenario) -> None:
-    scene.ends(0, 1, 2.0, "ConnectionError: closed").ends(1, 1, 1.0, "ValueError: bad")
-    lines = scene.lines()
+def test_equal_exit_codes_are_not_equal_reasons(scenario: Scenario) -> None:
+    scenario.ends(0, 1, 2.0, "ConnectionError: closed").ends(1, 1, 1.0, "ValueError: bad")
+    lines = scenario.lines()
     assert lines[0] == "rank 1: ended with exit code 1"
     assert lines[-1] == "ValueError: bad"
 
 
-def test_an_error_in_a_data_loader_is_told_by_its_own_name(scene: Scenario) -> None:
+def test_an_error_in_a_data_loader_is_told_by_its_own_name(scenario: Scenario) -> None:
     text = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n ...\n"
-    scene.reports(0, "KeyError", f"{text}KeyError: 'image 7'\n")
-    assert scene.lines()[0] == "rank 0: KeyError: 'image 7' (train.py:41)"
+    scenario.reports(0, "KeyError", f"{text}KeyError: 'image 7'\n")
+    assert scenario.lines()[0] == "rank 0: KeyError: 'image 7' (train.py:41)"
 
 
-def test_a_worker_that_left_early_is_the_cause(scene: Scenario) -> None:
-    scene.ends(1, 0, 1.0).reports(0, "WorkerLost", "rank 1 went away", 2.0, consequence=True)
-    assert scene.lines()[0] == "rank 1: the script ended while the other workers were still training"
-    assert (scene.failure().code, scene.failure().kind) == (1, "ended-early")
+def test_a_worker_that_left_early_is_the_cause(scenario: Scenario) -> None:
+    scenario.ends(1, 0, 1.0).reports(0, "WorkerLost", "rank 1 went away", 2.0, consequence=True)
+    assert scenario.lines()[0] == "rank 1: the script ended while the other workers were still training"
+    assert (scenario.failure().code, scenario.failure().kind) == (1, "ended-early")
 
 
-def test_only_consequences_show_the_first(scene: Scenario) -> None:
+def test_only_consequences_show_the_first(scenario: Scenario) -> None:
     for rank in (0, 1):
-        scene.reports(rank, "WorkerLost", f"{1 - rank} is silent", float(rank), consequence=True)
-    lines = scene.lines()
+        scenario.reports(rank, "WorkerLost", f"{1 - rank} is silent", float(rank), consequence=True)
+    lines = scenario.lines()
     assert lines[0] == "rank 0: 1 is silent (train.py:41)"
     assert "rank 1 stopped after that" in lines
 
 
-def test_a_taken_port_gets_advice(scene: Scenario) -> None:
-    scene.reports(0, "StartError", "EADDRINUSE")
-    assert any(line.startswith("fix:") and "--port" in line for line in scene.lines())
+def test_a_taken_port_gets_advice(scenario: Scenario) -> None:
+    scenario.reports(0, "StartError", "EADDRINUSE")
+    assert any(line.startswith("fix:") and "--port" in line for line in scenario.lines())
 
 
-def test_a_damaged_report_is_no_report(scene: Scenario, tmp_path: Path) -> None:
-    scene.ends(0, 1)
+def test_a_damaged_report_is_no_report(scenario: Scenario, tmp_path: Path) -> None:
+    scenario.ends(0, 1)
     (tmp_path / "errors" / "rank-0.json").write_text("{")
-    assert scene.lines()[0] == "rank 0: ended with exit code 1"
+    assert scenario.lines()[0] == "rank 0: ended with exit code 1"
 
 
 def test_no_failure_no_diagnosis(tmp_path: Path) -> None:
     launch = Launch(Path("train.py"), (), 1, tmp_path, {})
-    assert diagnose(launch, RunResult((Ended(0, 0, 1.0, False),), None, 1.0)) is None
+    assert diagnose(launch, RunResult((WorkerExit(0, 0, 1.0, False),), None, 1.0)) is None
 
 
-def test_a_worker_that_was_replaced_is_no_failure(scene: Scenario, tmp_path: Path) -> None:
-    lost = (Loss(1, 1, "rank 1 was ended", False, 1.0),)
-    account = Account(code=0, elastic=True, ranks={0: 0, 2: 1}, lost=lost, joined=1)
-    outcome = RunResult((Ended(0, 0, 9.0, False), Ended(1, -9, 1.0, False), Ended(2, 0, 9.0, False)), None, 9.0)
-    assert diagnose(Launch(Path("train.py"), (), 2, tmp_path, {}), outcome, account) is None
-    assert lost_in_words(account) == "1 worker was lost on the way; 1 was replaced"
+def test_a_worker_that_was_replaced_is_no_failure(scenario: Scenario, tmp_path: Path) -> None:
+    lost = (LostWorker(1, 1, "rank 1 was ended", False, 1.0),)
+    coordinator = CoordinatorReport(code=0, elastic=True, ranks={0: 0, 2: 1}, lost=lost, joined=1)
+    result = RunResult(
+        (WorkerExit(0, 0, 9.0, False), WorkerExit(1, -9, 1.0, False), WorkerExit(2, 0, 9.0, False)), None, 9.0
+    )
+    assert diagnose(Launch(Path("train.py"), (), 2, tmp_path, {}), result, coordinator) is None
+    assert lost_in_words(coordinator) == "1 worker was lost on the way; 1 was replaced"
 
 
-def test_who_failed_after_the_last_step_decides_the_exit_code(scene: Scenario) -> None:
-    scene.ends(0, 3, 1.0).ends(1, 3, 1.0)
-    assert scene.failure(Account(code=0, ranks=BOTH)).code == 3
+def test_who_failed_after_the_last_step_decides_the_exit_code(scenario: Scenario) -> None:
+    scenario.ends(0, 3, 1.0).ends(1, 3, 1.0)
+    assert scenario.failure(CoordinatorReport(code=0, ranks=BOTH)).code == 3
 
 
-def test_a_hang(scene: Scenario) -> None:
-    scene.reports(0, "WorkerLost", "rank 1 is late", 2.0, consequence=True).ends(1, -9, 3.0, stopped=True, pid=7)
-    late = Scene(41, "in the data loader", "train.py:8", (0,), 12.0, "in the all-reduce of bucket 2")
-    account = Account(124, "rank 0 has waited 12 s", "hang", (1,), ranks=BOTH, homes={1: (7, "a")}, scenes={1: late})
-    lines = scene.lines(account)
+def test_a_hang(scenario: Scenario) -> None:
+    scenario.reports(0, "WorkerLost", "rank 1 is late", 2.0, consequence=True).ends(1, -9, 3.0, stopped=True, pid=7)
+    late = LastSeen(41, "in the data loader", "train.py:8", (0,), 12.0, "in the all-reduce of bucket 2")
+    coordinator = CoordinatorReport(
+        124, "rank 0 has waited 12 s", "hang", (1,), ranks=BOTH, processes={1: (7, "a")}, last_seen={1: late}
+    )
+    lines = scenario.lines(coordinator)
     assert lines[:3] == [
         "a hang: rank 0 has waited 12 s",
         "who: worker 1, process 7 on a",
         "when: at step 41, last heard in the data loader (train.py:8)",
     ]
-    told = scene.record(account)
+    told = scenario.record(coordinator)
     assert (told["code"], told["kind"], told["step"], told["line"]) == (124, "hang", 41, "train.py:8")
     assert told["waited"] == {"seconds": 12.0, "ranks": [0]}
     assert told["operation"] == "in the data loader"
@@ -264,23 +271,23 @@ def test_a_hang(scene: Scenario) -> None:
     ],
     ids=str,
 )
-def test_preemption(scene: Scenario, number: int | None, code: int, says: str) -> None:
-    scene.ends(0, 75, 1.0, stopped=True).ends(1, 75, 1.0, stopped=True)
-    account = Account(75, "preempted", ranks=BOTH, step=109, leaving=(1,))
-    assert scene.lines(account, number)[0] == says
-    assert scene.failure(account, number).code == code
+def test_preemption(scenario: Scenario, number: int | None, code: int, says: str) -> None:
+    scenario.ends(0, 75, 1.0, stopped=True).ends(1, 75, 1.0, stopped=True)
+    coordinator = CoordinatorReport(75, "preempted", ranks=BOTH, step=109, leaving=(1,))
+    assert scenario.lines(coordinator, number)[0] == says
+    assert scenario.failure(coordinator, number).code == code
 
 
-def test_a_signal_that_no_worker_heeds_is_no_preemption(scene: Scenario) -> None:
-    scene.ends(0, -9, 1.0, stopped=True)
-    assert (scene.lines(number=15)[0], scene.failure(number=15).code) == ("stopped by SIGTERM", 143)
+def test_a_signal_that_no_worker_heeds_is_no_preemption(scenario: Scenario) -> None:
+    scenario.ends(0, -9, 1.0, stopped=True)
+    assert (scenario.lines(number=15)[0], scenario.failure(number=15).code) == ("stopped by SIGTERM", 143)
 
 
-def test_a_worker_of_another_machine(scene: Scenario) -> None:
+def test_a_worker_of_another_machine(scenario: Scenario) -> None:
     said = {"type": "ValueError", "message": "bad", "line": "a.py:1", "time": 1.0, "consequence": False, "host": "far"}
-    ended = (Ended(1000, 1, 2.0, False),)
-    scene.reports(0, "WorkerLost", "rank 1 failed", 2.0, consequence=True)
-    lines = scene.lines(Account(1, "", ranks={0: 0, 1000: 1}, reports={1000: said}, ended=ended))
+    ended = (WorkerExit(1000, 1, 2.0, False),)
+    scenario.reports(0, "WorkerLost", "rank 1 failed", 2.0, consequence=True)
+    lines = scenario.lines(CoordinatorReport(1, "", ranks={0: 0, 1000: 1}, reports={1000: said}, exits=ended))
     assert lines[0] == "rank 1: ValueError: bad (a.py:1)"
     assert lines[1].endswith("on far")
 
@@ -292,8 +299,8 @@ KEYS = {
 }
 
 
-def test_the_keys_of_the_record_stay(scene: Scenario) -> None:
-    told = scene.ends(1, 3).record()
+def test_the_keys_of_the_record_stay(scenario: Scenario) -> None:
+    told = scenario.ends(1, 3).record()
     assert set(told) == KEYS
     assert json.loads(json.dumps(told)) == told
 

@@ -34,7 +34,7 @@ def laid_out(request: Request, inherited: dict[str, str] | None = None, **settin
 
 
 def test_a_worker_gets_torchruns_variables() -> None:
-    environment = laid_out(Request(Path("train.py"), workers=4)).worker_environment(2)
+    environment = laid_out(Request(Path("train.py"), workers=4)).worker(2, 2).environment
     expected = {
         "RANK": "2",
         "LOCAL_RANK": "2",

@@ -12,8 +12,8 @@ import pytest
 
 from paceline.errors import StartError
 from paceline.launch import prepare as preparation
-from paceline.launch.base import Launch, Request
-from paceline.launch.local import RunResult, Workers
+from paceline.launch.base import Launch, Request, RunResult
+from paceline.launch.workers import Workers
 
 
 @pytest.fixture
@@ -30,8 +30,8 @@ def prepare(tmp_path: Path) -> Callable[..., Launch]:
 def run(launch: Launch) -> tuple[RunResult, list[tuple[str, str]]]:
     shown: list[tuple[str, str]] = []
     with Workers(launch, lambda name, line: shown.append((name, line))) as workers:
-        outcome = workers.wait()
-    return outcome, shown
+        result = workers.wait()
+    return result, shown
 
 
 def test_all_workers_run_and_everything_is_kept(prepare: Callable[..., Launch]) -> None:
@@ -43,8 +43,8 @@ def test_all_workers_run_and_everything_is_kept(prepare: Callable[..., Launch]) 
         workers=3,
         arguments=("--set", "x=1"),
     )
-    outcome, shown = run(launch)
-    assert [one.code for one in outcome.ended] == [0, 0, 0]
+    result, shown = run(launch)
+    assert [one.code for one in result.exits] == [0, 0, 0]
     assert sorted(shown) == [("stderr", "err"), ("stdout", "out 0 3 ['--set', 'x=1']")]
     for rank in range(3):
         assert sorted(launch.output(rank).read_text().splitlines()) == [
@@ -61,7 +61,7 @@ def test_output_is_raw_and_complete(prepare: Callable[..., Launch]) -> None:
 
 
 def test_one_failure_ends_all(prepare: Callable[..., Launch]) -> None:
-    outcome, _ = run(
+    result, _ = run(
         prepare(
             """
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -78,7 +78,7 @@ def test_one_failure_ends_all(prepare: Callable[..., Launch]) -> None:
             workers=3,
         )
     )
-    assert [(one.code, one.stopped) for one in outcome.ended] == [(-9, True), (3, False), (-9, True)]
+    assert [(one.code, one.stopped) for one in result.exits] == [(-9, True), (3, False), (-9, True)]
 
 
 def test_families_end_with_their_worker(prepare: Callable[..., Launch], tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ LAUNCHER = """
 import signal, sys
 from pathlib import Path
 from paceline.launch.base import Request
-from paceline.launch.local import Workers
+from paceline.launch.workers import Workers
 from paceline.launch.prepare import prepare
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup

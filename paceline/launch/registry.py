@@ -1,0 +1,25 @@
+"""Launchers by name."""
+
+from __future__ import annotations
+
+from paceline.errors import ConfigError
+from paceline.launch.base import Launcher
+from paceline.launch.local import LocalLauncher
+
+LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
+
+
+def register(name: str, launcher: type[Launcher]) -> None:
+    """Make a launcher known under a name, in place of one that had it."""
+    LAUNCHERS[name] = launcher
+
+
+def launcher_named(name: str) -> type[Launcher]:
+    """Find a launcher.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    if name not in LAUNCHERS:
+        raise ConfigError(f"There is no launcher {name!r}; there are {', '.join(sorted(LAUNCHERS))}.")
+    return LAUNCHERS[name]

@@ -1,0 +1,252 @@
+"""The workers of one launch, wherever they run: start them together, watch them, end them together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from types import FrameType, TracebackType
+from typing import Protocol, TypeAlias
+
+from paceline.errors import StartError
+from paceline.launch.base import Launch, RunResult, WorkerExit, WorkerProcess
+from paceline.launch.output import Show, Stream
+from paceline.launch.registry import launcher_named
+
+_POLL_SECONDS = 0.02
+_AT_ONCE = ((0.0, signal.SIGKILL),)
+
+
+Pipe: TypeAlias = "tuple[int, str, int, int]"
+"""What a worker prints: its number, the name of the stream, the end to read from, and the log file."""
+
+
+class Supervisor(Protocol):
+    """Decides what becomes of the others when a worker ends."""
+
+    def started(self, number: int, pid: int) -> None:
+        """A worker was started."""
+        ...
+
+    def ended(self, one: WorkerExit) -> bool:
+        """A worker has ended; true if the others go on."""
+        ...
+
+    def to_start(self) -> int:
+        """How many more workers to start now."""
+        ...
+
+    def shown(self) -> int:
+        """The worker whose output is shown."""
+        ...
+
+    def over(self) -> bool:
+        """Whether those that are left are to end."""
+        ...
+
+    def interrupted(self) -> None:
+        """The launcher got a signal."""
+        ...
+
+    def grace(self) -> tuple[float, float]:
+        """The seconds until those that are to end are sent SIGTERM, and until they are killed."""
+        ...
+
+
+class AllOrNothing:
+    """All start together; one that fails ends all."""
+
+    def started(self, number: int, pid: int) -> None:
+        pass
+
+    def ended(self, one: WorkerExit) -> bool:
+        return one.code == 0
+
+    def to_start(self) -> int:
+        return 0
+
+    def shown(self) -> int:
+        return 0
+
+    def over(self) -> bool:
+        return False
+
+    def interrupted(self) -> None:
+        pass
+
+    def grace(self) -> tuple[float, float]:
+        return 1.0, 3.0  # they may still report
+
+
+class Workers:
+    """The workers of one launch. Leaving the ``with`` block ends whatever is still there."""
+
+    def __init__(self, launch: Launch, show: Show, supervisor: Supervisor | None = None) -> None:
+        self._launch = launch
+        self._show = show
+        self._supervisor = supervisor or AllOrNothing()
+        self._launcher = launcher_named(launch.launcher)()
+        self._started = 0
+        self._running: dict[int, WorkerProcess] = {}
+        self._handles: dict[int, int] = {}
+        self._local_ranks: dict[int, int] = {}
+        self._exits: list[WorkerExit] = []
+        self._streams: list[Stream] = []
+        self._due: list[tuple[float, signal.Signals]] = []
+        self._asked = False
+        self._signals: list[int] = []
+        self._handlers: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
+        self._logs = contextlib.ExitStack()
+        self._begin = time.monotonic()
+
+    def __enter__(self) -> Workers:
+        self._catch_signals()
+        pipes: list[Pipe] = []
+        try:
+            for _ in range(self._launch.workers):
+                pipes += self._start()
+        except BaseException:
+            for _, _, pipe, _ in pipes:
+                os.close(pipe)
+            self.__exit__(None, None, None)
+            raise
+        # Threads only now: a process is forked safely while there is one thread.
+        self._read(pipes)
+        return self
+
+    def _read(self, pipes: list[Pipe]) -> None:
+        for number, name, pipe, log in pipes:
+            self._streams.append(Stream(name, pipe, log, partial(self._show_line, number)))
+
+    def _show_line(self, number: int, name: str, line: str) -> None:
+        if number == self._supervisor.shown():
+            self._show(name, line)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._running.values():
+            worker.kill()
+            while worker.poll() is None:
+                time.sleep(_POLL_SECONDS)
+        self._running.clear()
+        while self._handles:
+            os.close(self._handles.popitem()[1])
+        # A process that left its session may hold the pipe: its lines are lost then, and its log stays open.
+        if all([stream.join(2.0) for stream in self._streams]):
+            self._logs.close()
+        self._launcher.close()
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def wait(self) -> RunResult:
+        """Wait until every worker has ended, on its own or because another one failed."""
+        received = 0
+        while self._running:
+            now = time.monotonic()
+            if len(self._signals) > received:
+                received = len(self._signals)
+                self._supervisor.interrupted()
+                grace = self._launch.grace_seconds
+                self._schedule(((0.0, signal.SIGTERM), (grace, signal.SIGKILL)) if received == 1 else _AT_ONCE, now)
+            self._collect(now)
+            self._send_due(now)
+            if not self._asked and not self._due:
+                if self._supervisor.over():
+                    self._end_soon(now)
+                for _ in range(self._supervisor.to_start()):
+                    self._read(self._start())
+            self._sleep()
+        exits = tuple(sorted(self._exits, key=lambda one: one.worker))
+        return RunResult(exits, self._signals[0] if self._signals else None, time.monotonic() - self._begin)
+
+    def _start(self) -> list[Pipe]:
+        """Start the next worker; gives the pipes to read from."""
+        number, self._started = self._launch.first + self._started, self._started + 1
+        log = self._logs.enter_context(self._launch.output(number).open("ab", buffering=0)).fileno()
+        pipes: list[Pipe] = []
+        ends = [log, log]
+        if number == self._launch.first or self._launch.coordinator is not None:
+            for stream, name in enumerate(("stdout", "stderr")):
+                read, ends[stream] = os.pipe()
+                pipes.append((number, name, read, log))
+        try:
+            worker = self._launcher.start(self._launch.worker(number, self._take_local_rank(number)), ends[0], ends[1])
+        except OSError as error:
+            for _, _, read, _ in pipes:
+                os.close(read)
+            raise StartError(f"Worker {number} of {self._launch.workers} could not be started: {error}.") from None
+        finally:
+            if pipes:
+                os.close(ends[0])
+                os.close(ends[1])
+        self._running[number] = worker
+        self._supervisor.started(number, worker.pid)
+        return pipes
+
+    def _take_local_rank(self, number: int) -> int:
+        """Take the local rank of a worker that has ended; a standby shares one until then."""
+        free = set(range(self._launch.workers)) - set(self._local_ranks.values())
+        local_rank = min(free, default=(number - self._launch.first) % self._launch.workers)
+        self._local_ranks[number] = local_rank
+        return local_rank
+
+    def _sleep(self) -> None:
+        """Wait until a worker of this machine ends, at most for a moment."""
+        if not hasattr(os, "pidfd_open"):
+            time.sleep(_POLL_SECONDS)
+            return
+        for number in self._running.keys() - self._handles.keys():
+            if self._running[number].pid:
+                with contextlib.suppress(ProcessLookupError):  # a signal to it found that it had ended
+                    self._handles[number] = os.pidfd_open(self._running[number].pid)
+        poll = select.poll()
+        for handle in self._handles.values():
+            poll.register(handle, select.POLLIN)
+        poll.poll(1000 * _POLL_SECONDS)
+
+    def _collect(self, now: float) -> None:
+        for number, worker in list(self._running.items()):
+            code = worker.poll()
+            if code is None:
+                continue
+            worker.kill()  # what it started
+            del self._running[number], self._local_ranks[number]
+            if number in self._handles:
+                os.close(self._handles.pop(number))
+            out_of_memory = code != 0 and self._launcher.ran_out_of_memory()
+            one = WorkerExit(number, code, time.time(), self._asked, pid=worker.pid, out_of_memory=out_of_memory)
+            tolerated = self._supervisor.ended(one)
+            self._exits.append(replace(one, tolerated=tolerated and code != 0))
+            if not tolerated and not self._due and not self._asked:
+                self._end_soon(now)
+
+    def _end_soon(self, now: float) -> None:
+        asked, killed = self._supervisor.grace()
+        self._schedule(((asked, signal.SIGTERM), (killed, signal.SIGKILL)), now)
+
+    def _schedule(self, steps: tuple[tuple[float, signal.Signals], ...], now: float) -> None:
+        self._due = [(now + seconds, number) for seconds, number in steps]
+
+    def _send_due(self, now: float) -> None:
+        while self._due and self._due[0][0] <= now:
+            _, number = self._due.pop(0)
+            self._asked = True
+            for worker in self._running.values():
+                if number == signal.SIGKILL:
+                    worker.kill()
+                else:
+                    worker.send_signal(number)  # to the worker alone: it ends what it started in its own order
+
+    def _catch_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
+                self._handlers[number] = signal.signal(number, lambda got, _: self._signals.append(got))
