@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -66,16 +66,20 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
         raise ConfigError(f"{where}: there is no setting {key!r}.{hint} The settings are: {', '.join(known)}.")
 
 
-def check_strategy(name: str) -> None:
+def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
     """Refuse a name that no strategy has, as the workers do.
+
+    Args:
+        name: as it was set.
+        known: the strategies; in a script there may be more than a launcher knows.
 
     Raises:
         ConfigError: there is none.
     """
-    if name not in STRATEGIES:
-        near = difflib.get_close_matches(name, STRATEGIES, n=1)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(STRATEGIES)}.")
+        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(known)}.")
 
 
 def _parsed(values: Mapping[str, str] | None) -> dict[str, object]:

@@ -34,8 +34,8 @@ from paceline.step.forward import Compute, Forward, loss_of, recompute
 from paceline.step.job import Job
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizer_probe import probe_optimizer
-from paceline.strategies.base import Strategy
-from paceline.strategies.registry import strategy_named, unread
+from paceline.strategies import registry
+from paceline.strategies.base import Capabilities
 
 _log = logging.getLogger("paceline")
 
@@ -79,16 +79,15 @@ def job_of(
         StartError: there are too few devices.
     """
     settings = resolved.settings
-    strategy = strategy_named(settings.strategy)
-    order = _order(given.data, settings, who.world_size)
     largest = largest or who.world_size
-    strategy.check_shares(settings, order, who.world_size, largest)
+    capabilities = registry.capabilities(settings, largest)
+    order = _order(given.data, settings, who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
-    sparse = largest == 1 or strategy.sparse
+    sparse = largest == 1 or capabilities.sparse_gradients
     _check_model(given.model, sparse)
-    _check_strategy(settings, strategy, given)
-    strategy.check(settings, given.model, who.world_size)
+    _check_capabilities(settings, capabilities, given)
+    registry.entry_of(settings.strategy).validate(settings, given.model, order, who.world_size, largest)
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
     if settings.exact and torch.cuda.is_available():
@@ -110,33 +109,36 @@ def job_of(
         given.model.compile()
     feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate)
     keys = tuple(key for key, source in resolved.sources.items() if source != "default")
-    splits = strategy.splits(settings, largest)
+    divides = capabilities.divides_update
     job = Job(
-        compute, update, order, settings, world, events, feed, given.collate, given=keys, sparse=sparse, splits=splits
+        *(compute, update, order, settings, world, events, feed, given.collate),
+        given=keys,
+        sparse=sparse,
+        divides_update=divides,
     )
-    if splits:
+    if divides:
         probe_optimizer(job)
     return job, facts
 
 
-def _check_strategy(settings: Settings, strategy: type[Strategy], given: Arguments) -> None:
-    if strategy.cuts and given.forward is not None:
+def _check_capabilities(settings: Settings, capabilities: Capabilities, given: Arguments) -> None:
+    if capabilities.cuts_model and given.forward is not None:
         raise ConfigError(
             f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
             f"forward(model, microbatch): give a loss, or use another strategy."
         )
-    cure = f"set {strategy.made_exact}, or use" if strategy.made_exact else "use"
-    if settings.exact and not strategy.exact_with(settings):
+    cure = f"set {capabilities.exact_with}, or use" if capabilities.exact_with else "use"
+    if settings.exact and not capabilities.exact:
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
-            f"exact=True, {'or ' if not strategy.made_exact else ''}{cure} 'allreduce' or 'stealing'."
+            f"exact=True, {'or ' if not capabilities.exact_with else ''}{cure} 'allreduce' or 'stealing'."
         )
-    if env.trace() is not None and not strategy.exact_with(settings):
+    if env.trace() is not None and not capabilities.exact:
         raise ConfigError(
             f"paceline verify is for strategies that compute the same function on any number of workers, which "
             f"strategy {settings.strategy!r} does not: {cure} 'allreduce' or 'stealing'."
         )
-    if settings.checkpoint.every == "auto" and not strategy.replicated:
+    if settings.checkpoint.every == "auto" and not capabilities.replicated:
         raise ConfigError(
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
             f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
@@ -196,7 +198,7 @@ def notes(job: Job) -> list[str]:
 
 def warnings(job: Job) -> list[str]:
     """What somebody has set that does nothing, in sentences."""
-    keys = unread(job.settings, job.given)
+    keys = registry.without_effect(job.settings, job.given)
     return [f"set, but without effect as strategy {job.settings.strategy} is set: {', '.join(keys)}"] if keys else []
 
 

@@ -267,7 +267,7 @@ class Session:
             if self._given < course.taken - 1 < target and course.standing.outcome is not None:
                 yield self._again(course.taken - 1)
             elif self.position < target:
-                stop = target if course.strategy.decided else self.position + 1
+                stop = target if course.loads_ahead else self.position + 1
                 yield from self._pass(self.position, stop)
             else:
                 course.settle()
@@ -330,7 +330,7 @@ class Session:
             gradient_norm=float(outcome.norm),
             learning_rate=outcome.learning_rate,
             applied=outcome.applied,
-            notes=(*self._notes, *self._loop.strategy.warnings),
+            notes=(*self._notes, *self._job.warnings),
         )
         if batch.step >= self._loop.taken:  # else it stands in the records of those that took it
             record_step(self._job, batch.step, outcome, seconds, batch.waited)

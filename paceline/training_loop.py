@@ -33,7 +33,7 @@ from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.recovery.recovery import Progress, Recovery
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
-from paceline.strategies.registry import fitting, strategy_for
+from paceline.strategies.registry import build, capabilities, worker_counts
 
 _T = TypeVar("_T")
 _log = logging.getLogger("paceline")
@@ -70,6 +70,7 @@ class TrainingLoop:
     Attributes:
         views: how often the workers have gathered; pieces loaded before are not this worker's any more.
         strategy: the one at work.
+        loads_ahead: whether its pieces can be asked for ahead: its first step may change how it cuts a share.
     """
 
     strategy: Strategy
@@ -129,8 +130,10 @@ class TrainingLoop:
         return self._keeper.resume(self._state, resume)
 
     def _settle_in(self) -> None:
-        self.strategy = strategy_for(self._job.settings.strategy, self._job.world.size)(self._job)
-        if not self.strategy.replicated and not self.strategy.cuts and self._job.world.coordinator is not None:
+        self.strategy = build(self._job)
+        self.loads_ahead = False
+        able = capabilities(self._job.settings, self._job.world.size)
+        if not able.replicated and not able.cuts_model and self._job.world.coordinator is not None:
             self.standing.apart = self._job.world.coordinator.number + 1
         self._laid_out = True
         self._cold = None
@@ -150,7 +153,7 @@ class TrainingLoop:
             "port": world.open_store(coordinator.address),
         }
         facts = {key: value for key, value in self._facts.items() if not key.startswith("initial")}
-        fits = fitting(self._job.settings, self._job.order.microbatches, launched.largest)
+        fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)
         coordinator.greet(about, facts, self._job.settings.hang_seconds, launched.worker < _OWN_MACHINE, fits)
 
     def _warm_up(self) -> None:
@@ -198,11 +201,11 @@ class TrainingLoop:
     def _stop(self) -> None:
         self.at("gathering anew")
         if self.views:
-            if self._laid_out:  # else nobody has moved since all had the whole state
-                self.standing.holds = self.strategy.holds
-            self._laid_out = False
             fault_points.reach("during recovery", self.standing.steps)
-            self.strategy.close()
+            holds = self.strategy.close()
+            if self._laid_out:  # else nobody has moved since all had the whole state
+                self.standing.holds = holds
+            self._laid_out = False
             self._job.compute.buffers.reset()
 
     def _end(self, parting: Departure) -> None:
@@ -214,7 +217,7 @@ class TrainingLoop:
         """Another session follows in this process: part from the others, once all have come so far."""
         world = self._job.world
         with contextlib.suppress(WorkerLost):
-            self.strategy.settle(self.standing.steps)
+            self.strategy.synchronize(self.standing.steps)
             world.gather(None, "start")
         self.strategy.close()
         if world.coordinator is not None:
@@ -270,8 +273,7 @@ class TrainingLoop:
                 if fed != self.views:
                     pieces, fed = self._job.feed.load(step, self.strategy.pieces(step)), self.views
                 self.at("computing")
-                fault_points.reach("before forward", step)
-                outcome = self.strategy.step(step, pieces)
+                outcome = self._take(step, pieces)
             except WorkerLost as lost:
                 if self._recovery is None:
                     raise
@@ -285,6 +287,12 @@ class TrainingLoop:
         known = self.standing.outcome or StepResult(math.nan, math.nan, math.nan, applied=False)
         return replace(known, notice=0)  # the workers have gathered since
 
+    def _take(self, step: int, pieces: list[Piece]) -> StepResult:
+        fault_points.reach("before forward", step)
+        result = self.strategy.step(step, pieces)
+        self.loads_ahead = True
+        return result
+
     def _catch_up(self, step: int) -> None:
         """After going back to a checkpoint: take the steps up to this one again, which the script has seen."""
         standing = self.standing
@@ -293,12 +301,11 @@ class TrainingLoop:
                 self.at("taking steps again")
                 begin = time.perf_counter()
                 pieces = self._job.feed.load(again, self.strategy.pieces(again))
-                fault_points.reach("before forward", again)
-                standing.outcome = self.strategy.step(again, pieces)
+                standing.outcome = self._take(again, pieces)
                 record_step(self._job, again, standing.outcome, time.perf_counter() - begin, 0.0)
             standing.steps = again + 1
             if self._keeper.due(standing.steps):
-                self.strategy.settle(standing.steps)
+                self.strategy.synchronize(standing.steps)
                 self._keeper.begin_save(self._state, standing.steps)
             self.heed(standing.outcome.notice if standing.outcome else 0)
             standing = self.standing
@@ -321,7 +328,7 @@ class TrainingLoop:
             self.at("evaluating")
             try:
                 self._catch_up(self._reached)
-                self.strategy.settle(self.standing.steps)
+                self.strategy.synchronize(self.standing.steps)
                 value, notice = evaluation.evaluate(self._job, self.standing.steps, forward, data)
             except WorkerLost as lost:
                 if self._recovery is None:
@@ -344,7 +351,7 @@ class TrainingLoop:
             self.at("settling")
             try:
                 self._catch_up(self._reached)
-                self.strategy.settle(self.standing.steps)
+                self.strategy.synchronize(self.standing.steps)
             except WorkerLost as lost:
                 if self._recovery is None:
                     raise

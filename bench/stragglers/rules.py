@@ -51,9 +51,9 @@ RULES = {rule.name: rule for rule in _ALL}
 
 def available(names: list[str]) -> tuple[list[Rule], list[str]]:
     """The rules of these names whose strategy is there, and a line for each that is not."""
-    from paceline.strategies.registry import STRATEGIES
+    from paceline.strategies.registry import names as strategy_names
 
     rules = [RULES[name] for name in names]
-    there = [rule for rule in rules if rule.strategy in STRATEGIES]
+    there = [rule for rule in rules if rule.strategy in strategy_names()]
     missing = [f"{rule.name}: left out, there is no strategy {rule.strategy!r}" for rule in rules if rule not in there]
     return there, missing

@@ -9,7 +9,7 @@ from paceline.checkpoint.training import State
 from paceline.errors import CheckpointError
 from paceline.step.gather_state import bring_together
 from paceline.step.job import Job
-from paceline.strategies.registry import strategy_named
+from paceline.strategies import registry
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def assemble(job: Job, told: list[StateShard | None]) -> bool:
         return False
     steps = {part.steps for part in told if part is not None}
     settings = job.settings
-    if len(steps) > 1 and strategy_named(settings.strategy).exact_with(settings):
+    if len(steps) > 1 and registry.capabilities(settings, job.world.size).exact:
         return False
     bring_together(job, [frozenset() if part is None else part.holds for part in told])
     return True

@@ -25,11 +25,6 @@ class FullBatch:
         self._joining = Fusion(job, alone=True)
         self._parameters = list(job.update.parameters.values())
 
-    @property
-    def decided(self) -> bool:
-        """Whether the pieces stay as they are now."""
-        return self._joining.decided
-
     def pieces(self, step: int, share: range | None = None) -> list[range]:
         """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
         return self._joining.pieces(range(len(self._job.order.parts_of(step))) if share is None else share)

@@ -40,11 +40,6 @@ class Fusion:
         self._open = not asked_apart and job.order.microbatches > 1 and job.compute.joins is None
         job.compute.watches_random = self._open
 
-    @property
-    def decided(self) -> bool:
-        """Whether the pieces stay as they are now."""
-        return not self._open
-
     def pieces(self, share: range) -> list[range]:
         """The pieces in which a share of microbatches is computed."""
         if self.joined:

@@ -22,10 +22,10 @@ class Job:
     """What is to be trained, and with whom.
 
     ``strategy_state`` is what a strategy must remember from step to step besides the tensors: plain values under names
-    of its own. They are saved in checkpoints and handed over to workers that join. ``given`` are the keys of the
-    settings that somebody has set. ``sparse`` says whether gradients may be sparse, ``splits`` whether different
-    workers update different parameters; both for as many workers as there may ever be, so that nobody is refused when
-    one joins.
+    of its own. They are saved in checkpoints and handed over to workers that join. ``warnings`` are what its user must
+    know of it, in sentences. ``given`` are the keys of the settings that somebody has set. ``sparse`` says whether
+    gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
+    workers as there may ever be, so that nobody is refused when one joins.
     """
 
     compute: Compute
@@ -37,9 +37,10 @@ class Job:
     feed: Feed
     collate: Callable[[list[Any]], Any] | None = None
     strategy_state: dict[str, Any] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     given: tuple[str, ...] = ()
     sparse: bool = False
-    splits: bool = False
+    divides_update: bool = False
 
 
 @dataclass(frozen=True)

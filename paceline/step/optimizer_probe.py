@@ -70,7 +70,7 @@ def check_drawn(job: Job) -> None:
         InputError: on some worker it did, different ones update different parameters, and the bits are to be those of
             one process.
     """
-    if job.splits and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
+    if job.divides_update and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
         raise _drawing(job)
 
 

@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 import time
 from statistics import fmean
-from typing import ClassVar
 
 from paceline.data.feed import Piece
+from paceline.settings import Settings
 from paceline.step.job import Job, StepResult
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
@@ -34,13 +34,16 @@ _WORTH = 0.97
 """Part of the seconds of all-reduce that a step with stealing may take at most."""
 
 
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """See :class:`Capabilities`."""
+    return Capabilities(reads=("shares",))
+
+
 class Auto(Strategy):
     """Takes the synchronous strategy that is faster for these workers."""
 
-    reads: ClassVar[tuple[str, ...]] = ("shares",)
-
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        self._job = job
         self._steals = job.order.microbatches >= 2 * job.world.size
         self._inner: AllReduce = AllReduce(job)
         self._patience = 1
@@ -51,10 +54,6 @@ class Auto(Strategy):
     def _begin_window(self) -> None:
         self._seconds: list[float] = []
         self._uneven: list[tuple[float, float]] = []
-
-    @property
-    def decided(self) -> bool:
-        return self._inner.decided
 
     def pieces(self, step: int) -> list[range]:
         return self._inner.pieces(step)
@@ -86,7 +85,7 @@ class Auto(Strategy):
             return
         told = f"the slowest worker computes {slowest / mean:.2f} times as long as the mean"
         if not self._steals:
-            if not self.warnings:
+            if not self._job.warnings:
                 least = 4 * self._job.world.size
                 self._say(
                     step, "allreduce", f"{told}; with {least} microbatches or more others could take over from it"
@@ -114,12 +113,14 @@ class Auto(Strategy):
 
     def _change(self, step: int, kind: type[AllReduce], name: str, told: str) -> None:
         self._inner.close()
+        said = len(self._job.warnings)
         self._inner = kind(self._job)
+        del self._job.warnings[said:]  # advice for those who have chosen it
         self._say(step, name, told)
 
     def _say(self, step: int, name: str, told: str) -> None:
         text = f"from step {step + 1}: {told}"
-        self.warnings.append(text)
+        self._job.warnings.append(text)
         self._job.events.mark("strategy", step=step + 1, strategy=name, text=text)
         if self._job.world.rank == 0:
             _log.info(text)

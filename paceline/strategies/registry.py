@@ -1,69 +1,140 @@
-"""The strategies by name."""
+"""The strategies by name, and the one that the settings and the number of workers choose."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from torch import nn
 
 from paceline.config import check_strategy
+from paceline.data.order import Order
 from paceline.settings import Settings
-from paceline.strategies.auto import Auto
-from paceline.strategies.base import Strategy
+from paceline.step.job import Job
+from paceline.strategies import auto, single
+from paceline.strategies.base import Capabilities, Strategy, check_shares
+from paceline.strategies.data_parallel import backup_workers, local_sgd, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.strategies.data_parallel.backup_workers import BackupWorkers
-from paceline.strategies.data_parallel.local_sgd import LocalSgd
-from paceline.strategies.data_parallel.work_stealing import WorkStealing
-from paceline.strategies.parameter_server.hogwild import HogWild
-from paceline.strategies.parameter_server.strategy import ParameterServer
-from paceline.strategies.pipeline.strategy import Pipeline
+from paceline.strategies.parameter_server import hogwild
+from paceline.strategies.parameter_server import strategy as parameter_server
+from paceline.strategies.parameter_server.async_steps import SingleAsync
+from paceline.strategies.pipeline import strategy as pipeline
 from paceline.strategies.single import Single
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "allreduce": AllReduce,
-    "auto": Auto,
-    "backup": BackupWorkers,
-    "hogwild": HogWild,
-    "local-sgd": LocalSgd,
-    "parameter-server": ParameterServer,
-    "pipeline": Pipeline,
-    "single": Single,
-    "stealing": WorkStealing,
+
+def _every_capability(settings: Settings, workers: int) -> Capabilities:
+    return Capabilities()
+
+
+def _validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+    check_shares(settings, order, workers, largest)
+
+
+def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
+    return True
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the registry knows of a strategy.
+
+    Attributes:
+        build: makes it, for two workers or more.
+        alone: makes what trains when a single worker is there, or left; by default the reference.
+        capabilities: of (settings, workers).
+        validate: refuses, before the workers meet, what cannot be trained: called with the settings, the model, the
+            order of the samples, how many workers begin, and how many there may ever be. Raises ConfigError or
+            InputError, which say what to do instead.
+        supports: whether training can go on with so many workers, two or more, when some were lost or have joined:
+            called with the settings, the workers, and the microbatches of a batch.
+    """
+
+    build: Callable[[Job], Strategy]
+    alone: Callable[[Job], Strategy] = Single
+    capabilities: Callable[[Settings, int], Capabilities] = _every_capability
+    validate: Callable[[Settings, nn.Module, Order, int, int], None] = _validate
+    supports: Callable[[Settings, int, int], bool] = _any_number
+
+
+_ENTRIES: dict[str, Entry] = {
+    "allreduce": Entry(AllReduce),
+    "auto": Entry(auto.Auto, capabilities=auto.capabilities),
+    "backup": Entry(
+        backup_workers.BackupWorkers,
+        alone=backup_workers.BackupWorkers,  # it still owes the epoch what came too late before
+        capabilities=backup_workers.capabilities,
+        validate=backup_workers.validate,
+    ),
+    "hogwild": Entry(hogwild.HogWild, alone=SingleAsync, capabilities=hogwild.capabilities),
+    "local-sgd": Entry(local_sgd.LocalSgd, capabilities=local_sgd.capabilities),
+    "parameter-server": Entry(
+        parameter_server.build,
+        alone=parameter_server.build_alone,
+        capabilities=parameter_server.capabilities,
+        validate=parameter_server.validate,
+    ),
+    "pipeline": Entry(
+        pipeline.build,
+        capabilities=pipeline.capabilities,
+        validate=pipeline.validate,
+        supports=pipeline.supports,
+    ),
+    "single": Entry(Single, validate=single.validate),
+    "stealing": Entry(work_stealing.WorkStealing, capabilities=work_stealing.capabilities),
 }
 
 
-def strategy_named(name: str) -> type[Strategy]:
+def register(name: str, entry: Entry) -> None:
+    """Make a strategy known by a name; call this before ``paceline.start``, in every worker."""
+    _ENTRIES[name] = entry
+
+
+def names() -> list[str]:
+    """The names of all strategies."""
+    return sorted(_ENTRIES)
+
+
+def entry_of(name: str) -> Entry:
     """The strategy of that name.
 
     Raises:
         ConfigError: there is none.
     """
-    check_strategy(name)
-    return STRATEGIES[name]
+    check_strategy(name, names())
+    return _ENTRIES[name]
 
 
-def strategy_for(name: str, workers: int) -> type[Strategy]:
-    """The strategy at work; for one worker, who has nobody to train with, the reference does the same."""
-    return strategy_named(name) if workers > 1 else strategy_named(name).alone or Single
+def build(job: Job) -> Strategy:
+    """The strategy at work for the settings and the workers of a job."""
+    entry = entry_of(job.settings.strategy)
+    job.warnings.clear()
+    return (entry.build if job.world.size > 1 else entry.alone)(job)
 
 
-def fitting(settings: Settings, microbatches: int, largest: int) -> list[int]:
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """What the strategy that is set can do."""
+    return entry_of(settings.strategy).capabilities(settings, workers)
+
+
+def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[int]:
     """With how many workers, ``largest`` at most, training can go on; empty if with any number of them."""
-    strategy = strategy_named(settings.strategy)
+    entry = entry_of(settings.strategy)
     every = range(1, largest + 1)
-    found = [count for count in every if count == 1 or strategy.fits(settings, count, microbatches)]
+    found = [count for count in every if count == 1 or entry.supports(settings, count, microbatches)]
     return [] if len(found) == len(every) else found
 
 
-def unread(settings: Settings, given: Iterable[str]) -> list[str]:
-    """The keys among these that the strategy at work does not read, while other strategies do."""
-    own = strategy_named(settings.strategy)
-    some = {key for strategy in STRATEGIES.values() for key in strategy.reads}
+def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:
+    """The keys among these that the strategy that is set does not read, while another does."""
+    own = capabilities(settings, 1)
+    some = {key for entry in _ENTRIES.values() for key in entry.capabilities(settings, 1).reads}
     return [
         key
-        for key in given
-        if not some.isdisjoint(_names(key)) and (set(own.reads).isdisjoint(_names(key)) or key in own.ignores(settings))
+        for key in keys
+        if not some.isdisjoint(_spellings(key)) and (set(own.reads).isdisjoint(_spellings(key)) or key in own.ignores)
     ]
 
 
-def _names(key: str) -> tuple[str, str]:
-    """How ``Strategy.reads`` may name a key: by itself, or by its group."""
+def _spellings(key: str) -> tuple[str, str]:
+    """How ``Capabilities.reads`` may name a key: by itself, or by its group."""
     return key, key.partition(".")[0]

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from torch import nn
+
 from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
@@ -23,20 +25,8 @@ class Single(Strategy):
     """Plain PyTorch in one process."""
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        self._job = job
         self._whole = FullBatch(job)
-
-    @classmethod
-    def check_shares(cls, settings: Settings, order: Order, workers: int, largest: int) -> None:
-        """There is nothing to share, and nobody to share it with."""
-        if largest > 1:
-            raise ConfigError(
-                f"strategy 'single' is for one process, but there may be {largest} workers: use 'allreduce'."
-            )
-
-    @property
-    def decided(self) -> bool:
-        return self._whole.decided
 
     def pieces(self, step: int) -> list[range]:
         return self._whole.pieces(step)
@@ -49,3 +39,13 @@ class Single(Strategy):
 
     def close(self) -> None:
         self._whole.take_gradients()
+
+
+def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+    """Refuse several workers.
+
+    Raises:
+        ConfigError: there may be some.
+    """
+    if largest > 1:
+        raise ConfigError(f"strategy 'single' is for one process, but there may be {largest} workers: use 'allreduce'.")

@@ -275,7 +275,7 @@ session = paceline.start(**CASES["batch norm, dropout, short batch"](), strategy
                          server={"mode": "async"}, timeout_seconds=30)
 for batch in session.batches(epochs=2):
     session.step(batch)
-tell(remarks=session._course.strategy.warnings, fingerprint=session.fingerprint())
+tell(remarks=session._job.warnings, fingerprint=session.fingerprint())
 """
     everyone = told(script, 2, tmp_path)
     assert everyone[0] == everyone[1]

@@ -32,7 +32,7 @@ for batch in session.batches(steps=4):
     if batch.step == 1:
         session.evaluate(given["data"])
         found.append(kept())
-staged = session._course.strategy._at_work.staged
+staged = session._loop.strategy.staged
 sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
 used = {name for held in staged.held.values() for name in held.trained}
 updated = {name for names in staged.names.values() for name in names}

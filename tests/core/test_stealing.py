@@ -138,7 +138,7 @@ def forward(model, microbatch):
     if lease is not None and session.rank == lease.share == 1 and not lease.again and not stuck:
         stuck[:] = session.position, lease.microbatch
         until = time.monotonic() + 30
-        while not session._course.strategy._leases.overtaken(lease.microbatch):
+        while not session._loop.strategy._leases.overtaken(lease.microbatch):
             assert time.monotonic() < until
             time.sleep(0.005)
     features, target = microbatch

@@ -133,7 +133,7 @@ def apply_and_wait(update, done, *more):
     told = apply(update, done, *more)
     if worker == "0" and done >= 3 and not made.exists():
         made.touch()
-        crew.wait_until(lambda: session._course.strategy._claims._words[0], "the others to part")
+        crew.wait_until(lambda: session._loop.strategy._claims._words[0], "the others to part")
     return told
 
 def compute_and_die(strategy, step):

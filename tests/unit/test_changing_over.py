@@ -18,7 +18,6 @@ class Pretended:
     made: ClassVar[list[str]] = []
     clock: ClassVar[list[float]] = [0.0]
     seconds: ClassVar[list[float]] = [1.0, 3.0]
-    decided = True
 
     def __init__(self, job: Any) -> None:
         self.made.append(type(self).__name__)
@@ -55,6 +54,7 @@ def strategy(monkeypatch: pytest.MonkeyPatch) -> Any:
             order=SimpleNamespace(microbatches=16),
             world=SimpleNamespace(size=4, rank=1, gather=lambda value, what: [value]),
             events=SimpleNamespace(mark=lambda *_, **__: None),
+            warnings=[],
         )
         return Auto(job)
 
@@ -82,4 +82,5 @@ def test_what_does_not_pay_is_left_and_tried_again_later(strategy: Any) -> None:
     assert after(chosen, 3) == [*tried, "AllReduce"]
     assert after(chosen, 1) == [*tried, "AllReduce", "closed", "WorkStealing"]
     assert after(chosen, 1 + 15) == [*tried, *tried, "AllReduce"]
-    assert any("0.99 times as long as with all-reduce: back to all-reduce" in remark for remark in chosen.warnings)
+    said = chosen._job.warnings
+    assert any("0.99 times as long as with all-reduce: back to all-reduce" in text for text in said)

@@ -67,12 +67,12 @@ def test_a_wrong_value_says_which(pair: str, words: str) -> None:
 
 
 def test_the_launcher_knows_the_strategies_and_says_what_the_workers_say() -> None:
-    assert list(STRATEGIES) == sorted(registry.STRATEGIES)
+    assert list(STRATEGIES) == registry.names()
     for name in STRATEGIES:
         check_strategy(name)
     for name in ("hogwildd", "nothing-like-it"):
         with pytest.raises(ConfigError) as said:
-            registry.strategy_named(name)
+            registry.entry_of(name)
         with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))}$"):
             check_strategy(name)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.config import resolve
-from paceline.strategies.registry import unread
+from paceline.strategies.registry import without_effect
 
 
 @pytest.mark.parametrize(
@@ -25,4 +25,7 @@ from paceline.strategies.registry import unread
 )
 def test_settings_without_effect(given: dict[str, object], keys: list[str]) -> None:
     resolved = resolve(given)
-    assert unread(resolved.settings, [key for key, source in resolved.sources.items() if source != "default"]) == keys
+    assert (
+        without_effect(resolved.settings, [key for key, source in resolved.sources.items() if source != "default"])
+        == keys
+    )

@@ -48,7 +48,7 @@ class AllReduce(Strategy):
     """
 
     def __init__(self, job: Job, apart: bool = False) -> None:
-        super().__init__(job)
+        self._job = job
         self.seconds: list[float] = [0.0] * job.world.size
         self._joining = Fusion(job, apart)
         self._parameters = list(job.update.parameters.values())
@@ -65,10 +65,6 @@ class AllReduce(Strategy):
     def _most_pieces(self) -> int:
         """How many pieces a step has at most."""
         return self._job.order.microbatches
-
-    @property
-    def decided(self) -> bool:
-        return self._joining.decided
 
     def pieces(self, step: int) -> list[range]:
         return self._joining.pieces(self._shares(step)[self._job.world.rank])

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict, dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import nn
@@ -28,6 +27,7 @@ from torch import nn
 from paceline.comm.assignment.quorum import quorum_for
 from paceline.comm.step_header import Losses
 from paceline.data.feed import Piece
+from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.schedule.backup import Groups, Length, Progress, losing, resumed, returning
 from paceline.schedule.tree import Node
@@ -36,6 +36,7 @@ from paceline.step.accumulate import Values, add
 from paceline.step.checks import Part, check_dense
 from paceline.step.commit import conclude
 from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Capabilities, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
 
 _BOOK = "backup"
@@ -45,12 +46,33 @@ _PATIENCE = 1.5
 """A worker that is done copies a group that takes others so many times as long as its own took."""
 
 
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """Without backup workers it is all-reduce."""
+    return Capabilities(
+        exact=settings.backup.workers == 0,
+        exact_with="backup.workers = 0",
+        reads=("backup",),
+        ignores=() if _spare(settings) else ("backup.late",),
+    )
+
+
+def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+    """Refuse more backup workers than can be spared.
+
+    Raises:
+        ConfigError: nobody would be waited for; or the batch cannot be shared.
+    """
+    check_shares(settings, order, workers, largest)
+    wanted = _spare(settings)
+    if workers > 1 and wanted >= workers:
+        raise ConfigError(
+            f"backup.workers = {wanted} leaves none of the {workers} workers to wait for: use fewer than "
+            f"{workers} backup workers, or more than {wanted} workers."
+        )
+
+
 class BackupWorkers(AllReduce):
     """All-reduce over the first workers to finish."""
-
-    bitwise: ClassVar[bool] = False
-    made_exact: ClassVar[str] = "backup.workers = 0"
-    reads: ClassVar[tuple[str, ...]] = ("backup",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, apart=job.settings.backup.workers != 0)
@@ -58,13 +80,13 @@ class BackupWorkers(AllReduce):
         wanted = _spare(job.settings)
         self._spare = min(wanted, size - 1)
         if size > 1 and self._spare < wanted:
-            self.warnings.append(
+            job.warnings.append(
                 f"{size} workers are left, of which at most {size - 1} can be backup workers: {self._spare} instead of "
                 f"backup.workers = {wanted}"
             )
         waited = size - self._spare
         if self._spare and order.microbatches < _FEW * waited:
-            self.warnings.append(
+            job.warnings.append(
                 f"{order.microbatches} microbatches for {waited} workers that are waited for: a late worker holds up "
                 f"the others by a part of one of its microbatches; set microbatches to {_FEW * waited} or more"
             )
@@ -73,24 +95,6 @@ class BackupWorkers(AllReduce):
         self._length = Length(order.steps_per_epoch, order.microbatches, total)
         self._contributors = quorum_for(job.world)
         self._samples = 0
-
-    @classmethod
-    def check(cls, settings: Settings, model: nn.Module, workers: int) -> None:
-        wanted = _spare(settings)
-        if workers > 1 and wanted >= workers:
-            raise ConfigError(
-                f"backup.workers = {wanted} leaves none of the {workers} workers to wait for: use fewer than "
-                f"{workers} backup workers, or more than {wanted} workers."
-            )
-
-    @classmethod
-    def exact_with(cls, settings: Settings) -> bool:
-        """Without backup workers it is all-reduce."""
-        return settings.backup.workers == 0
-
-    @classmethod
-    def ignores(cls, settings: Settings) -> tuple[str, ...]:
-        return () if _spare(settings) else ("backup.late",)
 
     def _most_pieces(self) -> int:
         most = super()._most_pieces()
@@ -283,6 +287,3 @@ def _places(groups: Groups) -> list[list[int]]:
 
 def _spare(settings: Settings) -> int:
     return 1 if settings.backup.workers is None else settings.backup.workers
-
-
-BackupWorkers.alone = BackupWorkers  # a single worker that is left still owes the epoch what was too late before

@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -35,26 +35,28 @@ from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
+from paceline.settings import Settings
 from paceline.step.checks import mean_loss
 from paceline.step.commit import judge, located_here
 from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 
 _BOOK = "local-sgd"
 _TAGS = 1 << 20
 
 
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """See :class:`Capabilities`."""
+    return Capabilities(exact=False, replicated=False, reads=("local",))
+
+
 class LocalSgd(Strategy):
     """Own updates, and an average of the models now and then."""
 
-    bitwise: ClassVar[bool] = False
-    replicated: ClassVar[bool] = False
-    reads: ClassVar[tuple[str, ...]] = ("local",)
-
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        self._job = job
         local = job.settings.local
         self._every, self._after = local.every, local.after
         self._synchronous = AllReduce(job) if local.after else None
@@ -62,18 +64,11 @@ class LocalSgd(Strategy):
         self._models = Models(job)
         self._trained: list[int] = []
         self._pair = 0.0, 0.0
-        self.warnings.append(
+        job.warnings.append(
             f"from step {local.after} on each worker makes updates of its own; the models are averaged after every "
             f"{local.every} steps, before evaluations and checkpoints, and at the end. In between the loss is that of "
             f"the worker's own share, and the bits depend on the number of workers"
         )
-
-    @property
-    def decided(self) -> bool:
-        if self._whole is not None:
-            return self._whole.decided
-        assert self._synchronous is not None
-        return self._synchronous.decided
 
     def pieces(self, step: int) -> list[range]:
         if step < self._after:
@@ -92,7 +87,7 @@ class LocalSgd(Strategy):
             return outcome
         return self._average(step, outcome)
 
-    def settle(self, steps: int) -> None:
+    def synchronize(self, steps: int) -> None:
         if self._trained:
             self._average(steps - 1, None)
 

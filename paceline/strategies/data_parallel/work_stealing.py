@@ -19,7 +19,6 @@ computed: until then nobody knows who holds what.
 from __future__ import annotations
 
 import time
-from typing import ClassVar
 
 import torch
 
@@ -28,17 +27,22 @@ from paceline.comm.step_header import Losses
 from paceline.data.feed import Piece
 from paceline.schedule.pace import Pace
 from paceline.schedule.tree import Node, nodes_of
+from paceline.settings import Settings
 from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import check_dense
 from paceline.step.commit import conclude
 from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Capabilities
 from paceline.strategies.data_parallel.allreduce import AllReduce
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """See :class:`Capabilities`."""
+    return Capabilities(reads=("shares",))
 
 
 class WorkStealing(AllReduce):
     """Workers that are done early take microbatches from those that are not."""
-
-    reads: ClassVar[tuple[str, ...]] = ("shares",)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job, apart=True)
@@ -46,7 +50,7 @@ class WorkStealing(AllReduce):
         self._leases = leases_for(job.world, total)
         self._pace = Pace(job.world.size, total, fits=job.settings.shares == "speed")
         if total < 4 * job.world.size:
-            self.warnings.append(
+            job.warnings.append(
                 f"{total} microbatches for {job.world.size} workers leave little to take over: set microbatches to "
                 f"{4 * job.world.size} or more (it is part of what decides the bits)"
             )

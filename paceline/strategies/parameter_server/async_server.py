@@ -37,8 +37,8 @@ class SharedShards(AsyncSteps):
         super().__init__(job)
         self._server = job.settings.server
         self._shards = self._made(servers_among(job.settings, job.world.size))
-        self.warnings += remarks_on_servers(job)
-        self._told = len(self.warnings)
+        job.warnings.extend(remarks_on_servers(job))
+        self._told = len(job.warnings)
         self._have = self._have_states = self._pulled = self._behind = 0
 
     def _made(self, count: int) -> list[Shard]:

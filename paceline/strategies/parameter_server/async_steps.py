@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -50,7 +50,7 @@ class SingleAsync(Single):
             return outcome or outcome_of(_with_newest(ClaimTable(), book), self._job)
         return self._note(step, super().step(step, pieces))
 
-    def settle(self, steps: int) -> None:
+    def synchronize(self, steps: int) -> None:
         self._catch_up(self._job.strategy_state.get(BOOK, {}))
 
     def _catch_up(self, book: dict[str, Any]) -> StepResult | None:
@@ -72,13 +72,8 @@ class SingleAsync(Single):
 class AsyncSteps(Strategy):
     """Claims steps, and settles."""
 
-    alone: ClassVar[type[Strategy] | None] = SingleAsync
-
-    bitwise: ClassVar[bool] = False
-    replicated: ClassVar[bool] = False
-
     def __init__(self, job: Job) -> None:
-        super().__init__(job)
+        self._job = job
         self._memory = shared_memory_of(job)
         self._claims = StepClaims(job.world, self._memory)
         self._flag = self._memory.reserve(2)
@@ -92,8 +87,8 @@ class AsyncSteps(Strategy):
         self._rounds = Histogram(self._memory, job.world.rank)
         book = job.strategy_state.get(BOOK, {})
         self._before = [Counter(dict(book.get(name, []))) for name in ("delays", "rounds")]
-        self.warnings = remarks_of(job)
-        self._told = len(self.warnings)
+        job.warnings.extend(remarks_of(job))
+        self._told = len(job.warnings)
 
     def pieces(self, step: int) -> list[range]:
         """None: which step this worker will compute is not known before."""
@@ -110,10 +105,10 @@ class AsyncSteps(Strategy):
             notice = max(notice, self._claims.look().notice)
         if not notice:
             return outcome
-        self.settle(step + 1)
+        self.synchronize(step + 1)
         return replace(outcome, notice=notice)
 
-    def settle(self, steps: int) -> None:
+    def synchronize(self, steps: int) -> None:
         if self._together:
             if not self._job.strategy_state.get(BOOK, {}).get("open"):
                 return
@@ -221,7 +216,7 @@ class AsyncSteps(Strategy):
         )
         if rounds:
             text += f"; weights at most {max(rounds)} rounds behind"
-        self.warnings[self._told :] = [text]
+        self._job.warnings[self._told :] = [text]
 
     # Apart.
 

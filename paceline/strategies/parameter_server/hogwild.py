@@ -22,22 +22,25 @@ take with them have each update that the table says is made, and no other.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.shard import Shard
 from paceline.data.feed import Piece
+from paceline.settings import Settings
 from paceline.step.checks import Part
 from paceline.step.job import Job
+from paceline.strategies.base import Capabilities
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """See :class:`Capabilities`."""
+    return Capabilities(exact=False, replicated=False, sparse_gradients=True)
 
 
 class HogWild(AsyncSteps):
     """All workers update the same memory."""
-
-    sparse: ClassVar[bool] = True
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)

@@ -47,7 +47,7 @@ class SyncServer(AllReduce):
         self._served = Served(job)
         self._before: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (0, [])
         super().__init__(replace(job, update=cast(Update, self._served)))
-        self.warnings += remarks_on_servers(job)
+        job.warnings.extend(remarks_on_servers(job))
 
     def _exchange_of(self, job: Job) -> BucketedReduction | None:
         homes = list(self._served.homes.values())[::-1]
@@ -70,7 +70,7 @@ class SyncServer(AllReduce):
                 check_drawn(self._job)
         return outcome
 
-    def settle(self, steps: int) -> None:
+    def synchronize(self, steps: int) -> None:
         self._served.take_states()
 
     def close(self) -> None:

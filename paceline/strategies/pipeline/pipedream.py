@@ -29,6 +29,7 @@ from paceline.schedule.tree import Node
 from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense, refusal
 from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Hooks
 from paceline.strategies.pipeline.stages import Stages
 from paceline.strategies.pipeline.tied_pipedream import TiedPipeDream
@@ -40,11 +41,15 @@ _LOOK_STEPS = 20
 """How often the workers tell each other whether the world is to change."""
 
 
-class PipeDream(Hooks):
+class PipeDream(Strategy, Hooks):
     """A pipeline that runs empty only when it must."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        job.warnings.append(
+            f"schedule {job.settings.pipeline.schedule!r} uses older weights for microbatches under way: the bits are "
+            f"not those of one process, and the loss reported is that of the microbatches that have come back"
+        )
         self._stream = stream_for(job.settings.pipeline, job.world.size, job.order.microbatches)
         self.staged = Stages(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
         (self._stage,) = self.staged.held
@@ -87,7 +92,6 @@ class PipeDream(Hooks):
         self._totals = torch.zeros(2, dtype=torch.float64)
 
     def pieces(self, step: int) -> list[range]:
-        """See :meth:`Strategy.pieces`."""
         if self._stage not in (0, self.staged.stages - 1):
             return []
         rank, stream = self._job.world.rank, self._stream
@@ -95,7 +99,6 @@ class PipeDream(Hooks):
         return [range(number, number + 1) for number in numbers if stream.worker(self._stage, number) == rank]
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        """See :meth:`Strategy.step`."""
         job, begin = self._job, self._entered
         job.world.check()
         job.world.await_process_group()
@@ -130,19 +133,18 @@ class PipeDream(Hooks):
         if flushes:
             self._run_empty()
         if notice:  # who leaves must not take the only copy of a stage along
-            self.settle()
+            self.synchronize(step + 1)
         return replace(outcome, notice=notice)
 
-    def settle(self) -> None:
-        """Let the pipeline run empty, and bring all workers to the same state."""
+    def synchronize(self, steps: int) -> None:
         self._run_empty()
         self.staged.settle()
 
-    def close(self) -> None:
-        """Let go of the gradients, and make room for the parameters that other workers have."""
-        self.staged.close()
+    def close(self) -> frozenset[str] | None:
+        self.staged.close()  # makes room for the parameters of other workers
         for parameter in self._parameters:
             parameter.grad = None
+        return self.staged.holds
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         return self._stream.worker(stage, microbatch)

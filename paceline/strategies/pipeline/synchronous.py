@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -31,6 +31,7 @@ from paceline.step.checks import Part, check_dense, mean_loss
 from paceline.step.commit import judge
 from paceline.step.job import Job, StepResult
 from paceline.step.optimizer_probe import check_drawn
+from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Hooks
 from paceline.strategies.pipeline.rebalance import Rebalance
 from paceline.strategies.pipeline.stages import Borders, Stages
@@ -40,12 +41,11 @@ _NOT_MINE = -1.0
 """Told for the norm of a gradient that another worker has, or nobody."""
 
 
-class Synchronous(Hooks):
+class Synchronous(Strategy, Hooks):
     """A pipeline that runs empty in each step."""
 
-    def __init__(self, job: Job, say: Callable[[str], None]) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._say = say
         self._plans: dict[int, Schedule] = {}
         self._updated = False
         self._parameters = job.update.parameters
@@ -82,11 +82,9 @@ class Synchronous(Hooks):
         return self._plans[microbatches]
 
     def pieces(self, step: int) -> list[range]:
-        """See :meth:`Strategy.pieces`."""
         return self.staged.loaded(self._plan(len(self._job.order.parts_of(step))))
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        """See :meth:`Strategy.step`."""
         job = self._job
         job.world.check()
         job.world.await_process_group()
@@ -162,7 +160,7 @@ class Synchronous(Hooks):
         if verdict is None:
             return
         self._job.events.mark("drift", **verdict._asdict())
-        self._say(verdict.told())
+        self._job.warnings.append(verdict.told())
         self.staged.settle()
         before = self.staged.cut
         try:
@@ -172,15 +170,14 @@ class Synchronous(Hooks):
             self._drift = None
         self._job.world.gather(None, "settling")  # nobody's next step begins before the cut is recorded
 
-    def settle(self) -> None:
-        """See :meth:`Strategy.settle`."""
+    def synchronize(self, steps: int) -> None:
         self.staged.settle()
 
-    def close(self) -> None:
-        """Let go of the gradients, and make room for the parameters that other workers have."""
-        self.staged.close()
+    def close(self) -> frozenset[str] | None:
+        self.staged.close()  # makes room for the parameters of other workers
         for parameter in self._parameters.values():
             parameter.grad = None
+        return self.staged.holds
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         return self._now.worker_of(stage, microbatch)
