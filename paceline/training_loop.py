@@ -240,7 +240,7 @@ class TrainingLoop:
         """What this worker does, for the roll call; called by the thread of the line."""
         doing, since, busy = self._doing
         world = self._job.world
-        awaited, asked = world.waiting
+        awaited, asked = world.awaited
         if awaited:
             doing, since = world.doing(), asked
         waits = bool(awaited) or doing == "gathering anew"

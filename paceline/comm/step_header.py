@@ -142,6 +142,7 @@ class Losses:
         missing: bool = True,
     ) -> None:
         self._step = step
+        self._world = notes.world
         self._calls = notes.world.recorder
         made = self._calls.meet("session.step", f"step {step}") if self._calls else (0.0, 0.0)
         header = ((step, notes.world.notice(), seconds), (*made, missing), (len(pairs), 0.0, 0.0))
@@ -168,7 +169,8 @@ class Losses:
                 ``torch.distributed`` before; names the ranks and what they did.
         """
         if not self._results:
-            notes = self._note.wait()
+            with self._world.awaiting("in the exchange of losses"):
+                notes = self._note.wait()
             headers = [note[:HEADER].tolist() for note in notes]
             self._check(headers)
             self._results = sorted(

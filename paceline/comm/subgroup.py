@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -34,14 +35,9 @@ class Subgroup:
         """Where this worker computes."""
         return self._world.device
 
-    @property
-    def exchanging(self) -> tuple[str, int]:
-        """What is being exchanged, and which bucket of it."""
-        return self._world.exchanging
-
-    @exchanging.setter
-    def exchanging(self, now: tuple[str, int]) -> None:
-        self._world.exchanging = now
+    def awaiting(self, purpose: str) -> AbstractContextManager[None]:
+        """See :meth:`World.awaiting`."""
+        return self._world.awaiting(purpose)
 
     def check(self) -> None:
         """See :meth:`World.check`."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,9 +18,10 @@ from paceline.comm.desync.recorder import CallRecorder
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
-from paceline.comm.shm.arena import Arena, SharedMemory, can_share, memory_of, shared_memory
+from paceline.comm.shm.arena import Arena, SharedMemory, attach_all, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
-from paceline.coordinator.types import Member, Membership
+from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Membership
 from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent, name_ranks
 
 PENDING, LEAVING = 1, 2
@@ -35,14 +35,11 @@ _GRACE_SECONDS = 1.0
 """For torch to notice by itself that the time is up."""
 
 
-class World:
+class World(Waiting):
     """All workers of one run, as one of them sees it; with a line to the roster they may change.
 
     Attributes:
-        rank: the number of this worker, from 0.
-        size: how many workers there are.
         device: where this worker computes.
-        timeout: seconds that a worker waits for another one.
         generation: how often the workers have changed.
         shared_memory: what workers on one machine share; none if they are on several, or on GPUs.
         recorder: what the script does with ``torch.distributed``; none in one process.
@@ -52,24 +49,16 @@ class World:
     shared_memory: SharedMemory | None = None
 
     def __init__(self, who: env.Identity, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
-        self.rank = who.rank
-        self.size = who.world_size
+        super().__init__(who.rank, who.world_size, timeout, coordinator)
         self.local_rank = who.local_rank
         self.local_size = who.local_world_size
         self.generation = who.generation
-        self.timeout = timeout
         self.device = _device(who)
-        self.coordinator = coordinator
         self.leaving = False
-        self.exchanging = "", 0
-        self.awaited = "", ""
         self._rings: dict[int, Rings] = {}
-        self._comparing = self.transferring = False
+        self._in_process_group = False
         self._arena: Arena | None = None
-        self.waiting: tuple[tuple[int, ...], float] = ((), 0.0)
         self._who = who
-        self._missing: frozenset[int] = frozenset()
-        self._members: tuple[Member, ...] = ()
         self._group = ProcessGroup(self.device, timeout)
         if coordinator is not None:
             coordinator.on_alarm = self._interrupt
@@ -82,7 +71,7 @@ class World:
         """
         if self.size > 1 and not dist.is_initialized():
             EnvRendezvous(self._who, self.timeout).join(self.device)
-        self.shared_memory = shared_memory(self, self._own_arena)
+        self.shared_memory = self._share_memory()
         self.recorder = self._record_calls() if self.size > 1 else None
 
     def join(self, view: Membership) -> None:
@@ -122,7 +111,7 @@ class World:
         first = view.members[0].address, view.members[0].port
         place = self.rank, self.size, self.generation
         here = self.local_size == self.size and not view.fenced and can_share(self.device)
-        self.shared_memory = memory_of(self, self._own_arena(), view.members, view.generation) if here else None
+        self.shared_memory = attach_members(self, self._own_arena(), view.members, view.generation) if here else None
         if self.shared_memory is not None:
             self._group.join_soon(first, *place)
             return
@@ -132,7 +121,7 @@ class World:
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {self.rank}: could not reach the others: {reason_of(error)}.") from error
-        self.shared_memory = shared_memory(self, self._own_arena)
+        self.shared_memory = self._share_memory()
 
     def leave(self) -> None:
         """Part from the others, who may be gone or blocked; nothing is sent any more, and nothing waits."""
@@ -141,7 +130,6 @@ class World:
             self.shared_memory.give_up()
         self.shared_memory = self.recorder = None
         self.waits_for(())
-        self.exchanging = "", 0
         self._rings = {}
         self._group.leave()
 
@@ -162,48 +150,21 @@ class World:
         while self._group.is_joining(_POLL_SECONDS):
             self.check()
 
+    def _share_memory(self) -> SharedMemory | None:
+        """Share memory if all workers are on one machine; all of them call this together."""
+        if self.size == 1 or self.size != self.local_size or not can_share(self.device):
+            return None
+        return attach_all(self, self._own_arena(), self.gather)
+
     def _own_arena(self) -> Arena:
         if self._arena is None:
             self._arena = Arena()
         return self._arena
 
-    def check(self) -> None:
-        """Do not begin what another worker's loss has made useless.
-
-        Raises:
-            WorkerLost: a worker was lost since these came together.
-        """
-        if self.alarmed:
-            raise WorkerLost(f"Rank {self.rank}: another worker was lost.")
-
     def _interrupt(self) -> None:
         """Somebody was lost: end what blocks on the network. In shared memory each wait looks for itself."""
-        if self.shared_memory is None or self._comparing or self.transferring:
+        if self.shared_memory is None or self._in_process_group:
             self._group.interrupt()
-
-    @property
-    def alarmed(self) -> bool:
-        """Whether a worker was lost since these workers came together."""
-        return self.coordinator is not None and self.coordinator.alarmed
-
-    def is_missing(self, rank: int) -> bool:
-        """Whether a worker was dropped from the next view."""
-        if self.coordinator is None or not self.coordinator.alarmed:
-            return False
-        return self.coordinator.broken or self._members[rank].worker in self.coordinator.missing
-
-    def waits_for(self, ranks: Sequence[int]) -> None:
-        """Remember whom this worker waits for; nobody when it goes on."""
-        self.waiting = (tuple(ranks), time.monotonic())
-
-    @contextmanager
-    def awaits(self, verb: str, what: str) -> Iterator[None]:
-        """Say what others are to do meanwhile, such as ``"send", "the output of stage 0"``."""
-        self.awaited = verb, what
-        try:
-            yield
-        finally:
-            self.awaited = "", ""
 
     def rings(self, count: int) -> Rings | None:
         """So many lanes from each worker to each, always the same; none if they are on several machines, or too many.
@@ -220,21 +181,15 @@ class World:
         """Open the store at which a view meets whose first worker this is; returns its port."""
         return self._group.open_store(address)
 
-    def doing(self) -> str:
-        """What this worker does while it waits for others."""
-        what, bucket = self.exchanging
-        verb, waited_for = self.awaited
-        if verb:
-            return f"waiting for others to {verb} {waited_for}"
-        if not what:
-            return "where all workers compare notes" if self._comparing else "in the exchange of losses"
-        return f"in the all-reduce of bucket {bucket} of the {what}"
-
     def notice(self) -> int:
         """What the others must know in this step: ``LEAVING``, ``PENDING``, or 0."""
         if self.leaving:
             return LEAVING
         return PENDING if self.coordinator is not None and self.coordinator.pending > self.generation else 0
+
+    def request_leave(self) -> None:
+        """Leave the run after this step; a signal handler may call it."""
+        self.leaving = True
 
     def become_single(self) -> None:
         """Be the only worker from now on: the others are gone, or end."""
@@ -260,7 +215,8 @@ class World:
             return [value]
         met = self.recorder and what not in _WITHIN
         made = self.recorder.meet(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
-        values = self._compare((what, value, made))
+        with self.awaiting(f"in a gather of all workers ({what})"):
+            values = self._exchange((what, value, made))
         if any(told != what for told, *_ in values):
             places = ", ".join(f"rank {rank} in {told}" for rank, (told, *_) in enumerate(values))
             raise DisagreementError(
@@ -271,27 +227,19 @@ class World:
             self.recorder.agree([told for *_, told in values])
         return [told for _, told, _ in values]
 
-    def _compare(self, own: Any) -> list[Any]:
+    def _exchange(self, own: Any) -> list[Any]:
         if self.shared_memory is not None:
             return [pickle.loads(letter) for letter in self.shared_memory.exchange(pickle.dumps(own))]
         values: list[Any] = [None] * self.size
-        self._comparing = True
-        self.waits_for([rank for rank in range(self.size) if rank != self.rank])
-        try:
-            self.check()  # before the alarm could interrupt this
+        with self.waiting_in_group(self.others, [], self.purpose):
             dist.all_gather_object(values, own)
-        except RuntimeError as error:
-            raise self.lost([], "when all workers compared notes", error) from error
-        finally:
-            self._comparing = False
-        self.waits_for(())
         return values
 
     def post(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
         if not sends and not receives:
             return []
-        where = where or f"in exchange {(receives or sends)[0].tag}"
+        where = where or self.purpose
         if self.device.type == "cpu":
             started = [self._start(dist.irecv, message, where) for message in receives]
             return started + [self._start(dist.isend, message, where) for message in sends]
@@ -313,18 +261,41 @@ class World:
         assert work is not None
         return Transfer(self, work, [message.peer], where)
 
+    @contextmanager
+    def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> Iterator[None]:
+        """Wait for these ranks in a call of the process group, which the loss of a worker interrupts.
+
+        Args:
+            ranks: that this worker waits for.
+            suspects: see :meth:`lost`.
+            where: see :meth:`lost`.
+
+        Raises:
+            WorkerLost: the call failed.
+        """
+        self.waits_for(ranks)
+        self._in_process_group = True
+        try:
+            self.check()  # before the alarm could interrupt this
+            yield
+        except RuntimeError as error:
+            raise self.lost(suspects, where, error) from error
+        finally:
+            self._in_process_group = False
+        self.waits_for(())
+
     def lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
         """What a failed call says of these peers; without any, of whoever cannot be reached."""
-        reason = reason_of(error)
+        reason, where = reason_of(error), f" {where}" if where else ""
         if self.alarmed:  # the launcher knows who
-            return WorkerLost(f"Rank {self.rank}: another worker was lost {where}. [{reason}]")
+            return WorkerLost(f"Rank {self.rank}: another worker was lost{where}. [{reason}]")
         silent = peers and "imed out" in reason
         gone = peers if silent else self._gone(peers)
         named = name_ranks(gone) if gone else "another worker"
         what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
         kind = WorkerSilent if silent else WorkerLost
-        lost = kind(f"Rank {self.rank}: {what} {where}. The cause stands in the output of {named}. [{reason}]")
-        return self.recorder.explain(lost) if self.recorder else lost
+        lost = kind(f"Rank {self.rank}: {what}{where}. See the log of {named} for the cause. [{reason}]")
+        return self.explain(lost)
 
     def _gone(self, peers: list[int]) -> list[int]:
         """These workers and all others whose connection is broken: the one that was lost first is among them."""
@@ -366,17 +337,8 @@ class Transfer:
         Raises:
             WorkerLost: the peer went away, or stayed silent for the timeout.
         """
-        world = self._world
-        world.waits_for(self._peers)
-        world.transferring = True
-        try:
-            world.check()  # before the alarm could interrupt this
+        with self._world.waiting_in_group(self._peers, self._peers, self._where):
             self._work.wait()
-        except RuntimeError as error:
-            raise world.lost(self._peers, self._where, error) from error
-        finally:
-            world.transferring = False
-        world.waits_for(())
 
 
 def _device(who: env.Identity) -> torch.device:

@@ -23,7 +23,7 @@ def catch_notices(world: World) -> None:
         return
 
     def leave(*_: object) -> None:
-        world.leaving = True
+        world.request_leave()
 
     for number in _NOTICES:
         if signal.getsignal(number) == signal.SIG_DFL:

@@ -42,8 +42,8 @@ class Wire:
         self.mail: dict[int, deque[torch.Tensor]] = defaultdict(deque)
         self.posted: list[Arrival] = []
 
-    def awaits(self, verb: str, what: str) -> AbstractContextManager[None]:
-        assert (verb, what) in (("send", "the output of stage 0"), ("take", "the output of stage 0"))
+    def awaiting(self, purpose: str) -> AbstractContextManager[None]:
+        assert purpose in ("to send the output of stage 0", "to take the output of stage 0")
         return nullcontext()
 
     def post(self, sends: list[Message], receives: list[Message], where: str) -> list[Arrival]:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,15 +14,17 @@ import pytest
 import paceline.comm.assignment.step_claims
 from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
 from paceline.comm.shm.lock import Lock, Look
+from paceline.comm.waiting import Waiting
 from paceline.errors import WorkerLost
 
 
 class Memory:
     """The memory of some processes, as much of it as the table needs."""
 
-    def __init__(self, name: str, world: Any) -> None:
+    def __init__(self, name: str, waiting: Waiting, gone: Collection[int]) -> None:
         self.name = name
-        self.world = world
+        self.waiting = waiting
+        self.is_gone = gone
 
     def share(self, size: int) -> list[mmap.mmap]:
         with open(self.name, "r+b") as file:
@@ -31,14 +32,14 @@ class Memory:
 
     def lock(self, look: Look) -> Lock:
         holder = memoryview(self.share(8)[0]).cast("q")[-1:]
-        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, holder, self.world, look)
+        return Lock(os.open(self.name, os.O_RDWR), 1 << 20, holder, self.waiting, look)
 
     def look(self, ranks: list[int], waited: float) -> None:
         if waited > 20:
             raise WorkerLost("the lock was not given back")
 
     def gone(self, rank: int) -> bool:
-        return rank in self.world.gone
+        return rank in self.is_gone
 
 
 @pytest.fixture
@@ -62,8 +63,8 @@ def forked(act: Callable[[], object]) -> int:
 
 
 def claims_of(name: str, rank: int = 0, size: int = 4, gone: Collection[int] = ()) -> StepClaims:
-    world: Any = SimpleNamespace(rank=rank, size=size, check=lambda: None, waits_for=lambda ranks: None, gone=gone)
-    memory: Any = Memory(name, world)
+    world: Any = Waiting(rank, size, 10.0)
+    memory: Any = Memory(name, world, gone)
     return StepClaims(world, memory)
 
 

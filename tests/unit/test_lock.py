@@ -3,13 +3,12 @@
 import os
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from paceline.comm.shm.backoff import LOOK_SECONDS
 from paceline.comm.shm.lock import Lock
+from paceline.comm.waiting import Waiting
 
 
 class Scene:
@@ -24,8 +23,9 @@ class Scene:
         self.first, self.second = self._lock(path, 2), self._lock(path, 0)
 
     def _lock(self, path: Path, rank: int) -> Lock:
-        world: Any = SimpleNamespace(rank=rank, size=3, waits_for=lambda ranks: self.waits.append([*ranks]))
-        return Lock(os.open(path, os.O_RDWR), 8, self.holder, world, self._look)
+        waiting = Waiting(rank, 3, 10.0)
+        waiting.waits_for = lambda ranks: self.waits.append([*ranks])  # type: ignore[method-assign]
+        return Lock(os.open(path, os.O_RDWR), 8, self.holder, waiting, self._look)
 
     def _look(self, ranks: list[int], waited: float) -> None:
         self.looks.append((ranks, waited))

@@ -238,14 +238,14 @@ class StoreQuorum:
 
     def wait(self, until: float | None = None) -> bool:
         begin = looked = time.monotonic()
-        self._world.waits_for([rank for rank in range(self._world.size) if rank != self._world.rank])
+        self._world.waits_for(self._world.others)
         while not self._enough() and (until is None or time.monotonic() < until):
             if time.monotonic() - begin > self._world.timeout:
                 silent = [rank for rank in range(self._world.size) if rank not in self._owners.values()]
                 raise WorkerSilent(
                     f"Rank {self._world.rank} waited {self._world.timeout:.0f} s for {self._needed} groups of step "
                     f"{self._last}, and got {len(self._owners)}; none came from {name_ranks(silent)} "
-                    f"(timeout_seconds). Look at their output: they are stopped, or busy with something else."
+                    f"(timeout_seconds). See their logs: they are stopped, or busy with something else."
                 )
             if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended
                 looked = time.monotonic()

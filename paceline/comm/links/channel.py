@@ -99,7 +99,7 @@ class Sender:
             if value is not None and form is not None
         }
         size = sum(value.nbytes for value in plain.values())
-        with self._world.awaits("take", self._what):
+        with self._world.awaiting(f"to take {self._what}"):
             if self._lane is not None and size <= LARGEST_BYTES:
                 self._lane.send([*plain.values()])
             else:
@@ -116,7 +116,7 @@ class Sender:
         Raises:
             WorkerLost: the receiver is gone.
         """
-        with self._world.awaits("take", self._what):
+        with self._world.awaiting(f"to take {self._what}"):
             while self._leaving:
                 _await(self._leaving.popleft())
 
@@ -159,7 +159,7 @@ class Receiver:
             WorkerLost: the sender is gone, or silent for the timeout.
         """
         first, values = self._expected[0], list[torch.Tensor | None]()
-        with self._world.awaits("send", self._what):
+        with self._world.awaiting(f"to send {self._what}"):
             if not first.ready:
                 self._forms[first.samples] = self._ask()
                 self._make_ready()

@@ -16,6 +16,7 @@ A bucket starts as soon as its tensors are written, while the backward pass comp
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from time import perf_counter
@@ -140,7 +141,8 @@ class BucketedReduction:
         while self._left < len(self._buckets) and self._buckets[self._left].waiting == 0:
             leaving = self._buckets[self._left]
             leaving.started = perf_counter()
-            self._scatter(leaving)
+            with self._awaiting(leaving):
+                self._scatter(leaving)
             self._left += 1
             if self._left > 1:
                 self._reduce(self._buckets[self._left - 2])
@@ -150,10 +152,9 @@ class BucketedReduction:
         while self._done < len(self._buckets):
             self._reduce(self._buckets[self._done])
         for bucket in self._buckets:
-            self._world.exchanging = self._name, bucket.index
-            self._await_means(bucket)
+            with self._awaiting(bucket):
+                self._await_means(bucket)
             self._record(bucket)
-        self._world.exchanging = "", 0
 
     def mean(self, member: int) -> torch.Tensor:
         """The mean of a tensor over all workers, after :meth:`finish`; overwritten by the next step."""
@@ -165,8 +166,15 @@ class BucketedReduction:
             fault_points.reach("inside the collective")
         self._done += 1
         divisor = self._divisor()  # refuses workers at different steps, whose parts would never come
-        self._world.exchanging = self._name, bucket.index
-        self._await_parts(bucket)
+        with self._awaiting(bucket):
+            self._await_parts(bucket)
+            self._deliver(bucket, self._mean(bucket, divisor))
+
+    def _awaiting(self, bucket: Bucket) -> AbstractContextManager[None]:
+        return self._world.awaiting(f"in the all-reduce of bucket {bucket.index} of the {self._name}")
+
+    def _mean(self, bucket: Bucket, divisor: torch.Tensor | float) -> torch.Tensor:
+        """The mean of this worker's chunk, added up along the tree."""
         parts = [
             (node, self._part(bucket, rank, place))
             for rank, nodes in enumerate(self._nodes)
@@ -174,8 +182,7 @@ class BucketedReduction:
         ]
         parts.sort(key=lambda part: first_of(part[0]))
         mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
-        torch.div(total(parts, torch.Tensor.add_), divisor, out=mean)
-        self._deliver(bucket, mean)
+        return torch.div(total(parts, torch.Tensor.add_), divisor, out=mean)
 
     def _scatter(self, bucket: Bucket) -> None:
         """Send each worker its chunk of this worker's nodes."""

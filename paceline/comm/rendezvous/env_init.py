@@ -89,14 +89,14 @@ class EnvRendezvous:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise StartError(
                         f"Rank {self.rank} waited {self.timeout:.0f} s at {address}, but {name_ranks(missing)} of "
-                        f"{self.size} workers did not come. Look at their output; were all of them started with this "
+                        f"{self.size} workers did not come. See their logs; were all of them started with this "
                         f"address?"
                     )
                 time.sleep(_POLL_SECONDS)
         except dist.DistError as error:
             raise StartError(
                 f"Rank {self.rank} lost the meeting point at {address} before all workers were there: "
-                f"{reason_of(error)}. The cause stands in the output of rank 0."
+                f"{reason_of(error)}. See rank 0's log for the cause."
             ) from error
 
 

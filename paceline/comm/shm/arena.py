@@ -14,18 +14,20 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.comm.shm.backoff import FIRST_BACKOFF_SECONDS, LOOK_SECONDS, backoff_seconds
 from paceline.comm.shm.futex import Futex
 from paceline.comm.shm.lock import Lock, Look
-from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
+from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Member
+from paceline.errors import WorkerLost, WorkerSilent, name_ranks
 from paceline.launch.kernel import is_ending
 
 if TYPE_CHECKING:
     import torch
 
-    from paceline.comm.world import World
+    from paceline.comm.waiting import Waiting
     from paceline.coordinator.types import Member
 
 _SLOTS = 1 << 15
@@ -81,8 +83,8 @@ def can_share(device: torch.device) -> bool:
     return ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and device.type == "cpu"
 
 
-def memory_of(world: World, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:
-    """The memory of workers that know each other's arenas from the roster; without a word over the network.
+def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:
+    """Attach to the arenas of members of a membership, without a word over the network; none if that is not possible.
 
     Raises:
         WorkerLost: one of them was lost on the way.
@@ -97,26 +99,23 @@ def memory_of(world: World, arena: Arena, members: Sequence[Member], generation:
     if len(opened) < len(files):
         _close(opened)
         return None
-    memory = SharedMemory(world, opened, [member.pid for member in members])
+    memory = SharedMemory(waiting, opened, [member.pid for member in members])
     met = 2 * (generation + 1)
     memory.wait(_MET, met)
     return memory if memory.announced(_MET, met + 1, range(len(members))) else None
 
 
-def shared_memory(world: World, arena: Callable[[], Arena]) -> SharedMemory | None:
-    """The memory of workers that are all on one machine, else none; all workers call this together."""
-    if world.size == 1 or world.size != world.local_size or not can_share(world.device):
-        return None
-    own = arena()
-    own.begin()
-    told = world.gather((os.getpid(), own.file, own.token), "start")
-    files = [_open(pid, handle, token) for pid, handle, token in told]
-    all_there = all(world.gather(None not in files, "start"))
+def attach_all(waiting: Waiting, arena: Arena, gather: Callable[[Any, str], list[Any]]) -> SharedMemory | None:
+    """Attach to the arenas of all workers, which tell each other by ``gather``; none if one of them cannot."""
+    arena.begin()
+    handles = gather((os.getpid(), arena.file, arena.token), "start")
+    files = [_open(pid, handle, token) for pid, handle, token in handles]
+    all_attached = all(gather(None not in files, "start"))
     opened = [file for file in files if file is not None]
-    if not all_there:
+    if not all_attached:
         _close(opened)
         return None
-    return SharedMemory(world, opened, [pid for pid, *_ in told])
+    return SharedMemory(waiting, opened, [pid for pid, *_ in handles])
 
 
 class SharedMemory:
@@ -126,15 +125,15 @@ class SharedMemory:
     holds at first is not known.
     """
 
-    def __init__(self, world: World, files: list[int], pids: list[int]) -> None:
-        self._world = world
+    def __init__(self, waiting: Waiting, files: list[int], pids: list[int]) -> None:
+        self._waiting = waiting
         self._files = files
         self._next = mmap.PAGESIZE
         opened = list(files)
         self.close = weakref.finalize(self, _close, opened)
         self._handles: dict[int, int] = {}
         for rank, pid in enumerate(pids):
-            if rank != world.rank:
+            if rank != waiting.rank:
                 self._handles[rank] = _handle(rank, pid)
                 opened.append(self._handles[rank])
         self._pids = pids
@@ -166,7 +165,7 @@ class SharedMemory:
         self._locks += 1
         slot = self.reserve(1)
         holder = self._flags[0][slot : slot + 1]
-        return Lock(self._files[0], _ARENA_BYTES - self._locks, holder, self._world, look or self._check_and_look)
+        return Lock(self._files[0], _ARENA_BYTES - self._locks, holder, self._waiting, look or self._check_and_look)
 
     def exchange(self, letter: bytes) -> list[bytes]:
         """What each worker writes, in the order of ranks; all workers call this together.
@@ -175,7 +174,7 @@ class SharedMemory:
         """
         self._letters += 1
         place = _LETTERS_AT + self._letters % 2 * _LETTER_BYTES
-        os.pwrite(self._files[self._world.rank], struct.pack("<q", len(letter)) + letter, place)
+        os.pwrite(self._files[self._waiting.rank], struct.pack("<q", len(letter)) + letter, place)
         self.announce(_LETTER, self._letters)
         self.wait(_LETTER, self._letters)
         sizes = [struct.unpack("<q", os.pread(file, 8, place))[0] for file in self._files]
@@ -185,7 +184,7 @@ class SharedMemory:
         """Put bytes into a place of this worker's, of those that are not part of a block; returns how many."""
         done = 0
         while done < len(data):
-            done += os.pwrite(self._files[self._world.rank], data[done:], _PLACES_AT + place + done)
+            done += os.pwrite(self._files[self._waiting.rank], data[done:], _PLACES_AT + place + done)
         return done
 
     def read(self, rank: int, place: int, into: memoryview) -> int:
@@ -197,13 +196,13 @@ class SharedMemory:
 
     def give_up(self) -> None:
         """Tell the others that this worker announces nothing more."""
-        self._flags[self._world.rank][_GAVE_UP] = 1
-        self._bells[self._world.rank].ring()
+        self._flags[self._waiting.rank][_GAVE_UP] = 1
+        self._bells[self._waiting.rank].ring()
 
     def announce(self, slot: int, value: int) -> None:
         """Tell the others that this worker got so far."""
-        self._flags[self._world.rank][slot] = value
-        self._bells[self._world.rank].ring()
+        self._flags[self._waiting.rank][slot] = value
+        self._bells[self._waiting.rank].ring()
 
     def announced(self, slot: int, value: int, ranks: Sequence[int]) -> bool:
         """Whether these workers have announced at least this value."""
@@ -232,13 +231,13 @@ class SharedMemory:
                 now = time.monotonic()
                 if not begin:
                     begin = looked = now
-                    self._world.waits_for(waiting)
-                if now - looked > LOOK_SECONDS or self._world.alarmed != alarmed:
-                    looked, alarmed = now, self._world.alarmed
+                    self._waiting.waits_for(waiting)
+                if now - looked > LOOK_SECONDS or self._waiting.alarmed != alarmed:
+                    looked, alarmed = now, self._waiting.alarmed
                     self._look_after(waiting, slot, value, now - begin)
             waiting = [rank for rank in waiting if self._flags[rank][slot] < value]
         if begin:
-            self._world.waits_for(())
+            self._waiting.waits_for(())
 
     def until(self, ready: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
         """Wait until something is so in the blocks.
@@ -262,14 +261,14 @@ class SharedMemory:
             now = time.monotonic()
             nap = backoff_seconds(now - begin if begin else 0.0)
             if not begin or now - looked > LOOK_SECONDS:
-                self._world.check()
+                self._waiting.check()
                 if (now_awaited := awaited()) != ranks or not begin:
                     ranks = now_awaited
-                    self._world.waits_for(ranks)
+                    self._waiting.waits_for(ranks)
                 begin, looked = begin or now, now
                 self.look(ranks, now - begin)
         if begin:
-            self._world.waits_for(())
+            self._waiting.waits_for(())
 
     def look(self, ranks: list[int], waited: float) -> None:
         """Look whether these workers, for whom this one has waited so many seconds, can still do something.
@@ -280,30 +279,29 @@ class SharedMemory:
         self._look_after(ranks, _GAVE_UP, 2, waited)
 
     def _check_and_look(self, ranks: list[int], waited: float) -> None:
-        self._world.check()
+        self._waiting.check()
         self.look(ranks, waited)
 
     def _look_after(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
-        if self._world.recorder is not None:
-            self._world.recorder.look()
+        if self._waiting.recorder is not None:
+            self._waiting.recorder.look()
         for rank in waiting:
             gone = self.gone(rank)
             if gone and self._flags[rank][slot] < value:
                 lost = WorkerLost(
-                    f"Rank {self._world.rank} lost rank {rank}: {gone}. The cause stands in the output of rank {rank}."
+                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See rank {rank}'s log for the cause."
                 )
                 lost.ranks = (rank,)
-                raise self._explained(lost)
-        if waited > self._world.timeout:
-            ranks = waiting or [rank for rank in range(self._world.size) if rank != self._world.rank]
+                raise self._waiting.explain(lost)
+        if waited > self._waiting.timeout:
+            ranks = waiting or self._waiting.others
             named, are = name_ranks(ranks), "it is" if len(ranks) == 1 else "they are"
-            verb, what = self._world.awaited
-            wanted = f" to {verb} {what}" if what else ""
+            purpose = f" {self._waiting.purpose}" if self._waiting.purpose else ""
             silent = WorkerSilent(
-                f"Rank {self._world.rank} waited {waited:.0f} s for {named}{wanted} (timeout_seconds). "
-                f"Look at the output of {named}: {are} stopped, or busy with something else."
+                f"Rank {self._waiting.rank} waited {waited:.0f} s for {named}{purpose} (timeout_seconds). "
+                f"See the log of {named}: {are} stopped, or busy with something else."
             )
-            raise self._explained(silent)
+            raise self._waiting.explain(silent)
 
     def gone(self, rank: int) -> str:
         """Why a worker will announce nothing more; empty if it may.
@@ -316,11 +314,7 @@ class SharedMemory:
             return f"its process {self._pids[rank]} ended"
         if self._flags[rank][_GAVE_UP]:
             return "it stopped waiting for others"
-        return "it was dropped" if self._world.is_missing(rank) else ""
-
-    def _explained(self, lost: WorkerLost) -> PacelineError:
-        calls = self._world.recorder
-        return calls.explain(lost) if calls else lost
+        return "it was dropped" if self._waiting.is_missing(rank) else ""
 
 
 def _handle(rank: int, pid: int) -> int:

@@ -9,12 +9,9 @@ import struct
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from paceline.comm.shm.backoff import LOOK_SECONDS, backoff_seconds
-
-if TYPE_CHECKING:
-    from paceline.comm.world import World
+from paceline.comm.waiting import Waiting
 
 _YIELDS = 50
 
@@ -29,16 +26,16 @@ class Lock:
         file: the number of an open file; each process must have opened it for itself.
         place: of the byte; it need not exist.
         holder: a number in the memory of all, for the rank that has the lock.
-        world: the workers.
+        waiting: this worker among the others.
         look: see :data:`Look`.
     """
 
-    def __init__(self, file: int, place: int, holder: memoryview, world: World, look: Look) -> None:
+    def __init__(self, file: int, place: int, holder: memoryview, waiting: Waiting, look: Look) -> None:
         self._file = file
         self._take = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
         self._give = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0)
         self._holder = holder
-        self._world = world
+        self._waiting = waiting
         self._look = look
 
     def __enter__(self) -> None:
@@ -55,17 +52,17 @@ class Lock:
                 looked = now
                 if (holders := self._holders()) != ranks:
                     ranks = holders
-                    self._world.waits_for(ranks)
+                    self._waiting.waits_for(ranks)
                 self._look(ranks, now - begin)
             time.sleep(backoff_seconds(now - begin))
         if ranks:
-            self._world.waits_for(())
-        self._holder[0] = self._world.rank
+            self._waiting.waits_for(())
+        self._holder[0] = self._waiting.rank
 
     def _holders(self) -> list[int]:
         """Who may have the lock: any other worker while its new holder has not written its rank yet."""
-        holder, own = self._holder[0], self._world.rank
-        return [holder] if holder != own else [rank for rank in range(self._world.size) if rank != own]
+        holder, own = self._holder[0], self._waiting.rank
+        return [holder] if holder != own else self._waiting.others
 
     def _taken(self) -> bool:
         try:
