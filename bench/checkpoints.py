@@ -76,8 +76,8 @@ def stalls(megabytes: float, saves: int, directory: Path) -> None:
     """Print what a save in the background costs, beside one that is waited for."""
     settings = CheckpointSettings(directory=directory)
     session = session_of(megabytes, checkpoint=settings, threads=1)
-    keeper, state, facts = session._keeper, session._state, Facts()
-    keeper._events = facts
+    checkpointer, state, facts = session._checkpointer, session._state, Facts()
+    checkpointer._events = facts
     times: dict[str, list[float]] = {name: [] for name in ("waited", "stall", "whole", "idle", "saving")}
     batches = session.batches(epochs=1_000_000)
 
@@ -94,12 +94,12 @@ def stalls(megabytes: float, saves: int, directory: Path) -> None:
         waited = time.perf_counter() - begin
         step()
         begin = time.perf_counter()
-        keeper.begin_save(state, session.position)
+        checkpointer.begin_save(state, session.position)
         stall = time.perf_counter() - begin
         saving = []
-        while keeper._background.busy:
+        while checkpointer._background.busy:
             saving.append(step())
-        keeper.finish()
+        checkpointer.finish()
         if turn > 0:  # the first turn takes memory and files for the first time
             values = (waited, stall, facts.saves[-1]["seconds"], statistics.median(idle), statistics.mean(saving))
             for name, value in zip(times, values, strict=True):
@@ -154,7 +154,7 @@ def train(directory: Path, steps: int, moment: int | None) -> None:
     print("start", session.position, flush=True)
     for batch in session.batches(steps=steps):
         session.step(batch)
-    session._keeper.finish()
+    session._checkpointer.finish()
     print("end", session.fingerprint())
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from paceline import fault_points
-from paceline.checkpoint.state import hash_of
-from paceline.data.feed import KeyedDataset, Request, collated, to_device
+from paceline.checkpoint.tensors import hash_of
+from paceline.data.feed import KeyedDataset, LoadRequest, collated, to_device
 from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even
 from paceline.step.job import Job
@@ -58,7 +58,9 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
     try:
         with torch.no_grad():
             for chunk in chunks[own.start : own.stop]:
-                items = to_device(collated(read.__getitems__(Request(_EPOCH, list(chunk))), collate), job.world.device)
+                items = to_device(
+                    collated(read.__getitems__(LoadRequest(_EPOCH, list(chunk))), collate), job.world.device
+                )
                 with job.compute.precision(), job.compute.keeping_weights():
                     value = forward(job.compute.model, items)
                 pairs.append(_sum_and_count(value, len(chunk)))

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import agreement, env
-from paceline.checkpoint.state import hash_of
+from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved

@@ -22,8 +22,9 @@ from paceline import config, env, excepthook
 from paceline import job as jobs
 from paceline.agreement import versions
 from paceline.checkpoint.background import join_all
-from paceline.checkpoint.keeper import Keeper, State
-from paceline.checkpoint.state import fingerprint
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.tensors import fingerprint
+from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
@@ -34,7 +35,7 @@ from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.forward import loss_of
 from paceline.step.job import Job
 from paceline.training_loop import TrainingLoop, record_step
-from paceline.verify.trace import Trace
+from paceline.verify.trace_writer import TraceWriter
 
 _log = logging.getLogger("paceline")
 _sessions: list[TrainingLoop] = []
@@ -190,16 +191,18 @@ class Session:
         self._job = job
         self._by_loss = by_loss
         numerics = jobs.numerics(job.settings)
-        self._state = State(job.compute.model, job.update, asdict(job.order), numerics, versions(), job.strategy_state)
+        self._state = TrainingState(
+            job.compute.model, job.update, asdict(job.order), numerics, versions(), job.strategy_state
+        )
         traced = env.trace() is not None
         keeping = CheckpointSettings() if traced else job.settings.checkpoint
         name = "checkpoints" if place == 1 else f"checkpoints-{place}"
-        self._keeper = Keeper(job.world, keeping, run / name if run else None, job.events)
+        self._checkpointer = Checkpointer(job.world, keeping, run / name if run else None, job.events)
         self._progress = progress
         resume = None if traced else job.settings.resume
-        self._loop = TrainingLoop(job, facts, self._state, self._keeper, resume)
+        self._loop = TrainingLoop(job, facts, self._state, self._checkpointer, resume)
         _sessions.append(self._loop)
-        if self._keeper.able or job.world.coordinator is not None:
+        if self._checkpointer.enabled or job.world.coordinator is not None:
             catch_notices(job.world)
         rules = {"server.mode": job.settings.server.mode, "pipeline.schedule": job.settings.pipeline.schedule}
         job.events.mark("start", strategy=job.settings.strategy, workers=job.world.size, **rules)
@@ -336,8 +339,8 @@ class Session:
             record_step(self._job, batch.step, outcome, seconds, batch.waited)
             if self._trace is not None:
                 self._trace.step(report.step, report.loss, report.samples, report.learning_rate)
-        if self.position == self._loop.standing.steps and self._keeper.due(self.position):
-            self._loop.save(self._keeper.begin_save)
+        if self.position == self._loop.standing.steps and self._checkpointer.due(self.position):
+            self._loop.save(self._checkpointer.begin_save)
         self._loop.heed(outcome.notice)
         return report
 
@@ -370,7 +373,7 @@ class Session:
         Raises:
             CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
         """
-        return self._loop.save(self._keeper.save)
+        return self._loop.save(self._checkpointer.save)
 
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
@@ -386,8 +389,8 @@ class Session:
         self._loop.standing.steps = max(self._loop.standing.steps, position)
         seed_all(seed_of(LOOP, self._job.settings.seed, position, before))
 
-    def _start_trace(self, job: Job) -> Trace | None:
+    def _start_trace(self, job: Job) -> TraceWriter | None:
         wanted = env.trace()
         if wanted is None:
             return None
-        return Trace(wanted, job, self._state.tensors)
+        return TraceWriter(wanted, job, self._state.tensors)

@@ -23,8 +23,8 @@ import torch
 
 from paceline import env, evaluation, fault_points
 from paceline.agreement import check
-from paceline.checkpoint.keeper import Keeper
-from paceline.checkpoint.training import State
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import LEAVING
 from paceline.coordinator.types import Departure
@@ -64,7 +64,7 @@ class TrainingLoop:
         job: what is trained; its workers have not met yet.
         facts: on which all workers must agree.
         state: of the training.
-        keeper: of checkpoints.
+        checkpointer: of checkpoints.
         resume: the checkpoint to start from, if any.
 
     Attributes:
@@ -75,10 +75,12 @@ class TrainingLoop:
 
     strategy: Strategy
 
-    def __init__(self, job: Job, facts: dict[str, object], state: State, keeper: Keeper, resume: str | None) -> None:
+    def __init__(
+        self, job: Job, facts: dict[str, object], state: TrainingState, checkpointer: Checkpointer, resume: str | None
+    ) -> None:
         self._job = job
         self._facts = facts
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._state = state
         self._resume = resume
         self._asked = 0, 0
@@ -98,7 +100,7 @@ class TrainingLoop:
             self._alone = Progress(self._begin())
             self._settle_in()
         else:
-            self._recovery = Recovery(job, coordinator, state, keeper, self._begin)
+            self._recovery = Recovery(job, coordinator, state, checkpointer, self._begin)
             self._line_up(coordinator)
             self._gather()
             self._await_group()
@@ -125,9 +127,9 @@ class TrainingLoop:
             self._job.update.optimizer.state.update(self._cold)
         check(self._job.world, self._facts)
         resume = self._resume
-        if resume is None and self._job.world.generation > 0 and self._keeper.able:
+        if resume is None and self._job.world.generation > 0 and self._checkpointer.enabled:
             resume = "auto"  # all that had a state are lost
-        return self._keeper.resume(self._state, resume)
+        return self._checkpointer.resume(self._state, resume)
 
     def _settle_in(self) -> None:
         self.strategy = build(self._job)
@@ -304,9 +306,9 @@ class TrainingLoop:
                 standing.outcome = self._take(again, pieces)
                 record_step(self._job, again, standing.outcome, time.perf_counter() - begin, 0.0)
             standing.steps = again + 1
-            if self._keeper.due(standing.steps):
+            if self._checkpointer.due(standing.steps):
                 self.strategy.synchronize(standing.steps)
-                self._keeper.begin_save(self._state, standing.steps)
+                self._checkpointer.begin_save(self._state, standing.steps)
             self.heed(standing.outcome.notice if standing.outcome else 0)
             standing = self.standing
 
@@ -360,8 +362,8 @@ class TrainingLoop:
             self.at("in the script")
             return
 
-    def save(self, keep: Callable[[State, int], _T]) -> _T:
-        """Save the state after the steps done, in the way of the keeper that is given; all call this together."""
+    def save(self, keep: Callable[[TrainingState, int], _T]) -> _T:
+        """Save the state after the steps done, in the way of the checkpointer that is given; all call this together."""
         self.settle()
         self.at("saving a checkpoint", busy=True)
         kept = keep(self._state, self.standing.steps)
@@ -379,10 +381,10 @@ class TrainingLoop:
         if self._recovery is not None:
             self._meet_before_leaving()
             if self._job.world.leaving:
-                self._keeper.finish()  # another one writes the next checkpoint
+                self._checkpointer.finish()  # another one writes the next checkpoint
             self._gather(planned=True)
         elif notice >= LEAVING:
-            place = self.save(self._keeper.save)
+            place = self.save(self._checkpointer.save)
             if self._job.world.rank == 0:
                 _log.warning("preempted: the state after step %d is in %s", self.standing.steps - 1, place)
             self._job.world.gather(None, "leaving")  # nobody ends before the checkpoint is there

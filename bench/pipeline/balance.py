@@ -24,7 +24,7 @@ import paceline
 from paceline.partition.cut import layers_of
 from paceline.partition.profile import measure as layer_times
 from paceline.schedule.balance import Cluster, LayerCost, balance
-from paceline.schedule.choice import flushed_schedule
+from paceline.schedule.choice import synchronous_schedule
 from paceline.schedule.clock import Times, simulate
 from paceline.settings import PipelineSettings
 
@@ -91,7 +91,7 @@ def work(given: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(costs: list[LayerCost], bounds: tuple[tuple[int, int], ...], schedule: str) -> float:
     """Seconds of a step of these stages."""
-    plan = flushed_schedule(PipelineSettings(schedule=schedule), len(bounds), MICROBATCHES)  # type: ignore[arg-type]
+    plan = synchronous_schedule(PipelineSettings(schedule=schedule), len(bounds), MICROBATCHES)  # type: ignore[arg-type]
     forward = tuple(sum(cost.forward for cost in costs[begin:end]) for begin, end in bounds)
     backward = tuple(sum(cost.backward for cost in costs[begin:end]) for begin, end in bounds)
     nothing = (0.0,) * len(bounds)

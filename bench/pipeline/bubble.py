@@ -21,7 +21,7 @@ from sleeping import FORWARD, INPUT, WEIGHT, sleepers, targets
 import paceline
 from paceline.observe.pipelines import operations_of, pipelines_of
 from paceline.observe.timelines import measured
-from paceline.schedule.choice import flushed_schedule
+from paceline.schedule.choice import synchronous_schedule
 from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
 from paceline.schedule.operations import Kind
@@ -117,7 +117,7 @@ def predicted(schedule: str, workers: int, seconds: dict[str, float]) -> Timelin
 
     The first stage has no input to find the gradient of, so both halves of its backward pass are done as the second.
     """
-    plan = flushed_schedule(PipelineSettings(schedule=schedule), workers, MICROBATCHES)  # type: ignore[arg-type]
+    plan = synchronous_schedule(PipelineSettings(schedule=schedule), workers, MICROBATCHES)  # type: ignore[arg-type]
     forward, of_input, of_weight = (seconds[what] for what in (FORWARD, INPUT, WEIGHT))
     rest, nothing = plan.stages - 1, (0.0,) * plan.stages
     times = Times(

@@ -12,9 +12,9 @@ from torch import nn
 
 from paceline.checkpoint import files, locations
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.manifest import Damaged, Manifest
-from paceline.checkpoint.state import fingerprint, hash_of
+from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.tensors import fingerprint, hash_of
 from paceline.errors import CheckpointError
 
 
@@ -70,19 +70,19 @@ def read(place: Path | str, check: Callable[[Path | str, Manifest], None]) -> Co
     try:
         text = storage.manifest(name)
     except UnicodeDecodeError as error:
-        raise Damaged(f"{place}/{manifests.FILE} is damaged: {error}.") from None
+        raise DamagedError(f"{place}/{manifests.FILE} is damaged: {error}.") from None
     except Exception as error:
         reason = "there is none" if isinstance(error, FileNotFoundError) else files.reason_of(error)
-        raise Damaged(f"{place} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
+        raise DamagedError(f"{place} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
     manifest = manifests.parse(text, f"{place}/{manifests.FILE}")
     check(place, manifest)
     try:
         tensors = files.read(storage.reader(name), [*manifest.tensors, files.EXTRA])
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise Damaged(f"{place} is damaged and cannot be read: {files.reason_of(error)}.") from error
+        raise DamagedError(f"{place} is damaged and cannot be read: {files.reason_of(error)}.") from error
     extra = tensors.pop(files.EXTRA)
     if fingerprint(tensors) != manifest.fingerprint or hash_of(extra).hex() != manifest.extra:
-        raise Damaged(f"{place} is damaged: what it holds does not have the hash in its manifest.")
+        raise DamagedError(f"{place} is damaged: what it holds does not have the hash in its manifest.")
     try:
         return Content(manifest, tensors, files.from_tensor(extra))
     except Exception as error:  # such as a class of the script that is no longer there

@@ -13,7 +13,7 @@ FORMAT = 2
 FILE = "manifest.json"
 
 
-class Damaged(CheckpointError):
+class DamagedError(CheckpointError):
     """A checkpoint is not what was written; told to the user as a plain CheckpointError, or passed over."""
 
 
@@ -60,11 +60,11 @@ def parse(text: str, where: object) -> Manifest:
         known = values["format"]
         checksum = values.pop("checksum", None)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise Damaged(f"{where} is damaged: {error}.") from None
+        raise DamagedError(f"{where} is damaged: {error}.") from None
     if known != FORMAT:
         raise CheckpointError(f"{where} has format {known}; this version reads format {FORMAT}.")
     if checksum != _checksum(values):
-        raise Damaged(f"{where} is damaged: it does not have the hash that stands in it.")
+        raise DamagedError(f"{where} is damaged: it does not have the hash that stands in it.")
     return Manifest(**values)  # type: ignore[arg-type]
 
 

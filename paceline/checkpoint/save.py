@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline import fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.manifest import Damaged, Manifest
+from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.checkpoint.snapshot import Snapshot
 from paceline.checkpoint.storage import Storage
 from paceline.errors import CheckpointError
@@ -71,7 +71,7 @@ def _is_there(storage: Storage, name: str, manifest: Manifest) -> bool:
         return False
     try:
         there = manifests.parse(storage.manifest(name), storage.location(name))
-    except Damaged:
+    except DamagedError:
         storage.set_aside(name)
         return False
     if (there.fingerprint, there.extra) != (manifest.fingerprint, manifest.extra):

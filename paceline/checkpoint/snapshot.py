@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.state import fingerprint, hash_of
+from paceline.checkpoint.tensors import fingerprint, hash_of
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Snapshot:
         )
 
 
-class Staging:
+class HostBuffers:
     """Host memory for one state; the same memory is used for each save."""
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from paceline.cli.options import Arguments, Plan, Script, Set
 if TYPE_CHECKING:
     from paceline.launch.base import Request
     from paceline.verify.compare import Comparison
-    from paceline.verify.recorded import Recorded
+    from paceline.verify.run_trace import RunTrace
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ Options may also stand after the script; what follows -- is the script's own.
@@ -29,7 +29,7 @@ class Size:
     """One run of the script."""
 
     workers: int
-    trace: Recorded
+    trace: RunTrace
     seconds: float
 
 
@@ -74,7 +74,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from paceline.cli.report import report
     from paceline.launch.prepare import prepare
     from paceline.launch.workers import Workers
-    from paceline.verify.recorded import read
+    from paceline.verify.run_trace import read
 
     traces = directory / f"trace-{workers}"
     traces.mkdir()

@@ -31,7 +31,7 @@ class Piece:
     data: Any
 
 
-def apart(piece: Piece, parts: Sequence[range]) -> list[Piece]:
+def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
     """The single microbatches of a piece of tensors; ``parts`` are the places of all microbatches in their batch."""
     first = parts[piece.microbatches.start].start
     pieces = []
@@ -43,7 +43,7 @@ def apart(piece: Piece, parts: Sequence[range]) -> list[Piece]:
     return pieces
 
 
-class Request(NamedTuple):
+class LoadRequest(NamedTuple):
     """What a loader is asked for: samples of an epoch; ``step``: the step they are for, if any."""
 
     epoch: int
@@ -107,12 +107,12 @@ class Feed:
             for piece, request in zip(pieces, requests, strict=True)
         ]
 
-    def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[Request]:
+    def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[LoadRequest]:
         for step in range(start, stop):
             microbatches = self._order.microbatches_of(step)
             epoch = self._order.epoch_of(step)
             for piece in pieces_of(step):
-                yield Request(epoch, [sample for part in piece for sample in microbatches[part]], step)
+                yield LoadRequest(epoch, [sample for part in piece for sample in microbatches[part]], step)
 
     def _to_device(self, data: Any) -> Any:
         return data if self._device.type == "cpu" else to_device(data, self._device)
@@ -133,15 +133,15 @@ def _next(items: Iterator[Any]) -> Any:
         ) from error
 
 
-class Rows(NamedTuple):
+class TensorRows(NamedTuple):
     """Samples of a ``TensorDataset`` that are together already: one tensor of each of its tensors."""
 
     tensors: list[torch.Tensor]
 
 
-def collated(items: list[Any] | Rows, collate: Callable[[list[Any]], Any]) -> Any:
+def collated(items: list[Any] | TensorRows, collate: Callable[[list[Any]], Any]) -> Any:
     """What :class:`KeyedDataset` gives, as a model takes it."""
-    return items.tensors if isinstance(items, Rows) else collate(items)
+    return items.tensors if isinstance(items, TensorRows) else collate(items)
 
 
 def to_device(data: Any, device: torch.device) -> Any:
@@ -152,9 +152,9 @@ def to_device(data: Any, device: torch.device) -> Any:
 class _Requests(Sampler[Any]):
     """The batch sampler: what ``make`` yields, made anew for each pass."""
 
-    make: Callable[[], Iterator[Request]]
+    make: Callable[[], Iterator[LoadRequest]]
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[LoadRequest]:
         return self.make()
 
 
@@ -175,18 +175,18 @@ class KeyedDataset(Dataset[Any]):
             self._tensors = data.tensors
         self._draws = False
 
-    def __getitems__(self, request: Request) -> list[Any] | Rows:
+    def __getitems__(self, request: LoadRequest) -> list[Any] | TensorRows:
         if request.step is not None:
             fault_points.reach("in the loader", request.step)
         if self._tensors:
             samples = torch.tensor(request.samples)
-            return Rows([tensor[samples] for tensor in self._tensors])
+            return TensorRows([tensor[samples] for tensor in self._tensors])
         items = self._items(request)
         if self._collates:  # it may draw, too
             seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
         return items
 
-    def _items(self, request: Request) -> list[Any]:
+    def _items(self, request: LoadRequest) -> list[Any]:
         if self._is_plain:
             return self._read(request.samples)
         if not self._draws:

@@ -80,7 +80,7 @@ class _AsOf:
         _set(self._before)
 
 
-def drawn_again() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def replay_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """The ``context_fn`` of a checkpoint: what is computed again draws the same numbers.
 
     torch itself takes care of its own generators only.
@@ -89,7 +89,7 @@ def drawn_again() -> tuple[AbstractContextManager[None], AbstractContextManager[
 
 
 @contextmanager
-def kept_states() -> Iterator[None]:
+def preserve_generators() -> Iterator[None]:
     """Afterwards the global generators are as they were before."""
     before = generator_states()
     try:
@@ -107,8 +107,8 @@ def _set(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(states["cuda"])
 
 
-def packed_states() -> list[torch.Tensor]:
-    """The states of the global generators as tensors, to go on from in another process by :func:`go_on_from`."""
+def pack_generators() -> list[torch.Tensor]:
+    """The states of the global generators as tensors, to go on from in another process by :func:`unpack_generators`."""
     states = generator_states()
     version, words, gauss = states["python"]
     packed = [states["torch"], torch.tensor([version, *words])]
@@ -121,7 +121,7 @@ def packed_states() -> list[torch.Tensor]:
     return packed
 
 
-def go_on_from(packed: list[torch.Tensor]) -> None:
+def unpack_generators(packed: list[torch.Tensor]) -> None:
     """Set the global generators to the states of another process, which uses the same libraries."""
     first, words, spare, *rest = (state.cpu() for state in packed)
     torch.default_generator.set_state(first)

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, InputError
 from paceline.observe.completeness import complete_steps
-from paceline.observe.pipelines import KINDS, Done, Pipeline, operations_of, pipelines_of
+from paceline.observe.pipelines import KINDS, Pipeline, RecordedOperation, operations_of, pipelines_of
 from paceline.observe.records import read
 from paceline.observe.timelines import layout_of, measured, predicted, schedule_of
-from paceline.observe.times import planned, usual
+from paceline.observe.times import median_times, profiled_times
 from paceline.schedule.clock import TRANSFERS, Timeline, Times
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.proof import prove
@@ -45,12 +45,12 @@ class Comparison:
     step: int
     schedule: Schedule
     times: Times
-    usual: Times
+    median_times: Times
     predicted: Timeline
     measured: Timeline
 
     @property
-    def planned(self) -> bool:
+    def from_profile(self) -> bool:
         """Whether the times of the prediction are from before training; else they are the usual ones."""
         return self.pipeline.times is not None
 
@@ -62,7 +62,7 @@ class Comparison:
     @property
     def source(self) -> str:
         """Where the times of the prediction are from, in sentences."""
-        if not self.planned:
+        if not self.from_profile:
             return (
                 "Predicted from the medians of what each operation of a stage took in the steps around this one, as "
                 "the layers were not measured before training: the cut was given."
@@ -117,14 +117,14 @@ def compare(run: Path, step: int | None = None) -> Comparison:
     pipeline, step = _chosen(run, pipelines, step)
     done = _near(run, pipeline, step)
     as_it_was = measured(pipeline, done, step)
-    medians = usual(done, len(pipeline.stages))
-    times = planned(pipeline) or medians
+    medians = median_times(done, len(pipeline.stages))
+    times = profiled_times(pipeline) or medians
     schedule = schedule_of(pipeline, done, step)
     by_the_clock = predicted(pipeline, done, step, schedule, times)
     return Comparison(run, pipeline, step, schedule, times, medians, by_the_clock, as_it_was)
 
 
-def _near(run: Path, pipeline: Pipeline, step: int) -> list[Done]:
+def _near(run: Path, pipeline: Pipeline, step: int) -> list[RecordedOperation]:
     """The operations of the steps around one, in the order in which they began."""
     records = read(run, KINDS, range(step - _NEAR, step + _NEAR + 1))
     return sorted(operations_of(records, pipeline), key=lambda done: done.span.begin)

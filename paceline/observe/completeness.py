@@ -13,10 +13,10 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from paceline.errors import ConfigError
-from paceline.observe.pipelines import Done, Pipeline
-from paceline.schedule.choice import flushed_schedule, stream_for
+from paceline.observe.pipelines import Pipeline, RecordedOperation
+from paceline.schedule.choice import async_pipeline_for, synchronous_schedule
 from paceline.schedule.operations import Kind, Schedule
-from paceline.schedule.pipedream import stream_schedule
+from paceline.schedule.pipedream import async_schedule
 
 _Action: TypeAlias = tuple[int, Kind, int, int, int]
 """What a worker did: rank, kind, stage, microbatch, peer."""
@@ -24,7 +24,7 @@ _ENTERS: _Action = (0, Kind.FORWARD, 0, 0, -1)
 """The first microbatch of a step enters."""
 
 
-def complete_steps(done: Iterable[Done], pipeline: Pipeline) -> list[int]:
+def complete_steps(done: Iterable[RecordedOperation], pipeline: Pipeline) -> list[int]:
     """The steps that can be drawn: those that have an end and of which each worker's operations are all there.
 
     In a pipeline that does not run empty a step has operations of the steps before it as well, which must be there too,
@@ -72,13 +72,15 @@ def _matching(actions: Mapping[int, list[_Action]], pipeline: Pipeline) -> set[i
 
 def _schedule(pipeline: Pipeline, microbatches: int) -> Schedule:
     if pipeline.streamed:
-        return stream_schedule(stream_for(pipeline.settings, pipeline.workers, pipeline.microbatches), microbatches)
-    return flushed_schedule(pipeline.settings, pipeline.workers, microbatches)
+        return async_schedule(
+            async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches), microbatches
+        )
+    return synchronous_schedule(pipeline.settings, pipeline.workers, microbatches)
 
 
 def _earlier(pipeline: Pipeline) -> int:
     """Microbatches of so many steps before may be under way in a step; one more, as one of them may be a short one."""
     if not pipeline.streamed:
         return 0
-    stream = stream_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
+    stream = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
     return math.ceil(stream.lag(0) / pipeline.microbatches) + 1

@@ -30,7 +30,7 @@ _BOX = 26
 _NARROW, _WIDE = 900, 12_000
 
 
-def drawn(predicted: Timeline, measured: Timeline) -> Element:
+def svg_timelines(predicted: Timeline, measured: Timeline) -> Element:
     """The drawing; each operation says what it is when the pointer is on it."""
     seconds = max(predicted.seconds, measured.seconds)
     block = _HEAD + len(measured.workers) * (_ROW + _GAP)
@@ -92,7 +92,7 @@ def _operation(row: Element, span: Span, scale: float, several: bool) -> None:
     x, width = span.begin * scale, (span.end - span.begin) * scale
     y, height = {Kind.SEND: (0, _MARK), Kind.RECEIVE: (_ROW - _MARK, _MARK)}.get(kind, (_MARK, _ROW - 2 * _MARK))
     group = SubElement(row, "g")
-    SubElement(group, "title").text = told(span)
+    SubElement(group, "title").text = describe(span)
     place = {"x": f"{x:.2f}", "y": str(y), "width": f"{max(width, 1.0):.2f}", "height": str(height)}
     SubElement(group, "rect", {"class": kind.name.lower(), **place})
     label = _label(span, width, several)
@@ -110,11 +110,11 @@ def _label(span: Span, width: float, several: bool) -> str:
     return next((text for text in texts if len(text) * _LETTER + 3 <= width), "")
 
 
-def told(span: Span) -> str:
+def describe(span: Span) -> str:
     """An operation in words.
 
     >>> from paceline.schedule.operations import Operation
-    >>> told(Span(Operation(Kind.FORWARD, 1, 3), 0.0025, 0.0105))
+    >>> describe(Span(Operation(Kind.FORWARD, 1, 3), 0.0025, 0.0105))
     'forward pass, stage 1, microbatch 3, version 0: begins at 2.50 ms, takes 8.00 ms'
     """
     kind, stage, microbatch, version, peer = span.operation

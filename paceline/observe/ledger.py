@@ -34,14 +34,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline.schedule.choice import STREAMED
+from paceline.schedule.choice import ASYNC_SCHEDULES
 
 _NEXT_GAPS = 2
 _GATHERED = ("view", "gathered", "recovered")
 
 
 @dataclass(frozen=True)
-class Applied:
+class AppliedStep:
     """A step that a process recorded as applied.
 
     Attributes:
@@ -64,7 +64,7 @@ class Applied:
 
 
 @dataclass(frozen=True)
-class Done:
+class Update:
     """A step that one worker did for all.
 
     Attributes:
@@ -83,7 +83,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Recovered:
+class Recovery:
     """A process went on in a new generation.
 
     Attributes:
@@ -125,10 +125,10 @@ class Records:
         own_losses: whether workers report losses of their own.
     """
 
-    applied: tuple[Applied, ...] = ()
-    recovered: tuple[Recovered, ...] = ()
+    applied: tuple[AppliedStep, ...] = ()
+    recovered: tuple[Recovery, ...] = ()
     resumed: tuple[tuple[float, int], ...] = ()
-    done: tuple[Done, ...] = ()
+    done: tuple[Update, ...] = ()
     one_each: bool = False
     own_losses: bool = False
 
@@ -156,18 +156,18 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
         if event == "step":
             rank, step, samples = int(line["rank"]), int(line["step"]), int(line["samples"])
             process = processes.get((generation, rank), f"rank {rank}")
-            applied.append(Applied(step, generation, rank, process, when, samples, line.get("loss")))
+            applied.append(AppliedStep(step, generation, rank, process, when, samples, line.get("loss")))
         elif event == "recovered":
             lost, joined = (tuple(line.get(key) or ()) for key in ("lost", "joined"))
             seconds = float(line.get("seconds", 0.0))
             process = processes.get((generation, int(line["rank"])), f"rank {line['rank']}")
             anew = "workers" in line and set(line["workers"]) <= set(joined)
-            recovered.append(Recovered(when, generation, process, int(line["step"]), seconds, lost, joined, anew))
+            recovered.append(Recovery(when, generation, process, int(line["step"]), seconds, lost, joined, anew))
         elif event == "resume":
             resumed.append((when, int(line["step"])))
         elif event in ("update", "skipped") and one_each:
             skipped, version = event == "skipped", int(line.get("version", 0))
-            done.append(Done(int(line["step"]), generation, when, skipped, version))
+            done.append(Update(int(line["step"]), generation, when, skipped, version))
     return Records(tuple(applied), tuple(recovered), tuple(resumed), tuple(done), one_each, own_losses)
 
 
@@ -180,7 +180,7 @@ def _is_asynchronous(start: Mapping[str, Any]) -> bool:
 def _has_own_losses(start: Mapping[str, Any]) -> bool:
     """Whether a worker reports the loss of what it computed, or of the newest step that it knows of."""
     strategy = start.get("strategy")
-    streamed = strategy == "pipeline" and start.get("pipeline.schedule") in STREAMED
+    streamed = strategy == "pipeline" and start.get("pipeline.schedule") in ASYNC_SCHEDULES
     return strategy == "local-sgd" or streamed or _is_asynchronous(start)
 
 
@@ -213,7 +213,7 @@ def check(records: Records, steps: int, samples_of: Callable[[int], int] | None 
     updates = Counter(one.step for one in done if not one.skipped)
     problems += [f"step {step} was applied {updates[step]} times" for step in sorted(updates) if updates[step] > 1]
     problems += _out_of_order([one for one in records.applied if not _resumed_before(one, records.resumed)])
-    by_step: dict[int, list[Applied]] = defaultdict(list)
+    by_step: dict[int, list[AppliedStep]] = defaultdict(list)
     for one in counted:
         by_step[one.step].append(one)
     for step in sorted(by_step):
@@ -221,33 +221,33 @@ def check(records: Records, steps: int, samples_of: Callable[[int], int] | None 
     return problems
 
 
-def _counted(records: Records) -> list[Applied]:
+def _counted(records: Records) -> list[AppliedStep]:
     """The steps that were not undone."""
     begins = {one.generation: one.step for one in records.recovered}
     return [one for one in records.applied if not _is_undone(one, records.resumed, begins)]
 
 
-def _done(records: Records) -> list[Done]:
+def _done(records: Records) -> list[Update]:
     """The same of those that one worker did."""
     begins = {one.generation: one.step for one in records.recovered if one.anew}
     kept = [one for one in records.done if not _is_undone(one, records.resumed, begins)]
     return [one for one in kept if not _is_late(one, records)]
 
 
-def _is_late(one: Done, records: Records) -> bool:
+def _is_late(one: Update, records: Records) -> bool:
     """Whether the others had gone on without its worker by then, with weights of their own."""
     resumed = max((when for when, _ in records.resumed if when <= one.time), default=0.0)  # generations begin anew
     return any(one.generation < other.generation and resumed < other.time < one.time for other in records.recovered)
 
 
-def _is_undone(one: Applied | Done, resumed: Sequence[tuple[float, int]], begins: Mapping[int, int]) -> bool:
+def _is_undone(one: AppliedStep | Update, resumed: Sequence[tuple[float, int]], begins: Mapping[int, int]) -> bool:
     """Whether it was, by a resume or by a later generation; these began at steps."""
     return _resumed_before(one, resumed) or any(
         one.generation < generation and begin <= one.step for generation, begin in begins.items()
     )
 
 
-def _unrecorded(done: Sequence[Done]) -> float:
+def _unrecorded(done: Sequence[Update]) -> float:
     """How many updates may have left no record."""
     versions = {one.version for one in done if not one.skipped}
     if len(versions) > 1 and 0 in versions:  # one was left alone
@@ -255,11 +255,11 @@ def _unrecorded(done: Sequence[Done]) -> float:
     return max(versions, default=0) - len(versions - {0})
 
 
-def _resumed_before(one: Applied | Done, resumed: Sequence[tuple[float, int]]) -> bool:
+def _resumed_before(one: AppliedStep | Update, resumed: Sequence[tuple[float, int]]) -> bool:
     return any(one.time < when and step <= one.step for when, step in resumed)
 
 
-def _out_of_order(applied: Sequence[Applied]) -> list[str]:
+def _out_of_order(applied: Sequence[AppliedStep]) -> list[str]:
     problems = []
     before: dict[str, int] = {}
     for one in applied:
@@ -269,7 +269,9 @@ def _out_of_order(applied: Sequence[Applied]) -> list[str]:
     return problems
 
 
-def _of_step(step: int, applied: list[Applied], samples_of: Callable[[int], int] | None, own_losses: bool) -> list[str]:
+def _of_step(
+    step: int, applied: list[AppliedStep], samples_of: Callable[[int], int] | None, own_losses: bool
+) -> list[str]:
     problems = []
     samples = {one.samples for one in applied}
     if len(samples) > 1:

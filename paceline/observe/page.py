@@ -7,7 +7,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from paceline.observe import summary
 from paceline.observe.comparison import Comparison
-from paceline.observe.drawing import NAMES, drawn, visible
+from paceline.observe.drawing import NAMES, svg_timelines, visible
 from paceline.schedule.operations import Kind
 
 _STYLE = """
@@ -61,7 +61,7 @@ def html(comparison: Comparison) -> str:
     for sentence in sentences:
         if sentence:
             _add(main, "p", sentence)
-    SubElement(main, "div", {"class": "wide"}).append(drawn(comparison.predicted, comparison.measured))
+    SubElement(main, "div", {"class": "wide"}).append(svg_timelines(comparison.predicted, comparison.measured))
     main.append(_legend(comparison))
     _add(main, "h2", "Workers")
     _table(main, summary.workers(comparison))

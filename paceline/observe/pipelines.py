@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from paceline.errors import InputError
 from paceline.observe.records import Record, number
-from paceline.schedule.choice import STREAMED, shape_of
+from paceline.schedule.choice import ASYNC_SCHEDULES, shape_of
 from paceline.schedule.clock import Span
 from paceline.schedule.operations import Kind, Operation
 from paceline.settings import PipelineSettings
@@ -57,7 +57,7 @@ class Pipeline:
     @property
     def streamed(self) -> bool:
         """Whether it does not run empty at the end of a step."""
-        return self.settings.schedule in STREAMED
+        return self.settings.schedule in ASYNC_SCHEDULES
 
     @property
     def ended(self) -> list[int]:
@@ -65,7 +65,7 @@ class Pipeline:
         return sorted(step for step in self.steps if not self.streamed or step + 1 in self.steps)
 
 
-class Done(NamedTuple):
+class RecordedOperation(NamedTuple):
     """An operation that a worker did.
 
     Attributes:
@@ -195,7 +195,7 @@ def span_of(record: Record) -> Span | None:
     return Span(Operation(kind, stage, microbatch, version, peer), end - seconds, end)  # type: ignore[arg-type]
 
 
-def operations_of(records: Iterable[Record], pipeline: Pipeline) -> Iterator[Done]:
+def operations_of(records: Iterable[Record], pipeline: Pipeline) -> Iterator[RecordedOperation]:
     """The operations that the workers of a pipeline did, each worker's in their order."""
     for one in records:
         if one["generation"] == pipeline.generation and pipeline.begin <= one["time"] < pipeline.end:
@@ -205,4 +205,4 @@ def operations_of(records: Iterable[Record], pipeline: Pipeline) -> Iterator[Don
                 and 0 <= one["rank"] < pipeline.workers
                 and 0 <= span.operation.stage < len(pipeline.stages)
             ):
-                yield Done(one["rank"], step if type(step) is int else None, span)
+                yield RecordedOperation(one["rank"], step if type(step) is int else None, span)

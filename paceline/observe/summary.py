@@ -66,7 +66,7 @@ def workers(comparison: Comparison) -> Rows:
 def stages(comparison: Comparison) -> Rows:
     """Each stage: its layers, and what a microbatch takes in it."""
     rows: Rows = [("stage", "forward ms", "predicted", "backward ms", "predicted", "layers")]
-    usual, times = comparison.usual, comparison.times
+    usual, times = comparison.median_times, comparison.times
     for stage, layers in enumerate(comparison.pipeline.stages):
         rows.append(
             (

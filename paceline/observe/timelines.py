@@ -12,17 +12,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from paceline.observe.pipelines import Done, Pipeline
-from paceline.schedule.choice import flushed_schedule, stream_for
+from paceline.observe.pipelines import Pipeline, RecordedOperation
+from paceline.schedule.choice import async_pipeline_for, synchronous_schedule
 from paceline.schedule.clock import Span, Timeline, Times, simulate
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import stream_schedule
+from paceline.schedule.pipedream import async_schedule
 
 _FILLED = 2
 """So many batches at least have entered before the one that is predicted, and so many rounds of all workers."""
 
 
-def measured(pipeline: Pipeline, done: Sequence[Done], step: int) -> Timeline:
+def measured(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Timeline:
     """A step as it was; ``done`` may hold operations of other steps as well."""
     entered = _entered(done, step)
     assert entered, "a step that is recorded in full has a first microbatch"
@@ -38,23 +38,25 @@ def measured(pipeline: Pipeline, done: Sequence[Done], step: int) -> Timeline:
     return _window(spans, entered[0].span.begin, end)
 
 
-def schedule_of(pipeline: Pipeline, done: Sequence[Done], step: int) -> Schedule:
+def schedule_of(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Schedule:
     """What the workers do in a step; of a pipeline that does not run empty, from its first microbatch on."""
     if pipeline.streamed:
-        stream = stream_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
-        return stream_schedule(stream, pipeline.microbatches * (_ahead(pipeline) + 2))
-    return flushed_schedule(pipeline.settings, pipeline.workers, len(_entered(done, step)))
+        stream = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
+        return async_schedule(stream, pipeline.microbatches * (_ahead(pipeline) + 2))
+    return synchronous_schedule(pipeline.settings, pipeline.workers, len(_entered(done, step)))
 
 
 def layout_of(pipeline: Pipeline) -> Schedule:
     """What the workers do in a whole batch: there each of them has a microbatch in each stage that it holds."""
     if pipeline.streamed:
-        stream = stream_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
-        return stream_schedule(stream, max(pipeline.microbatches, *stream.replicas))
-    return flushed_schedule(pipeline.settings, pipeline.workers, pipeline.microbatches)
+        stream = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
+        return async_schedule(stream, max(pipeline.microbatches, *stream.replicas))
+    return synchronous_schedule(pipeline.settings, pipeline.workers, pipeline.microbatches)
 
 
-def predicted(pipeline: Pipeline, done: Sequence[Done], step: int, schedule: Schedule, times: Times) -> Timeline:
+def predicted(
+    pipeline: Pipeline, done: Sequence[RecordedOperation], step: int, schedule: Schedule, times: Times
+) -> Timeline:
     """The same step by the clock; of ``done`` only the number of microbatches and the version count."""
     timeline = simulate(schedule, times)
     if not pipeline.streamed:
@@ -81,7 +83,7 @@ def _ahead(pipeline: Pipeline) -> int:
     return _FILLED + math.ceil(_FILLED * pipeline.workers / pipeline.microbatches)
 
 
-def _entered(done: Iterable[Done], step: int) -> list[Done]:
+def _entered(done: Iterable[RecordedOperation], step: int) -> list[RecordedOperation]:
     """The forward passes of the first stage."""
     return [
         one

@@ -6,12 +6,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from statistics import median
 
-from paceline.observe.pipelines import Done, Pipeline
+from paceline.observe.pipelines import Pipeline, RecordedOperation
 from paceline.schedule.clock import Times
 from paceline.schedule.operations import Kind
 
 
-def planned(pipeline: Pipeline) -> Times | None:
+def profiled_times(pipeline: Pipeline) -> Times | None:
     """From the layers' own times, by which the model was cut; transfers, sums and updates are free.
 
     Each half of a backward pass counts as half of it; the first stage has the second half only. With ``recompute`` a
@@ -37,7 +37,7 @@ def planned(pipeline: Pipeline) -> Times | None:
     )
 
 
-def usual(done: Iterable[Done], stages: int) -> Times:
+def median_times(done: Iterable[RecordedOperation], stages: int) -> Times:
     """The medians of what was measured.
 
     A transfer takes from the begin of a send to the end of its receive, where the receiver was waiting already.
@@ -61,7 +61,7 @@ def usual(done: Iterable[Done], stages: int) -> Times:
     )
 
 
-def _transfers(done: list[Done]) -> Mapping[int, list[float]]:
+def _transfers(done: list[RecordedOperation]) -> Mapping[int, list[float]]:
     """For each border between stages the seconds of the transfers over it that were waited for."""
     sent = {
         (step, span.operation.stage, span.operation.peer, span.operation.microbatch): span.begin

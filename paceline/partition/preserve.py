@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
-from paceline.data.keys import kept_states
+from paceline.data.keys import preserve_generators
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def preserved(model: nn.Module) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with kept_states():
+        with preserve_generators():
             yield
     finally:
         for module, key, buffer, value in before:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 
 from paceline import env
 from paceline.checkpoint import files
-from paceline.checkpoint.keeper import Keeper
-from paceline.checkpoint.training import State
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
 from paceline.errors import WorkerLost
@@ -65,7 +65,7 @@ class Recovery:
         job: what is trained, and with whom.
         coordinator: the connection to the coordinator.
         state: what is handed over.
-        keeper: of checkpoints.
+        checkpointer: of checkpoints.
         begin: called when nobody has a state yet; gives the number of steps done.
 
     Attributes:
@@ -75,12 +75,17 @@ class Recovery:
     taken = 0
 
     def __init__(
-        self, job: Job, coordinator: CoordinatorClient, state: State, keeper: Keeper, begin: Callable[[], int]
+        self,
+        job: Job,
+        coordinator: CoordinatorClient,
+        state: TrainingState,
+        checkpointer: Checkpointer,
+        begin: Callable[[], int],
     ) -> None:
         self._job = job
         self._coordinator = coordinator
         self._state = state
-        self._keeper = keeper
+        self._checkpointer = checkpointer
         self._begin = begin
         self.standing: Progress | None = None
 
@@ -165,7 +170,7 @@ class Recovery:
                 own.holds = None
             return True
         furthest = max((one[1] for one in told if one is not None), key=lambda standing: standing.progress)
-        steps = go_back(self._job, self._keeper, self._state, parts)
+        steps = go_back(self._job, self._checkpointer, self._state, parts)
         if own is None:
             self.taken = steps
         self.standing = replace(furthest, steps=steps, again=max(furthest.again, furthest.steps), holds=None)
@@ -202,8 +207,8 @@ class Recovery:
         self._job.world.become_single()
         self._job.events.mark("parting", code=parting.code, reason=parting.reason)
         standing = self.standing
-        if parting.save and standing is not None and standing.steps and self._keeper.able:
+        if parting.save and standing is not None and standing.steps and self._checkpointer.enabled:
             if standing.holds is None:
-                self._keeper.save(self._state, standing.steps)
+                self._checkpointer.save(self._state, standing.steps)
             else:  # a part of the model would be taken for the whole
                 self._job.events.mark("not saved", step=standing.steps)

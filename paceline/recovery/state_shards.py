@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.checkpoint.keeper import Keeper
-from paceline.checkpoint.training import State
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.step.gather_state import bring_together
 from paceline.step.job import Job
@@ -58,13 +58,13 @@ def missing(job: Job, told: list[StateShard | None]) -> list[str]:
     return sorted(names.difference(*(one for one in held if one is not None)))
 
 
-def go_back(job: Job, keeper: Keeper, state: State, told: list[StateShard | None]) -> int:
+def go_back(job: Job, checkpointer: Checkpointer, state: TrainingState, told: list[StateShard | None]) -> int:
     """Take the newest checkpoint on all workers; returns its step.
 
     Raises:
         CheckpointError: there is none.
     """
-    steps = keeper.resume(state, "auto") if keeper.able else 0
+    steps = checkpointer.resume(state, "auto") if checkpointer.enabled else 0
     if steps == 0:
         lost = missing(job, told)
         what = (

@@ -21,7 +21,7 @@ from paceline.schedule.shares import even
 
 
 @dataclass(frozen=True)
-class Length:
+class EpochLength:
     """How long an epoch is: its steps, the microbatches of a full batch, and those of the whole epoch."""
 
     steps: int
@@ -30,7 +30,7 @@ class Length:
 
 
 @dataclass(frozen=True)
-class Progress:
+class EpochProgress:
     """How far an epoch is.
 
     Attributes:
@@ -43,35 +43,35 @@ class Progress:
     before: int = 0
     beyond: tuple[int, ...] = ()
 
-    def unused(self, length: Length) -> list[int]:
+    def unused(self, length: EpochLength) -> list[int]:
         """What has not been used yet, in order."""
         used = frozenset(self.beyond)
         return [one for one in range(self.before, length.total) if one not in used]
 
-    def target(self, length: Length) -> int:
+    def target(self, length: EpochLength) -> int:
         """How many microbatches the next step should use."""
         done = self.before + len(self.beyond)
         return min((self.steps + 1) * length.batch, length.total) - done
 
-    def after(self, used: Collection[int]) -> Progress:
+    def after(self, used: Collection[int]) -> EpochProgress:
         """One step later.
 
-        >>> Progress().after([0, 1, 4, 5])
-        Progress(steps=1, before=2, beyond=(4, 5))
+        >>> EpochProgress().after([0, 1, 4, 5])
+        EpochProgress(steps=1, before=2, beyond=(4, 5))
         """
         known = {*self.beyond, *used}
         before = self.before
         while before in known:
             before += 1
-        return Progress(self.steps + 1, before, tuple(sorted(one for one in known if one > before)))
+        return EpochProgress(self.steps + 1, before, tuple(sorted(one for one in known if one > before)))
 
-    def skipped(self, length: Length) -> Progress:
+    def skipped(self, length: EpochLength) -> EpochProgress:
         """One step later, which the script has left out together with its samples."""
         return self.after(self.unused(length)[: self.target(length)])
 
 
 @dataclass(frozen=True)
-class Groups:
+class BackupShares:
     """What the workers compute in a step.
 
     Attributes:
@@ -98,7 +98,7 @@ class Groups:
         return place % len(self.members) if self.copied else None
 
 
-def returning(progress: Progress, length: Length, workers: int, spare: int) -> Groups:
+def return_late(progress: EpochProgress, length: EpochLength, workers: int, spare: int) -> BackupShares:
     """The groups of a step; what is too late comes back in a later one.
 
     The last microbatch of an epoch is left to its last step, which would have nothing to do otherwise.
@@ -109,7 +109,7 @@ def returning(progress: Progress, length: Length, workers: int, spare: int) -> G
         workers: how many there are.
         spare: how many of them are not waited for.
 
-    >>> returning(Progress(), Length(steps=3, batch=4, total=12), workers=3, spare=1).members
+    >>> return_late(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members
     ((0, 1), (2, 3), (4, 5))
     """
     target, waited = progress.target(length), workers - spare
@@ -118,19 +118,19 @@ def returning(progress: Progress, length: Length, workers: int, spare: int) -> G
         free = free[:-1]
     wanted = -(-target * workers // waited)
     if len(free) >= wanted and progress.steps < length.steps - 1:
-        return Groups(_cut(free[:wanted], workers), waited)
+        return BackupShares(_cut(free[:wanted], workers), waited)
     groups = _cut(free[:target], waited)
-    return Groups(groups, len(groups))
+    return BackupShares(groups, len(groups))
 
 
-def losing(microbatches: range, workers: int, spare: int) -> Groups:
+def drop_late(microbatches: range, workers: int, spare: int) -> BackupShares:
     """The groups of a step whose batch is cut for all workers; what is too late is not used in this epoch.
 
-    >>> losing(range(4, 8), workers=3, spare=1)
-    Groups(members=((4, 5), (6,), (7,)), needed=2)
+    >>> drop_late(range(4, 8), workers=3, spare=1)
+    BackupShares(members=((4, 5), (6,), (7,)), needed=2)
     """
     groups = _cut(list(microbatches), workers)
-    return Groups(groups, min(workers - spare, len(groups)))
+    return BackupShares(groups, min(workers - spare, len(groups)))
 
 
 def _cut(microbatches: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
@@ -138,6 +138,6 @@ def _cut(microbatches: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(microbatches[share.start : share.stop]) for share in shares if share)
 
 
-def resumed(place: int, length: Length) -> Progress:
+def resume_epoch(place: int, length: EpochLength) -> EpochProgress:
     """The state of an epoch whose first steps were done by a strategy that uses each batch as it is."""
-    return replace(Progress(), steps=place, before=min(place * length.batch, length.total))
+    return replace(EpochProgress(), steps=place, before=min(place * length.batch, length.total))

@@ -104,7 +104,7 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
         )
     if workers < stages:
         raise ConfigError(f"{stages} stages need as many workers, but there are {workers}: use fewer stages.")
-    prices = Prices(layers, cluster)
+    prices = StageCosts(layers, cluster)
     limit = cluster.memory_bytes
 
     def seconds(begin: int, end: int, replicas: int, after: int) -> float:
@@ -126,7 +126,7 @@ def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]],
     Raises:
         ConfigError: names the stage, and what it needs.
     """
-    prices, limit = Prices(layers, cluster), cluster.memory_bytes
+    prices, limit = StageCosts(layers, cluster), cluster.memory_bytes
     for place, (begin, end) in enumerate(bounds):
         needs = prices.memory(begin, end, 1, len(bounds) - place - 1)
         if limit is not None and needs > limit:
@@ -136,14 +136,14 @@ def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]],
             )
 
 
-def fitted(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[int, int], ...]:
+def fit_bounds(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[int, int], ...]:
     """The cut whose slowest stage is the fastest, where the worker of a stage has a speed of its own.
 
     Args:
         costs: seconds of each layer.
         factors: by which they are longer in each stage.
 
-    >>> fitted([1.0] * 6, [1.0, 2.0])
+    >>> fit_bounds([1.0] * 6, [1.0, 2.0])
     ((0, 4), (4, 6))
     """
     sums, count = _sums(costs), len(costs)
@@ -163,7 +163,7 @@ def fitted(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[int,
     return tuple(pairwise((*begins, count)))
 
 
-class Prices:
+class StageCosts:
     """Time and memory of any stage."""
 
     def __init__(self, layers: Sequence[LayerCost], cluster: Cluster) -> None:
@@ -218,7 +218,7 @@ def _best(layers: int, stages: int, workers: int, price: Price) -> _Found:
 
 
 def _does_not_fit(
-    layers: Sequence[LayerCost], stages: int, workers: int, prices: Prices, cluster: Cluster
+    layers: Sequence[LayerCost], stages: int, workers: int, prices: StageCosts, cluster: Cluster
 ) -> ConfigError:
     """Names the stage that needs most in the cut that needs least."""
     _, bounds, replicas = _best(len(layers), stages, workers, prices.memory)

@@ -9,13 +9,13 @@ from typing import NamedTuple
 from paceline.errors import ConfigError
 from paceline.schedule.interleaved import interleaved
 from paceline.schedule.operations import Operation, Schedule
-from paceline.schedule.pipedream import Stream, pipedream_stream, two_buffered_stream
+from paceline.schedule.pipedream import AsyncPipeline, pipedream_2bw_pipeline, pipedream_pipeline
 from paceline.schedule.pipeline import gpipe, layerwise, one_forward_one_backward
 from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 from paceline.settings import PipelineSettings
 
 _UNEVEN = "gpipe", "1f1b", "pipedream", "2bw"
-STREAMED = "pipedream", "2bw"
+ASYNC_SCHEDULES = "pipedream", "2bw"
 """Schedules that never let the pipeline run empty."""
 
 
@@ -85,7 +85,7 @@ def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replic
     return Shape(stages, chunks, replicas)
 
 
-def stream_for(settings: PipelineSettings, workers: int, microbatches: int) -> Stream:
+def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: int) -> AsyncPipeline:
     """An asynchronous pipeline; ``microbatches`` are those of a batch.
 
     Raises:
@@ -101,15 +101,15 @@ def stream_for(settings: PipelineSettings, workers: int, microbatches: int) -> S
         )
     try:
         if settings.schedule == "2bw":
-            return two_buffered_stream(len(replicas), every, replicas)
-        return pipedream_stream(len(replicas), every, settings.vertical_sync, replicas)
+            return pipedream_2bw_pipeline(len(replicas), every, replicas)
+        return pipedream_pipeline(len(replicas), every, settings.vertical_sync, replicas)
     except ConfigError as error:
         raise ConfigError(
             f"{error}. Here every is pipeline.update_every, by default the microbatches of a batch."
         ) from error
 
 
-def flushed_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
+def synchronous_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
     """The operations of a step of a synchronous pipeline; workers for whom there is no microbatch have none.
 
     Raises:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
+from paceline.schedule.dry_run import Reductions, dry_run
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.rehearsal import Meetings, rehearse
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
             f"one for each stage and one for each of the {schedule.stages - 1} boundaries between them"
         )
     clock = _Clock(schedule, times)
-    rehearse(schedule, clock.perform)
+    dry_run(schedule, clock.perform)
     return Timeline(tuple(tuple(spans) for spans in clock.spans))
 
 
@@ -143,7 +143,7 @@ class _Clock:
             if one.kind == Kind.FORWARD
         }
         stages = (stage for worker in range(len(schedule.workers)) for stage in schedule.stages_of(worker))
-        self._meetings = Meetings[float](Counter(stages))
+        self._meetings = Reductions[float](Counter(stages))
 
     def perform(self, worker: int, _: int, operation: Operation) -> bool:
         """Do an operation, if what it waits for is known."""

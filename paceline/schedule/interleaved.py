@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import Order, at_least, connected, side_by_side
+from paceline.schedule.transfers import Order, build_schedule, check_at_least, replicated_orders
 
 
 def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1) -> Schedule:
@@ -28,14 +28,14 @@ def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1)
     Raises:
         ConfigError: no workers, fewer than two chunks, or fewer microbatches than replicas.
     """
-    at_least(1, workers=workers)
-    at_least(2, chunks=chunks)
+    check_at_least(1, workers=workers)
+    check_at_least(2, chunks=chunks)
 
     def order(worker: int, count: int) -> Order:
         return _order(worker, workers, count, chunks)
 
-    orders = side_by_side(order, workers, microbatches, replicas)
-    return connected("interleaved", workers * chunks, microbatches, orders)
+    orders = replicated_orders(order, workers, microbatches, replicas)
+    return build_schedule("interleaved", workers * chunks, microbatches, orders)
 
 
 def _order(worker: int, workers: int, microbatches: int, chunks: int) -> Order:

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 from paceline.errors import ConfigError
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.replicas import counted
-from paceline.schedule.transfers import Order, at_least, with_transfers
+from paceline.schedule.replicas import replica_counts
+from paceline.schedule.transfers import Order, check_at_least, with_transfers
 
 
 @dataclass(frozen=True)
-class Stream:
+class AsyncPipeline:
     """A pipeline that is not emptied between updates.
 
     Attributes:
@@ -75,9 +75,9 @@ class Stream:
         return sum(self.replicas[:stage]) + microbatch % self.replicas[stage]
 
 
-def pipedream_stream(
+def pipedream_pipeline(
     stages: int, every: int = 1, vertical_sync: bool = False, replicas: int | tuple[int, ...] = 1
-) -> Stream:
+) -> AsyncPipeline:
     """PipeDream: weight stashing, no flush.
 
     Args:
@@ -89,10 +89,10 @@ def pipedream_stream(
     Raises:
         ConfigError: no stages, replicas of another number of stages, or updates that replicas cannot share evenly.
     """
-    return _checked(Stream("pipedream", counted(stages, replicas), every, vertical_sync=vertical_sync))
+    return _checked(AsyncPipeline("pipedream", replica_counts(stages, replicas), every, vertical_sync=vertical_sync))
 
 
-def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...] = 1) -> Stream:
+def pipedream_2bw_pipeline(stages: int, every: int, replicas: int | tuple[int, ...] = 1) -> AsyncPipeline:
     """PipeDream-2BW: an update after each group of microbatches, two versions of the weights.
 
     Args:
@@ -101,9 +101,9 @@ def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...]
         replicas: the number of workers of a stage; of each stage, if they differ.
 
     Raises:
-        ConfigError: as of ``pipedream_stream``, or groups smaller than the pipeline.
+        ConfigError: as of ``pipedream_pipeline``, or groups smaller than the pipeline.
     """
-    stream = _checked(Stream("2bw", counted(stages, replicas), every, two_buffers=True))
+    stream = _checked(AsyncPipeline("2bw", replica_counts(stages, replicas), every, two_buffers=True))
     if every < sum(stream.replicas):
         raise ConfigError(
             f"with two versions of the weights, {sum(stream.replicas)} workers need at least as many microbatches from "
@@ -112,8 +112,8 @@ def two_buffered_stream(stages: int, every: int, replicas: int | tuple[int, ...]
     return stream
 
 
-def _checked(stream: Stream) -> Stream:
-    at_least(1, every=stream.every)
+def _checked(stream: AsyncPipeline) -> AsyncPipeline:
+    check_at_least(1, every=stream.every)
     for stage, count in enumerate(stream.replicas):
         if stream.every % count:
             raise ConfigError(
@@ -123,7 +123,7 @@ def _checked(stream: Stream) -> Stream:
     return stream
 
 
-def window(stream: Stream, begin: int, end: int) -> Schedule:
+def window(stream: AsyncPipeline, begin: int, end: int) -> Schedule:
     """What is done while the microbatches ``begin <= m < end`` enter, numbered since the pipeline was last empty.
 
     Values that are still under way at the end are received in the next window, or while draining.
@@ -131,8 +131,8 @@ def window(stream: Stream, begin: int, end: int) -> Schedule:
     Raises:
         ConfigError: the window ends before it begins.
     """
-    at_least(0, begin=begin)
-    at_least(begin, end=end)
+    check_at_least(0, begin=begin)
+    check_at_least(begin, end=end)
     orders: list[Order] = [[] for _ in range(sum(stream.replicas))]
     for stage in range(stream.stages):
         lag = stream.lag(stage)
@@ -144,12 +144,12 @@ def window(stream: Stream, begin: int, end: int) -> Schedule:
     return _schedule(stream, end, orders)
 
 
-def drain(stream: Stream, end: int) -> Schedule:
+def drain(stream: AsyncPipeline, end: int) -> Schedule:
     """What is left to do when microbatch ``end`` does not enter any more: the pipeline gets empty.
 
     Microbatches that do not fill up ``every`` make an update of their own.
     """
-    at_least(0, end=end)
+    check_at_least(0, end=end)
     orders: list[Order] = [[] for _ in range(sum(stream.replicas))]
     for stage in range(stream.stages):
         for microbatch in range(max(0, end - stream.lag(stage)), end):
@@ -161,7 +161,7 @@ def drain(stream: Stream, end: int) -> Schedule:
     return _schedule(stream, end, orders)
 
 
-def _backward(stream: Stream, stage: int, microbatch: int) -> Iterator[Operation]:
+def _backward(stream: AsyncPipeline, stage: int, microbatch: int) -> Iterator[Operation]:
     """A backward pass, and the update if it is the last one before it of its worker."""
     yield Operation(Kind.BACKWARD, stage, microbatch, stream.version(stage, microbatch))
     version = (microbatch + stream.replicas[stage]) // stream.every
@@ -169,24 +169,24 @@ def _backward(stream: Stream, stage: int, microbatch: int) -> Iterator[Operation
         yield from _update(stream, stage, version)
 
 
-def _update(stream: Stream, stage: int, version: int) -> Iterator[Operation]:
+def _update(stream: AsyncPipeline, stage: int, version: int) -> Iterator[Operation]:
     if stream.replicas[stage] > 1:
         yield Operation(Kind.REDUCE, stage)
     yield Operation(Kind.UPDATE, stage, version=version)
 
 
-def _schedule(stream: Stream, end: int, orders: list[Order]) -> Schedule:
+def _schedule(stream: AsyncPipeline, end: int, orders: list[Order]) -> Schedule:
     workers = tuple(tuple(with_transfers(order, stream.stages)) for order in orders)
     return Schedule(stream.name, stream.stages, end, workers)
 
 
-def stream_schedule(stream: Stream, microbatches: int) -> Schedule:
+def async_schedule(stream: AsyncPipeline, microbatches: int) -> Schedule:
     """From an empty pipeline to an empty pipeline: one window, then drained.
 
     Raises:
         ConfigError: no microbatches.
     """
-    at_least(1, microbatches=microbatches)
+    check_at_least(1, microbatches=microbatches)
     parts = window(stream, 0, microbatches), drain(stream, microbatches)
     workers = tuple(first + rest for first, rest in zip(*(part.workers for part in parts), strict=True))
     return Schedule(stream.name, stream.stages, microbatches, workers)
@@ -209,12 +209,12 @@ def pipedream(
         replicas: the number of workers of a stage; of each stage, if they differ.
 
     Raises:
-        ConfigError: as of ``pipedream_stream``, or no microbatches.
+        ConfigError: as of ``pipedream_pipeline``, or no microbatches.
     """
-    return stream_schedule(pipedream_stream(stages, every, vertical_sync, replicas), microbatches)
+    return async_schedule(pipedream_pipeline(stages, every, vertical_sync, replicas), microbatches)
 
 
-def two_buffered(stages: int, microbatches: int, every: int, replicas: int | tuple[int, ...] = 1) -> Schedule:
+def pipedream_2bw(stages: int, microbatches: int, every: int, replicas: int | tuple[int, ...] = 1) -> Schedule:
     """PipeDream-2BW from an empty pipeline to an empty pipeline: one window, then drained.
 
     Args:
@@ -224,6 +224,6 @@ def two_buffered(stages: int, microbatches: int, every: int, replicas: int | tup
         replicas: the number of workers of a stage; of each stage, if they differ.
 
     Raises:
-        ConfigError: as of ``two_buffered_stream``, or no microbatches.
+        ConfigError: as of ``pipedream_2bw_pipeline``, or no microbatches.
     """
-    return stream_schedule(two_buffered_stream(stages, every, replicas), microbatches)
+    return async_schedule(pipedream_2bw_pipeline(stages, every, replicas), microbatches)

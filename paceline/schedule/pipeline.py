@@ -31,10 +31,10 @@ from itertools import chain, repeat
 
 from paceline.schedule.interleaved import interleaved
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import pipedream, two_buffered
-from paceline.schedule.replicas import backwards_first, counted, forwards_first
+from paceline.schedule.pipedream import pipedream, pipedream_2bw
+from paceline.schedule.replicas import backwards_first, forwards_first, replica_counts
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import Order, at_least, connected, side_by_side
+from paceline.schedule.transfers import Order, build_schedule, check_at_least, replicated_orders
 from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 
 
@@ -49,12 +49,12 @@ def layerwise(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
     Raises:
         ConfigError: no stages, or fewer microbatches than replicas.
     """
-    at_least(1, stages=stages)
+    check_at_least(1, stages=stages)
 
     def order(stage: int, count: int) -> Order:
         return _forwards_and_backwards(stage, range(count), 0)
 
-    return connected("layerwise", stages, microbatches, side_by_side(order, stages, microbatches, replicas))
+    return build_schedule("layerwise", stages, microbatches, replicated_orders(order, stages, microbatches, replicas))
 
 
 def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
@@ -69,16 +69,16 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
     """
-    counts = counted(stages, replicas)
-    at_least(max(counts), microbatches=microbatches)
+    counts = replica_counts(stages, replicas)
+    check_at_least(max(counts), microbatches=microbatches)
     if len(set(counts)) > 1:
-        return connected("gpipe", stages, microbatches, forwards_first(counts, microbatches))
+        return build_schedule("gpipe", stages, microbatches, forwards_first(counts, microbatches))
     orders = [
         _forwards_and_backwards(stage, share, len(share))
         for stage, count in enumerate(counts)
         for share in even(microbatches, count)
     ]
-    return connected("gpipe", stages, microbatches, orders)
+    return build_schedule("gpipe", stages, microbatches, orders)
 
 
 def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
@@ -93,16 +93,16 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
     """
-    counts = counted(stages, replicas)
-    at_least(max(counts), microbatches=microbatches)
+    counts = replica_counts(stages, replicas)
+    check_at_least(max(counts), microbatches=microbatches)
     if len(set(counts)) > 1:
-        return connected("1f1b", stages, microbatches, backwards_first(counts, microbatches))
+        return build_schedule("1f1b", stages, microbatches, backwards_first(counts, microbatches))
     orders = [
         _forwards_and_backwards(stage, share, stages - 1 - stage)
         for stage, count in enumerate(counts)
         for share in even(microbatches, count)
     ]
-    return connected("1f1b", stages, microbatches, orders)
+    return build_schedule("1f1b", stages, microbatches, orders)
 
 
 def _forwards_and_backwards(stage: int, share: range, lead: int) -> Order:
@@ -126,7 +126,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "zb-h1": zero_bubble_h1,
     "zb-v": zero_bubble_v,
     "pipedream": pipedream,
-    "2bw": two_buffered,
+    "2bw": pipedream_2bw,
 }
 """The schedules by name: each a function of the stages (of the workers, where one holds several stages), the
 microbatches, and options of its own."""

@@ -14,9 +14,9 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from paceline.errors import InputError
+from paceline.schedule.dry_run import Reductions, describe, dry_run
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.rehearsal import Meetings, place, rehearse
-from paceline.schedule.transfers import received, sent
+from paceline.schedule.transfers import receive_before, send_after
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
@@ -44,7 +44,7 @@ def prove(schedule: Schedule) -> Peaks:
         InputError: it is wrong; says which operation of which worker, and what is missing.
     """
     rehearsed = _Rehearsed(schedule)
-    rehearse(schedule, rehearsed.perform)
+    dry_run(schedule, rehearsed.perform)
     rehearsed.end()
     versions = tuple(max(_versions(operations), default=1) for operations in schedule.workers)
     return Peaks(tuple(rehearsed.most), versions)
@@ -96,7 +96,7 @@ class _Rehearsed:
         self._holders = Counter(
             stage for worker in range(len(schedule.workers)) for stage in schedule.stages_of(worker)
         )
-        self._meetings = Meetings[tuple[int, int]](self._holders)
+        self._meetings = Reductions[tuple[int, int]](self._holders)
         self._rules = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -113,7 +113,7 @@ class _Rehearsed:
         try:
             return self._rules[operation.kind](worker, operation)
         except _WrongError as wrong:
-            where = place(worker, index, operation)
+            where = describe(worker, index, operation)
             raise InputError(f"schedule {self.schedule.name}: {where}: {wrong}") from None
 
     def end(self) -> None:
@@ -130,7 +130,7 @@ class _Rehearsed:
 
     def _take(self, worker: int, operation: Operation) -> None:
         """Use what a stage needs from the one next to it."""
-        value = received(operation, self.schedule.stages)
+        value = receive_before(operation, self.schedule.stages)
         if value is None:
             return
         key = (value.peer, value.stage, value.microbatch)
@@ -142,7 +142,7 @@ class _Rehearsed:
 
     def _give(self, worker: int, operation: Operation) -> None:
         """Make what the next stage needs."""
-        value = sent(operation, self.schedule.stages)
+        value = send_after(operation, self.schedule.stages)
         if value is not None:
             here = self._owner[value.peer, value.microbatch] == worker
             (self._there if here else self._made)[worker].add((value.stage, value.peer, value.microbatch))
@@ -240,11 +240,11 @@ def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
             kind, stage, microbatch, *_ = operation
             numbers = range(-1, 0) if kind in (Kind.REDUCE, Kind.UPDATE) else range(schedule.microbatches)
             if stage not in range(schedule.stages) or microbatch not in numbers:
-                where = f"schedule {schedule.name}: {place(worker, index, operation)}"
+                where = f"schedule {schedule.name}: {describe(worker, index, operation)}"
                 size = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
                 raise InputError(f"{where}: there is no such stage or microbatch {microbatch} among {size}")
             if kind == Kind.FORWARD and owner.setdefault((stage, microbatch), worker) != worker:
-                where = f"schedule {schedule.name}: {place(worker, index, operation)}"
+                where = f"schedule {schedule.name}: {describe(worker, index, operation)}"
                 raise InputError(f"{where}: worker {owner[stage, microbatch]} does it already: do it once")
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):

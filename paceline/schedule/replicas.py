@@ -21,20 +21,20 @@ from dataclasses import dataclass, field
 from paceline.errors import ConfigError
 from paceline.schedule.operations import Kind, Operation
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import Order, at_least
+from paceline.schedule.transfers import Order, check_at_least
 
 
-def counted(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
+def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
     """The number of workers of each stage.
 
     Raises:
         ConfigError: no stages, no workers, or replicas of another number of stages.
     """
-    at_least(1, stages=stages)
+    check_at_least(1, stages=stages)
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != stages:
         raise ConfigError(f"replicas {counts} are those of {len(counts)} stages, not of {stages}: name one for each")
-    at_least(1, replicas=min(counts))
+    check_at_least(1, replicas=min(counts))
     return counts
 
 

@@ -26,7 +26,7 @@ GRADIENT = (Kind.BACKWARD, Kind.INPUT)
 """The operations that make the gradient for the input of their stage."""
 
 
-def at_least(least: int, **values: int) -> None:
+def check_at_least(least: int, **values: int) -> None:
     """Check what a schedule is asked for.
 
     Raises:
@@ -41,7 +41,7 @@ def at_least(least: int, **values: int) -> None:
             )
 
 
-def received(operation: Operation, stages: int) -> Operation | None:
+def receive_before(operation: Operation, stages: int) -> Operation | None:
     """What a stage must have received before an operation, if the stage next to it is another worker's."""
     kind, stage, microbatch = operation[:3]
     if kind == Kind.FORWARD and stage > 0:
@@ -51,7 +51,7 @@ def received(operation: Operation, stages: int) -> Operation | None:
     return None
 
 
-def sent(operation: Operation, stages: int) -> Operation | None:
+def send_after(operation: Operation, stages: int) -> Operation | None:
     """What a stage sends after an operation, if the stage next to it is another worker's."""
     kind, stage, microbatch = operation[:3]
     if kind == Kind.FORWARD and stage < stages - 1:
@@ -63,11 +63,13 @@ def sent(operation: Operation, stages: int) -> Operation | None:
 
 def with_transfers(order: Sequence[Operation], stages: int) -> Order:
     """Each operation with what it receives and sends, of a worker that holds a single stage."""
-    around = ((received(one, stages), one, sent(one, stages)) for one in order)
+    around = ((receive_before(one, stages), one, send_after(one, stages)) for one in order)
     return [operation for group in around for operation in group if operation is not None]
 
 
-def side_by_side(order: Callable[[int, int], Order], workers: int, microbatches: int, replicas: int) -> list[Order]:
+def replicated_orders(
+    order: Callable[[int, int], Order], workers: int, microbatches: int, replicas: int
+) -> list[Order]:
     """Several equal pipelines, each with a share of the microbatches.
 
     Args:
@@ -82,8 +84,8 @@ def side_by_side(order: Callable[[int, int], Order], workers: int, microbatches:
     Raises:
         ConfigError: no such pipeline.
     """
-    at_least(1, replicas=replicas)
-    at_least(replicas, microbatches=microbatches)
+    check_at_least(1, replicas=replicas)
+    check_at_least(replicas, microbatches=microbatches)
     shares = even(microbatches, replicas)
     return [
         [operation._replace(microbatch=share.start + operation.microbatch) for operation in order(place, len(share))]
@@ -99,7 +101,7 @@ class _Place(NamedTuple):
     at: int
 
 
-def connected(name: str, stages: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
+def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
     """A synchronous schedule from what each worker computes: one update at the end.
 
     Args:
@@ -133,7 +135,7 @@ def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Place, Order
         # Of each other worker: before which of its operations it receives what was sent after the one looked at.
         first: dict[int, int] = {}
         for index in range(len(order) - 1, -1, -1):
-            one = sent(order[index], stages)
+            one = send_after(order[index], stages)
             if one is None:
                 continue
             place = needed[one.peer, one.stage, one.microbatch]
@@ -151,7 +153,7 @@ def _needed(stages: int, orders: Sequence[Order]) -> dict[tuple[int, int, int], 
     needed = {}
     for worker, order in enumerate(orders):
         for index, operation in enumerate(order):
-            value = received(operation, stages)
+            value = receive_before(operation, stages)
             if value is not None:
                 needed[value.stage, value.peer, value.microbatch] = _Place(worker, index)
     return needed

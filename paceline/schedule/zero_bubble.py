@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.transfers import Order, at_least, connected, side_by_side
+from paceline.schedule.transfers import Order, build_schedule, check_at_least, replicated_orders
 
 
 def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
@@ -38,7 +38,7 @@ def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedul
     Raises:
         ConfigError: no stages, or fewer microbatches than replicas.
     """
-    at_least(1, stages=stages)
+    check_at_least(1, stages=stages)
 
     def order(stage: int, microbatches: int) -> Order:
         lead = stages - 1 - stage
@@ -49,7 +49,7 @@ def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedul
                     order.append(Operation(kind, stage, turn - late))
         return order
 
-    return connected("zb-h1", stages, microbatches, side_by_side(order, stages, microbatches, replicas))
+    return build_schedule("zb-h1", stages, microbatches, replicated_orders(order, stages, microbatches, replicas))
 
 
 def zero_bubble_v(workers: int, microbatches: int, replicas: int = 1) -> Schedule:
@@ -63,13 +63,13 @@ def zero_bubble_v(workers: int, microbatches: int, replicas: int = 1) -> Schedul
     Raises:
         ConfigError: no workers, or fewer microbatches than replicas.
     """
-    at_least(1, workers=workers)
+    check_at_least(1, workers=workers)
 
     def order(worker: int, microbatches: int) -> Order:
         whole = _v(worker, workers, max(microbatches, 2 * workers - 1))
         return [operation for operation in whole if operation.microbatch < microbatches]
 
-    return connected("zb-v", 2 * workers, microbatches, side_by_side(order, workers, microbatches, replicas))
+    return build_schedule("zb-v", 2 * workers, microbatches, replicated_orders(order, workers, microbatches, replicas))
 
 
 def _v(worker: int, workers: int, microbatches: int) -> Order:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.data.feed import Piece, apart
+from paceline.data.feed import Piece, split_piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, refusal, unused
 from paceline.step.job import Job, StepResult
@@ -92,7 +92,7 @@ def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
 def located_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
     """The one microbatch of a piece of this worker whose loss is not finite, or all of them."""
     (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
-    for part in apart(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
+    for part in split_piece(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
         if not job.compute.loss_only(part).isfinite().all():
             return part.microbatches
     return bad.microbatches

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
-from paceline.data.keys import STEP, drawn_again, generator_states, same_states, seed_all, seed_of
+from paceline.data.keys import STEP, generator_states, replay_context, same_states, seed_all, seed_of
 from paceline.errors import InputError
 from paceline.step.buffers import Buffers
 
@@ -172,7 +172,7 @@ def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Con
         buffers: of the model.
         part: the names of those that it uses.
     """
-    first, again = drawn_again()
+    first, again = replay_context()
     return first, _Again(again, buffers.copies(part))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.checkpoint.state import check_savable, put_optimizer_state, tensors_of
+from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
 from paceline.comm.world import Message
 from paceline.step.job import Job
@@ -28,7 +28,7 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     """
     check_savable(job.update.optimizer)
     world = job.world
-    state = tensors_of(job.compute.model, job.update.optimizer)
+    state = named_tensors(job.compute.model, job.update.optimizer)
     everything = frozenset(map(_bare, state))
     held = [everything if part is None else part for part in holds]
     own = held[world.rank].difference(*held[: world.rank])
@@ -51,7 +51,7 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
             if name in whole and name not in mine and not name.startswith("optimizer/"):
                 value.copy_(whole[name])
     optimizer = {name: value for name, value in whole.items() if name.startswith("optimizer/")}
-    put_optimizer_state(job.compute.model, job.update.optimizer, optimizer)
+    load_optimizer_state(job.compute.model, job.update.optimizer, optimizer)
 
 
 def _bare(name: str) -> str:

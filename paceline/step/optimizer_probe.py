@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.data.keys import generator_states, kept_states, same_states, seed_torch
+from paceline.data.keys import generator_states, preserve_generators, same_states, seed_torch
 from paceline.errors import InputError
 from paceline.step.job import Job
 
@@ -36,7 +36,7 @@ def probe_optimizer(job: Job) -> None:
     kind = type(optimizer).__name__
     split = _split(job)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
-    with kept_states():
+    with preserve_generators():
         try:
             together, drew = _trial(optimizer, range(count))
         except Exception:  # noqa: BLE001 - it may be of any kind; what it cannot do shows when it is used

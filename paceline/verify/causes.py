@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from paceline.verify.difference import Difference
-from paceline.verify.recorded import Record, Recorded, Tensor
+from paceline.verify.run_trace import RunTrace, StepTrace, TensorSketch
 
 _JUMP = 100
 _NEAR = 1e3  # times epsilon
@@ -57,7 +57,7 @@ _DRIFT = (
 )
 
 
-def of_difference(reference: Recorded, other: Recorded, bits: Difference, beyond: Difference) -> str:
+def of_difference(reference: RunTrace, other: RunTrace, bits: Difference, beyond: Difference) -> str:
     """Why the first difference beyond rounding is there."""
     if beyond.reference in (True, False) and beyond.kind in ("gradient", "parameter", "buffer", "optimizer"):
         return _NAMES
@@ -73,7 +73,7 @@ def of_difference(reference: Recorded, other: Recorded, bits: Difference, beyond
     return {"gradient": _GRADIENT, "parameter": _UPDATE, "optimizer": _UPDATE, "buffer": _BUFFERS}[beyond.kind]
 
 
-def _sudden(reference: Recorded, other: Recorded, beyond: Difference) -> bool:
+def _sudden(reference: RunTrace, other: RunTrace, beyond: Difference) -> bool:
     """Whether the difference came from one step to the next; amplified rounding grows little by little."""
     (before, twin), (now, now_twin) = (
         [next(record for record in trace.records if record.step == step) for trace in (reference, other)]
@@ -88,15 +88,15 @@ def _sudden(reference: Recorded, other: Recorded, beyond: Difference) -> bool:
     return _gap(now.state, now_twin.state) > _JUMP * _gap(before.state, twin.state)
 
 
-def _loss_gap(one: Record, two: Record) -> float:
+def _loss_gap(one: StepTrace, two: StepTrace) -> float:
     return abs((one.loss or 0.0) - (two.loss or 0.0))
 
 
-def _gap(one: Mapping[str, Tensor], two: Mapping[str, Tensor]) -> float:
+def _gap(one: Mapping[str, TensorSketch], two: Mapping[str, TensorSketch]) -> float:
     return math.hypot(*(one[name].projection - two[name].projection for name in one if name in two))
 
 
-def of_rounding(reference: Recorded, other: Recorded) -> str:
+def of_rounding(reference: RunTrace, other: RunTrace) -> str:
     """Why runs that train the same still differ in bits."""
     if reference.exact and other.exact:
         return (

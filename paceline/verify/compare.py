@@ -23,7 +23,7 @@ from typing import Literal
 
 from paceline.verify import causes
 from paceline.verify.difference import Difference, Kind
-from paceline.verify.recorded import Record, Recorded, Tensor
+from paceline.verify.run_trace import RunTrace, StepTrace, TensorSketch
 
 Verdict = Literal["identical", "rounding", "different"]
 
@@ -48,7 +48,7 @@ class Comparison:
     cause: str = ""
 
 
-def compare(reference: Recorded, other: Recorded) -> Comparison:
+def compare(reference: RunTrace, other: RunTrace) -> Comparison:
     """Compare two runs that should have trained the same."""
     places = list(_places(reference, other))
     if not places:
@@ -59,7 +59,7 @@ def compare(reference: Recorded, other: Recorded) -> Comparison:
     return Comparison("rounding", places[0], None, causes.of_rounding(reference, other))
 
 
-def _places(reference: Recorded, other: Recorded) -> Iterator[Difference]:
+def _places(reference: RunTrace, other: RunTrace) -> Iterator[Difference]:
     """Every place where the two differ, in the order in which a step computes."""
     movement = 0.0
     start = reference.records[0].state
@@ -80,7 +80,7 @@ def _places(reference: Recorded, other: Recorded) -> Iterator[Difference]:
         yield Difference(short - 1, "end", "", len(reference.records) - 1, len(other.records) - 1, True)
 
 
-def _numbers(one: Record, two: Record) -> tuple[tuple[Kind, float | None, float | None], ...]:
+def _numbers(one: StepTrace, two: StepTrace) -> tuple[tuple[Kind, float | None, float | None], ...]:
     return (
         ("samples", one.samples, two.samples),
         ("learning rate", one.learning_rate, two.learning_rate),
@@ -103,8 +103,8 @@ class _Limits:
 def _tensors(
     kind: Kind,
     step: int,
-    mine: Mapping[str, Tensor],
-    theirs: Mapping[str, Tensor],
+    mine: Mapping[str, TensorSketch],
+    theirs: Mapping[str, TensorSketch],
     limits: _Limits,
     movement: float = 0.0,
 ) -> Iterator[Difference]:
@@ -125,7 +125,7 @@ def _tensors(
 
 
 def _too_far(
-    kind: Kind, mine: Mapping[str, Tensor], apart: Mapping[str, float], limits: _Limits, movement: float
+    kind: Kind, mine: Mapping[str, TensorSketch], apart: Mapping[str, float], limits: _Limits, movement: float
 ) -> set[str]:
     """The tensors further apart than rounding explains: each for itself, or the worst for all together."""
     if limits.step < 0:
@@ -145,7 +145,7 @@ def _too_far(
     return {worst} if math.hypot(*apart.values()) > allowed else set()
 
 
-def _slots(state: Mapping[str, Tensor], kind: Kind) -> set[str]:
+def _slots(state: Mapping[str, TensorSketch], kind: Kind) -> set[str]:
     """What an optimizer keeps (``/exp_avg``, ...): each is compared for itself. Other kinds have one part."""
     return {_slot(name) for name in state if name.startswith(f"{kind}/")}
 
@@ -154,7 +154,7 @@ def _slot(name: str) -> str:
     return "/" + name.rpartition("/")[2] if name.startswith("optimizer/") else ""
 
 
-def _part(state: Mapping[str, Tensor], kind: Kind, slot: str) -> dict[str, Tensor]:
+def _part(state: Mapping[str, TensorSketch], kind: Kind, slot: str) -> dict[str, TensorSketch]:
     return {
         name.removeprefix(f"{kind}/"): tensor
         for name, tensor in state.items()
@@ -162,7 +162,7 @@ def _part(state: Mapping[str, Tensor], kind: Kind, slot: str) -> dict[str, Tenso
     }
 
 
-def _distance(start: Mapping[str, Tensor], now: Mapping[str, Tensor], prefix: str) -> float:
+def _distance(start: Mapping[str, TensorSketch], now: Mapping[str, TensorSketch], prefix: str) -> float:
     names = [name for name in start if name.startswith(prefix) and name in now]
     return math.hypot(*(now[name].projection - start[name].projection for name in names))
 
@@ -180,7 +180,7 @@ def _both_nan(one: float | None, two: float | None) -> bool:
     return one is not None and two is not None and math.isnan(one) and math.isnan(two)
 
 
-def _scale(loss: float | None, reference: Recorded) -> float:
+def _scale(loss: float | None, reference: RunTrace) -> float:
     """What a loss is held against: itself, but not less than a part of the first one."""
     first = next((record.loss for record in reference.records if record.loss is not None), 0.0)
     return max(abs(loss or 0.0), 0.01 * abs(first))

@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 
 from paceline.verify.compare import compare
-from paceline.verify.recorded import Record, Recorded, Tensor
+from paceline.verify.run_trace import RunTrace, StepTrace, TensorSketch
 
-Change = Callable[[Record], Record]
-
-
-def tensor(value: float) -> Tensor:
-    return Tensor(value.hex(), abs(value), value)
+Change = Callable[[StepTrace], StepTrace]
 
 
-def record(step: int) -> Record:
+def tensor(value: float) -> TensorSketch:
+    return TensorSketch(value.hex(), abs(value), value)
+
+
+def record(step: int) -> StepTrace:
     """A run whose weight goes from 1 towards 0."""
     if step < 0:
-        return Record(-1, state={"parameter/w": tensor(1.0), "buffer/mean": tensor(0.5)})
+        return StepTrace(-1, state={"parameter/w": tensor(1.0), "buffer/mean": tensor(0.5)})
     value = 0.9 ** (step + 1)
     state = {"parameter/w": value, "buffer/mean": 0.5 + 0.01 * step, "optimizer/w/exp_avg": value}
-    return Record(
+    return StepTrace(
         step,
         loss=value,
         samples=8 * (step + 1),
@@ -30,14 +30,14 @@ def record(step: int) -> Record:
     )
 
 
-def recorded(change: Change = lambda one: one, steps: int = 10, **fields: object) -> Recorded:
-    return Recorded(tuple(change(record(step)) for step in range(-1, steps)), **fields)  # type: ignore[arg-type]
+def recorded(change: Change = lambda one: one, steps: int = 10, **fields: object) -> RunTrace:
+    return RunTrace(tuple(change(record(step)) for step in range(-1, steps)), **fields)  # type: ignore[arg-type]
 
 
 def off(part: str, name: str, by: float, first: int = 0) -> Change:
     """Multiply a tensor by ``1 + by`` from a step on."""
 
-    def change(one: Record) -> Record:
+    def change(one: StepTrace) -> StepTrace:
         tensors = getattr(one, part)
         if one.step < first or name not in tensors:
             return one
@@ -51,7 +51,7 @@ def loss_off(by: float, first: int = 0) -> Change:
 
 
 def together(*changes: Change) -> Change:
-    def change(one: Record) -> Record:
+    def change(one: StepTrace) -> StepTrace:
         for each in changes:
             one = each(one)
         return one
@@ -116,7 +116,7 @@ def test_a_sudden_difference_after_rounding_is_told_from_drift() -> None:
     sudden = compare(recorded(), recorded(together(rounding, loss_off(0.1, first=6))))
     assert "data set" in sudden.cause
 
-    def drifting(one: Record) -> Record:
+    def drifting(one: StepTrace) -> StepTrace:
         return off("state", "parameter/w", 1e-6 * 8.0**one.step)(loss_off(1e-6 * 8.0**one.step)(one))
 
     assert "amplifies rounding" in compare(recorded(), recorded(drifting)).cause
@@ -131,8 +131,8 @@ def test_other_batch_other_length_other_names() -> None:
 
 
 def test_not_a_number() -> None:
-    def nan(one: Record) -> Record:
-        return replace(one, loss=math.nan, gradient={"w": Tensor("nan", math.nan, math.nan)})
+    def nan(one: StepTrace) -> StepTrace:
+        return replace(one, loss=math.nan, gradient={"w": TensorSketch("nan", math.nan, math.nan)})
 
     assert compare(recorded(nan), recorded(nan)).verdict == "identical"
     assert compare(recorded(), recorded(nan)).verdict == "different"

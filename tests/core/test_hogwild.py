@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 import paceline
-from paceline.checkpoint.state import fingerprint, tensors_of
+from paceline.checkpoint.tensors import fingerprint, tensors_of
 from paceline.data.order import Order
 from subjects import tell
 

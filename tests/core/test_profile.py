@@ -19,7 +19,7 @@ from torch.nn import functional
 from paceline.cli.main import main
 from paceline.partition.cut import layers_of
 from paceline.partition.profile import measure
-from paceline.schedule.balance import Cluster, LayerCost, Prices, balance
+from paceline.schedule.balance import Cluster, LayerCost, StageCosts, balance
 
 
 class _Nap(torch.autograd.Function):
@@ -61,7 +61,7 @@ def test_unequal_layers_are_balanced_as_well_as_can_be() -> None:
     for cost, value in zip(costs, seconds, strict=True):
         assert value <= cost.forward < value + 0.03
         assert 2 * value <= cost.backward < 2 * value + 0.03
-    prices = Prices(costs, Cluster())
+    prices = StageCosts(costs, Cluster())
     for stages in (2, 3, 4):
         best = min(
             max(prices.seconds(*bound) for bound in pairwise([0, *places, len(costs)]))

@@ -50,7 +50,7 @@ def test_layers_move_away_from_a_slow_worker(told: Told, tmp_path: Path) -> None
     assert any(line["event"] == "drift" and line["stage"] == 1 for line in lines)
     for step, layers in ((19, cuts[0]), (20, cuts[1])):
         found = compare(tmp_path, step)
-        assert found.planned and [len(stage) for stage in found.pipeline.stages] == layers
+        assert found.from_profile and [len(stage) for stage in found.pipeline.stages] == layers
         assert sum(one.operation.kind is Kind.FORWARD for one in found.measured.workers[1]) == 4
     for one in both:
         assert (one["loss"], one["fingerprint"]) == (alone["loss"], alone["fingerprint"])

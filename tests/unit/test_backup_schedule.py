@@ -5,25 +5,32 @@ from itertools import pairwise
 
 import pytest
 
-from paceline.schedule.backup import Length, Progress, losing, resumed, returning
+from paceline.schedule.backup import EpochLength, EpochProgress, drop_late, resume_epoch, return_late
 
-LENGTHS = [Length(4, 8, 32), Length(4, 8, 25), Length(3, 11, 29), Length(1, 8, 8), Length(1, 5, 1), Length(7, 64, 390)]
+LENGTHS = [
+    EpochLength(4, 8, 32),
+    EpochLength(4, 8, 25),
+    EpochLength(3, 11, 29),
+    EpochLength(1, 8, 8),
+    EpochLength(1, 5, 1),
+    EpochLength(7, 64, 390),
+]
 CREWS = [(2, 1), (3, 1), (3, 2), (4, 1), (5, 2), (5, 0), (1, 0)]
 
 
-def used_by(progress: Progress, length: Length, workers: int, spare: int, chance: random.Random) -> list[int]:
+def used_by(progress: EpochProgress, length: EpochLength, workers: int, spare: int, chance: random.Random) -> list[int]:
     """What a step uses when any of the workers are late."""
-    groups = returning(progress, length, workers, spare)
+    groups = return_late(progress, length, workers, spare)
     counted = chance.sample(range(len(groups.members)), groups.needed)
     return [one for group in counted for one in groups.members[group]]
 
 
 @pytest.mark.parametrize("crew", CREWS, ids=str)
 @pytest.mark.parametrize("length", LENGTHS, ids=str)
-def test_an_epoch_uses_each_microbatch_once_in_its_steps(length: Length, crew: tuple[int, int]) -> None:
+def test_an_epoch_uses_each_microbatch_once_in_its_steps(length: EpochLength, crew: tuple[int, int]) -> None:
     workers, spare = crew
     for seed in range(40):
-        chance, progress = random.Random(seed), Progress()
+        chance, progress = random.Random(seed), EpochProgress()
         seen: list[int] = []
         for step in range(length.steps):
             used = used_by(progress, length, workers, spare, chance)
@@ -36,9 +43,9 @@ def test_an_epoch_uses_each_microbatch_once_in_its_steps(length: Length, crew: t
 
 
 def test_any_workers_may_come_and_go_between_steps() -> None:
-    length = Length(6, 8, 46)
+    length = EpochLength(6, 8, 46)
     for seed in range(100):
-        chance, progress = random.Random(seed), Progress()
+        chance, progress = random.Random(seed), EpochProgress()
         seen: list[int] = []
         for _ in range(length.steps):
             workers, spare = chance.choice(CREWS)
@@ -50,23 +57,23 @@ def test_any_workers_may_come_and_go_between_steps() -> None:
 
 
 def test_what_was_too_late_comes_first_in_the_next_step() -> None:
-    length = Length(4, 6, 24)
-    first = returning(Progress(), length, 4, 1)
+    length = EpochLength(4, 6, 24)
+    first = return_late(EpochProgress(), length, 4, 1)
     assert first.members == ((0, 1), (2, 3), (4, 5), (6, 7))
-    progress = Progress().after([0, 1, 4, 5, 6, 7])
+    progress = EpochProgress().after([0, 1, 4, 5, 6, 7])
     assert (progress.before, progress.beyond) == (2, (4, 5, 6, 7))
-    assert returning(progress, length, 4, 1).members == ((2, 3), (8, 9), (10, 11), (12, 13))
+    assert return_late(progress, length, 4, 1).members == ((2, 3), (8, 9), (10, 11), (12, 13))
 
 
 def test_the_last_step_of_an_epoch_copies_groups_for_the_workers_it_could_spare() -> None:
-    length = Length(2, 6, 12)
-    groups = returning(Progress().after([0, 1, 2, 3, 4, 5]), length, 4, 1)
+    length = EpochLength(2, 6, 12)
+    groups = return_late(EpochProgress().after([0, 1, 2, 3, 4, 5]), length, 4, 1)
     assert groups.members == ((6, 7), (8, 9), (10, 11)) and groups.needed == 3 and groups.copied
     assert sorted(groups.of(rank, 1, 4) for rank in range(4)) == [0, 0, 1, 2]  # type: ignore[type-var]
 
 
 def test_a_worker_does_not_keep_the_first_group() -> None:
-    groups = returning(Progress(), Length(4, 6, 24), 4, 1)
+    groups = return_late(EpochProgress(), EpochLength(4, 6, 24), 4, 1)
     for rank in range(4):
         begun = [groups.of(rank, step, 4) for step in range(8)]
         assert all(now != then for now, then in pairwise(begun))
@@ -74,29 +81,29 @@ def test_a_worker_does_not_keep_the_first_group() -> None:
 
 
 def test_without_backup_workers_a_step_uses_its_own_batch() -> None:
-    length, progress = Length(3, 8, 20), Progress()
+    length, progress = EpochLength(3, 8, 20), EpochProgress()
     for step in range(3):
-        groups = returning(progress, length, 3, 0)
+        groups = return_late(progress, length, 3, 0)
         used = [one for group in groups.members for one in group]
         assert used == list(range(8 * step, min(8 * step + 8, 20)))
         progress = progress.after(used)
 
 
 def test_a_batch_cut_for_all_workers_loses_what_is_late() -> None:
-    groups = losing(range(8, 16), 4, 1)
+    groups = drop_late(range(8, 16), 4, 1)
     assert groups.members == ((8, 9), (10, 11), (12, 13), (14, 15)) and groups.needed == 3 and not groups.copied
-    short = losing(range(16, 18), 4, 1)
+    short = drop_late(range(16, 18), 4, 1)
     assert short.members == ((16,), (17,)) and short.needed == 2
 
 
 def test_a_step_that_is_left_out_leaves_its_samples_out() -> None:
-    length = Length(3, 4, 12)
-    progress = Progress().after([0, 1, 4, 5]).skipped(length)
+    length = EpochLength(3, 4, 12)
+    progress = EpochProgress().after([0, 1, 4, 5]).skipped(length)
     assert [one for one in range(12) if one not in progress.unused(length)] == [0, 1, 2, 3, 4, 5, 6, 7]
     assert progress.target(length) == 4
 
 
 def test_an_epoch_that_others_began() -> None:
-    length = Length(3, 8, 20)
-    assert resumed(2, length).unused(length) == [16, 17, 18, 19]
-    assert resumed(0, length) == Progress()
+    length = EpochLength(3, 8, 20)
+    assert resume_epoch(2, length).unused(length) == [16, 17, 18, 19]
+    assert resume_epoch(0, length) == EpochProgress()

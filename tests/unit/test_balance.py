@@ -9,7 +9,7 @@ from itertools import combinations, pairwise, product
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.schedule.balance import Cluster, LayerCost, Prices, balance
+from paceline.schedule.balance import Cluster, LayerCost, StageCosts, balance
 
 
 def some_layers(count: int, draw: random.Random, ratio: float = 10.0) -> list[LayerCost]:
@@ -36,7 +36,7 @@ def all_cuts(layers: int, stages: int, workers: int) -> Iterator[tuple[list[tupl
 
 
 def brute_force(layers: list[LayerCost], stages: int, cluster: Cluster) -> float | None:
-    prices = Prices(layers, cluster)
+    prices = StageCosts(layers, cluster)
     best = None
     for bounds, replicas in all_cuts(len(layers), stages, cluster.workers or stages):
         pairs = list(zip(bounds, replicas, strict=True))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.schedule.choice import Shape, flushed_schedule, shape_of, stream_for
+from paceline.schedule.choice import Shape, async_pipeline_for, shape_of, synchronous_schedule
 from paceline.schedule.operations import Kind
 from paceline.settings import PipelineSettings
 
@@ -59,14 +59,14 @@ def test_what_does_not_fit_is_refused(given: dict[str, Any], workers: int, words
 
 
 def test_asynchronous_updates_need_whole_turns() -> None:
-    assert stream_for(settings("pipedream"), 3, 8).every == 8
-    assert stream_for(settings("pipedream", update_every=1), 3, 8).every == 1
+    assert async_pipeline_for(settings("pipedream"), 3, 8).every == 8
+    assert async_pipeline_for(settings("pipedream", update_every=1), 3, 8).every == 1
     with pytest.raises(ConfigError, match=r"\[1, 3\].* 8 microbatches .*multiple of 3"):
-        stream_for(settings("pipedream", replicas=[1, 3]), 4, 8)
+        async_pipeline_for(settings("pipedream", replicas=[1, 3]), 4, 8)
     with pytest.raises(ConfigError, match="2 replicas of stage 0 cannot share the 3 microbatches"):
-        stream_for(settings("pipedream", replicas=[2, 1], update_every=3), 3, 8)
+        async_pipeline_for(settings("pipedream", replicas=[2, 1], update_every=3), 3, 8)
     with pytest.raises(ConfigError, match=r"3 workers need at least as many .*, not 2"):
-        stream_for(settings("2bw", update_every=2), 3, 8)
+        async_pipeline_for(settings("2bw", update_every=2), 3, 8)
 
 
 SHORT = [
@@ -86,8 +86,8 @@ def test_each_microbatch_of_a_short_batch_is_done_where_its_stage_is(
     name: str, given: dict[str, Any], workers: int, microbatches: int
 ) -> None:
     """There may be fewer microbatches than workers of a stage."""
-    whole = flushed_schedule(settings(name, **given), workers, 8)
-    short = flushed_schedule(settings(name, **given), workers, microbatches)
+    whole = synchronous_schedule(settings(name, **given), workers, 8)
+    short = synchronous_schedule(settings(name, **given), workers, microbatches)
     assert len(short.workers) == workers
     done = [(one.stage, one.microbatch) for order in short.workers for one in order if one.kind is Kind.FORWARD]
     assert sorted(done) == [(stage, one) for stage in range(short.stages) for one in range(microbatches)]

@@ -4,7 +4,7 @@ from itertools import combinations
 
 import pytest
 
-from paceline.schedule.balance import fitted
+from paceline.schedule.balance import fit_bounds
 from paceline.strategies.pipeline.rebalance import WINDOW, Rebalance
 
 
@@ -19,7 +19,7 @@ def test_the_cut_is_the_best_there_is(factors: list[float]) -> None:
         tuple(zip((0, *places), (*places, len(costs)), strict=True))
         for places in combinations(range(1, len(costs)), len(factors) - 1)
     ]
-    assert slowest(fitted(costs, factors)) == min(map(slowest, every))
+    assert slowest(fit_bounds(costs, factors)) == min(map(slowest, every))
 
 
 def test_a_slow_worker_gets_fewer_layers() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch._inductor.compiler_bisector  # sets a variable of the environment, which a checkpoint would do else
 from torch.utils.checkpoint import checkpoint
 
-from paceline.data.keys import ORDER, STEP, drawn_again, generator_states, same_states, seed_all, seed_of
+from paceline.data.keys import ORDER, STEP, generator_states, replay_context, same_states, seed_all, seed_of
 
 
 def draws() -> list[float]:
@@ -55,7 +55,7 @@ def test_what_is_computed_again_draws_the_same_numbers() -> None:
         return values.sin() * sum(drawn[-1])
 
     values = torch.ones((), requires_grad=True)
-    made = checkpoint(noisy, values, use_reentrant=False, context_fn=drawn_again)
+    made = checkpoint(noisy, values, use_reentrant=False, context_fn=replay_context)
     after = generator_states()
     for _ in range(2):
         seed_all(len(drawn))

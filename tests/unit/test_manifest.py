@@ -5,7 +5,7 @@ import json
 import pytest
 
 from paceline.checkpoint import manifest
-from paceline.checkpoint.manifest import Damaged, Manifest
+from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.errors import CheckpointError
 
 EXAMPLE = Manifest(
@@ -30,7 +30,7 @@ def test_written_and_read() -> None:
     ["", "{", "[]", "3", '{"step": 3}', json.dumps(json.loads(TEXT) | {"surprise": 1}), TEXT.replace("8", "9", 1)],
 )
 def test_a_damaged_manifest_is_noticed(text: str) -> None:
-    with pytest.raises(Damaged, match="here is damaged"):
+    with pytest.raises(DamagedError, match="here is damaged"):
         manifest.parse(text, "here")
 
 
@@ -48,7 +48,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 def test_another_format_is_not_called_damaged() -> None:
     with pytest.raises(CheckpointError, match=r"format 99.*format 2") as caught:
         manifest.parse(json.dumps(json.loads(TEXT) | {"format": 99}), "here")
-    assert not isinstance(caught.value, Damaged)
+    assert not isinstance(caught.value, DamagedError)
 
 
 def test_the_newest_is_the_one_with_the_most_steps() -> None:

@@ -10,12 +10,12 @@ from paceline.schedule.clock import Times, simulate
 from paceline.schedule.drawing import listing
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.pipedream import (
-    Stream,
+    AsyncPipeline,
     drain,
     pipedream,
-    pipedream_stream,
-    two_buffered,
-    two_buffered_stream,
+    pipedream_2bw,
+    pipedream_2bw_pipeline,
+    pipedream_pipeline,
     window,
 )
 from paceline.schedule.proof import prove
@@ -72,12 +72,12 @@ def test_with_vertical_sync_all_stages_use_the_same_version() -> None:
 
 
 def test_two_buffers() -> None:
-    assert listing(two_buffered(2, 7, every=2), transfers=False) == lines("""
+    assert listing(pipedream_2bw(2, 7, every=2), transfers=False) == lines("""
         0  F0 F1 B0 F2 B1 U:1 F3 B2 F4:1 B3 U:2 F5:1 B4:1 F6:2 B5:1 U:3 B6:2 U:4
         1  F0 B0 F1 B1 U:1 F2 B2 F3 B3 U:2 F4:1 B4:1 F5:1 B5:1 U:3 F6:2 B6:2 U:4
     """)
     for every in range(3, 6):
-        schedule = two_buffered(3, 17, every)
+        schedule = pipedream_2bw(3, 17, every)
         for stage in range(3):
             assert versions(schedule, stage) == [max(0, microbatch // every - 1) for microbatch in range(17)]
 
@@ -104,7 +104,7 @@ def test_a_stage_keeps_as_many_versions_as_the_paper_says(stages: int) -> None:
             assert max(prove(pipedream(stages, count, every)).versions) <= 1 + -(-(stages - 1) // every)
             prove(pipedream(stages, count, every, vertical_sync=True))
         for every in range(stages, stages + 4):
-            assert max(prove(two_buffered(stages, count, every)).versions) <= 2
+            assert max(prove(pipedream_2bw(stages, count, every)).versions) <= 2
 
 
 @pytest.mark.parametrize("replicas", REPLICAS, ids=str)
@@ -113,19 +113,19 @@ def test_replicated_streams_are_proved(replicas: tuple[int, ...]) -> None:
         for times in (12, 24):
             prove(pipedream(len(replicas), count, times, replicas=replicas))
             prove(pipedream(len(replicas), count, times, vertical_sync=True, replicas=replicas))
-            assert max(prove(two_buffered(len(replicas), count, times, replicas=replicas)).versions) <= 2
+            assert max(prove(pipedream_2bw(len(replicas), count, times, replicas=replicas)).versions) <= 2
 
 
 STREAMS = [
-    pipedream_stream(3),
-    pipedream_stream(3, 2, vertical_sync=True),
-    pipedream_stream(2, 6, replicas=(3, 2)),
-    two_buffered_stream(3, 4),
+    pipedream_pipeline(3),
+    pipedream_pipeline(3, 2, vertical_sync=True),
+    pipedream_pipeline(2, 6, replicas=(3, 2)),
+    pipedream_2bw_pipeline(3, 4),
 ]
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
-def test_windows_make_the_same_stream_wherever_they_are_cut(stream: Stream) -> None:
+def test_windows_make_the_same_stream_wherever_they_are_cut(stream: AsyncPipeline) -> None:
     whole = joined(window(stream, 0, 13), drain(stream, 13))
     prove(whole)
     for cuts in ([4, 8], [1, 2, 3, 4], [6], [13], [0, 5, 5]):
@@ -135,19 +135,19 @@ def test_windows_make_the_same_stream_wherever_they_are_cut(stream: Stream) -> N
 
 
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
-def test_microbatches_never_use_older_weights_than_the_one_before(stream: Stream) -> None:
+def test_microbatches_never_use_older_weights_than_the_one_before(stream: AsyncPipeline) -> None:
     for stage in range(stream.stages):
         used = [stream.version(stage, microbatch) for microbatch in range(40)]
         assert used == sorted(used)
 
 
 def test_nothing_to_drain() -> None:
-    assert drain(pipedream_stream(3), 0).workers == ((), (), ())
+    assert drain(pipedream_pipeline(3), 0).workers == ((), (), ())
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
 def test_in_the_long_run_workers_do_not_wait(stages: int) -> None:
-    for schedule in (pipedream(stages, 40 * stages), two_buffered(stages, 40 * stages, 2 * stages)):
+    for schedule in (pipedream(stages, 40 * stages), pipedream_2bw(stages, 40 * stages, 2 * stages)):
         assert simulate(schedule, Times.equal(stages, 1.0, 0.5, 0.5)).bubble <= 0.05
 
 
@@ -164,10 +164,10 @@ def test_what_cannot_be_streamed() -> None:
         (lambda: pipedream(2, 4, 0), "every of at least 1, not 0"),
         (lambda: pipedream(2, 4, 3, replicas=(2, 1)), "2 replicas of stage 0 cannot share the 3 microbatches"),
         (lambda: pipedream(2, 4, replicas=(1,)), "those of 1 stages, not of 2"),
-        (lambda: two_buffered(4, 8, 3), "4 workers need at least as many microbatches .* not 3"),
-        (lambda: window(pipedream_stream(2), 4, 3), "end of at least 4, not 3"),
-        (lambda: window(pipedream_stream(2), -1, 3), "begin of at least 0, not -1"),
-        (lambda: drain(pipedream_stream(2), -1), "end of at least 0, not -1"),
+        (lambda: pipedream_2bw(4, 8, 3), "4 workers need at least as many microbatches .* not 3"),
+        (lambda: window(pipedream_pipeline(2), 4, 3), "end of at least 4, not 3"),
+        (lambda: window(pipedream_pipeline(2), -1, 3), "begin of at least 0, not -1"),
+        (lambda: drain(pipedream_pipeline(2), -1), "end of at least 0, not -1"),
     ]:
         with pytest.raises(ConfigError, match=said):
             call()

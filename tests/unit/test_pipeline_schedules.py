@@ -23,7 +23,7 @@ from paceline.schedule.pipeline import (
 from paceline.schedule.proof import prove
 from paceline.schedule.replicas import backwards_first, runs
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import connected
+from paceline.schedule.transfers import build_schedule
 
 STAGES = range(1, 7)
 MICROBATCHES = range(1, 14)
@@ -216,7 +216,7 @@ def test_equal_replicas_in_turns_are_one_forward_one_backward() -> None:
     for stages in STAGES:
         for count in MICROBATCHES:
             orders = backwards_first((1,) * stages, count)
-            made = connected("1f1b", stages, count, orders)
+            made = build_schedule("1f1b", stages, count, orders)
             closed = one_forward_one_backward(stages, count)
             assert simulate(made, Times.equal(stages)).seconds == simulate(closed, Times.equal(stages)).seconds
     assert gpipe(3, 7, (2, 2, 2)) == gpipe(3, 7, 2)

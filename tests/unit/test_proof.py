@@ -6,7 +6,7 @@ import pytest
 
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import pipedream, two_buffered
+from paceline.schedule.pipedream import pipedream, pipedream_2bw
 from paceline.schedule.pipeline import (
     gpipe,
     interleaved,
@@ -31,7 +31,7 @@ RIGHT = [
     pipedream(3, 5),
     pipedream(2, 6, vertical_sync=True),
     pipedream(2, 7, 2, replicas=(2, 1)),
-    two_buffered(2, 6, 2),
+    pipedream_2bw(2, 6, 2),
 ]
 NAMES = [f"{schedule.name}-{len(schedule.workers)}" for schedule in RIGHT]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
-from paceline.data.feed import KeyedDataset, Request, Rows, collated
+from paceline.data.feed import KeyedDataset, LoadRequest, TensorRows, collated
 
 TENSORS = {
     "one tensor": [torch.randn(20, 3)],
@@ -23,8 +23,8 @@ class Own(TensorDataset):
 @pytest.mark.parametrize("tensors", TENSORS.values(), ids=TENSORS)
 def test_the_same_as_one_after_the_other(tensors: list[torch.Tensor]) -> None:
     data, samples = TensorDataset(*tensors), [7, 0, 19, 7]
-    together = KeyedDataset(data, 0, collates=False).__getitems__(Request(0, samples))
-    assert isinstance(together, Rows)
+    together = KeyedDataset(data, 0, collates=False).__getitems__(LoadRequest(0, samples))
+    assert isinstance(together, TensorRows)
     found, wanted = collated(together, default_collate), default_collate([data[sample] for sample in samples])
     assert type(found) is type(wanted) and len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
@@ -33,5 +33,5 @@ def test_the_same_as_one_after_the_other(tensors: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize(("data", "collates"), [(Own(torch.arange(9)), False), (TensorDataset(torch.arange(9)), True)])
 def test_whatever_else_is_read_one_by_one(data: TensorDataset, collates: bool) -> None:
-    items = KeyedDataset(data, 0, collates=collates).__getitems__(Request(0, [3, 1]))
+    items = KeyedDataset(data, 0, collates=collates).__getitems__(LoadRequest(0, [3, 1]))
     assert items == [data[3], data[1]]

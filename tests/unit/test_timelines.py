@@ -14,7 +14,7 @@ from paceline.observe.comparison import compare
 from paceline.observe.page import html
 from paceline.observe.pipelines import KINDS, operations_of, pipelines_of
 from paceline.observe.records import read
-from paceline.observe.times import planned, usual
+from paceline.observe.times import median_times, profiled_times
 from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
 from paceline.schedule.operations import Kind
@@ -47,7 +47,7 @@ def test_a_step_begins_when_its_first_microbatch_enters(run: Path) -> None:
 
 def test_given_cuts_are_predicted_from_the_medians(run: Path) -> None:
     found = compare(run, 3)
-    assert not found.planned
+    assert not found.from_profile
     assert found.times.forward == pytest.approx((1.2, 2.4))
     assert [sum(pair) for pair in zip(found.times.input, found.times.weight, strict=True)] == pytest.approx([2.4, 2.4])
     assert found.times.transfer == pytest.approx((1.2,))
@@ -59,7 +59,7 @@ def test_measured_cuts_are_predicted_from_the_times_of_the_layers(tmp_path: Path
     files.mark_cut(tmp_path, TWO, times=[[1.0, 2.0], [2.0, 2.0]])
     files.mark_whole(tmp_path, simulate(one_forward_one_backward(2, 3), slower(UNEVEN, 3.0)), 0, 0.0, 3)
     found = compare(tmp_path)
-    assert found.planned and "measured before training" in found.source
+    assert found.from_profile and "measured before training" in found.source
     assert draw(found.predicted, 1.0) == lines("""
         0  F0 F1          B0--- F2    B1---       B2---
         1     F0--- B0--- F1--- B1--- F2--- B2---
@@ -72,9 +72,9 @@ def test_halves_and_passes_that_are_computed_again(tmp_path: Path) -> None:
     files.mark_cut(tmp_path, TWO, times=[[1.0, 4.0], [2.0, 6.0]], pipeline=settings)
     files.mark_whole(tmp_path, simulate(zero_bubble_h1(2, 3), Times.equal(2)), 0, 0.0, 3)
     found = compare(tmp_path)
-    assert found.times == planned(found.pipeline)
+    assert found.times == profiled_times(found.pipeline)
     assert (found.times.input, found.times.weight) == ((0.0, 4.0), (5.0, 4.0))
-    assert found.usual.input == found.usual.weight == (1.0, 1.0)
+    assert found.median_times.input == found.median_times.weight == (1.0, 1.0)
     assert "Each half" in found.source
 
 
@@ -82,9 +82,9 @@ def test_a_transfer_counts_where_it_was_waited_for(run: Path) -> None:
     """Of those that came before they were needed nobody knows when they arrived."""
     (pipeline,) = pipelines_of(read(run, ("cut", "step")))
     done = list(operations_of(read(run, KINDS, range(1)), pipeline))
-    assert usual(done, 2).transfer == (1.0,)
+    assert median_times(done, 2).transfer == (1.0,)
     late = [one for one in done if one.span.operation.kind is not Kind.RECEIVE]
-    assert usual(late, 2).transfer == (0.0,)
+    assert median_times(late, 2).transfer == (0.0,)
 
 
 def test_a_short_batch_has_fewer_microbatches(run: Path) -> None:

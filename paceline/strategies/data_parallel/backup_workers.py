@@ -29,7 +29,7 @@ from paceline.comm.step_header import Losses
 from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
-from paceline.schedule.backup import Groups, Length, Progress, losing, resumed, returning
+from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, drop_late, resume_epoch, return_late
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.accumulate import Values, add
@@ -92,7 +92,7 @@ class BackupWorkers(AllReduce):
             )
         last = len(order.parts_of(order.steps_per_epoch - 1))
         total = (order.steps_per_epoch - 1) * order.microbatches + last
-        self._length = Length(order.steps_per_epoch, order.microbatches, total)
+        self._length = EpochLength(order.steps_per_epoch, order.microbatches, total)
         self._contributors = quorum_for(job.world)
         self._samples = 0
 
@@ -129,32 +129,32 @@ class BackupWorkers(AllReduce):
     def _samples_of(self, step: int) -> int:
         return super()._samples_of(step) if self._plain else self._samples
 
-    def _progress(self, step: int) -> Progress:
+    def _progress(self, step: int) -> EpochProgress:
         """How far the epoch of a step is before it."""
         epoch, place = divmod(step, self._length.steps)
         book = self._job.strategy_state.get(_BOOK)
         if book is None:
-            return resumed(place, self._length)
-        progress = Progress()
+            return resume_epoch(place, self._length)
+        progress = EpochProgress()
         if book["epoch"] == epoch:
-            progress = Progress(book["steps"], book["before"], tuple(book["beyond"]))
+            progress = EpochProgress(book["steps"], book["before"], tuple(book["beyond"]))
         while progress.steps < place:  # the script has left steps out
             progress = progress.skipped(self._length)
         return progress
 
-    def _groups(self, progress: Progress, step: int) -> Groups:
+    def _groups(self, progress: EpochProgress, step: int) -> BackupShares:
         size = self._job.world.size
         if self._job.settings.backup.late == "return":
-            return returning(progress, self._length, size, self._spare)
+            return return_late(progress, self._length, size, self._spare)
         start = progress.steps * self._length.batch
-        return losing(range(start, start + len(self._job.order.parts_of(step))), size, self._spare)
+        return drop_late(range(start, start + len(self._job.order.parts_of(step))), size, self._spare)
 
     def _origin(self, step: int, microbatch: int) -> tuple[int, int]:
         """The step, and the number in its batch, of a microbatch of the epoch."""
         place, number = divmod(microbatch, self._length.batch)
         return step - step % self._length.steps + place, number
 
-    def _compute(self, step: int, groups: Groups) -> Counted:
+    def _compute(self, step: int, groups: BackupShares) -> Counted:
         """Compute a group, and copies of others if that may help, until there are enough contributors."""
         contributors, world = self._contributors, self._job.world
         counted = Counted()
@@ -194,7 +194,7 @@ class BackupWorkers(AllReduce):
             result.add(piece.samples, computed.pair, gradients, [*computed.buffers])
         return result
 
-    def _conclude(self, step: int, groups: Groups, agreed: dict[int, int], counted: Counted) -> StepResult:
+    def _conclude(self, step: int, groups: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
         """Exchange what counts, and update the model."""
         job, size = self._job, self._job.world.size
         places = _places(groups)
@@ -212,13 +212,13 @@ class BackupWorkers(AllReduce):
         means = self._mean_statistics(step, nodes, counted.statistics())
         return conclude(job, step, [], parts, means, losses.notice)
 
-    def _named(self, step: int, groups: Groups, part: Part) -> Part:
+    def _named(self, step: int, groups: BackupShares, part: Part) -> Part:
         """A part that is known by its place in the step, by the name that its microbatch has in its batch."""
         members = [one for group in groups.members for one in group]
         origin, number = self._origin(step, members[part.microbatches.start])
         return part._replace(microbatches=range(number, number + 1), origin=None if origin == step else origin)
 
-    def _record(self, step: int, groups: Groups, agreed: dict[int, int]) -> None:
+    def _record(self, step: int, groups: BackupShares, agreed: dict[int, int]) -> None:
         """The set, as this worker knows it: rank and microbatches of each contribution, and what was dropped."""
         origins = [[self._origin(step, one) for one in group] for group in groups.members]
         self._job.events.mark(
@@ -276,7 +276,7 @@ def _sum(results: list[Values]) -> list[Values]:
     return [total]
 
 
-def _places(groups: Groups) -> list[list[int]]:
+def _places(groups: BackupShares) -> list[list[int]]:
     """The place of each microbatch of each group among all of the step."""
     places, start = [], 0
     for group in groups.members:

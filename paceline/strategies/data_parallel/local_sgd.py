@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.state import put_optimizer_state, tensors_of
+from paceline.checkpoint.tensors import load_optimizer_state, named_tensors
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.shared_memory import reduction_for
 from paceline.data.feed import Piece
@@ -221,7 +221,7 @@ class Models:
         fixed |= {f"parameter/{name}" for name, _ in job.compute.model.named_parameters()}
         fixed -= {f"buffer/{name}" for name in job.compute.buffers.live}
         fixed -= {f"parameter/{name}" for name in job.update.parameters}
-        tensors = tensors_of(job.compute.model, job.update.optimizer)
+        tensors = named_tensors(job.compute.model, job.update.optimizer)
         return {name: value for name, value in tensors.items() if name not in fixed}
 
     def _completed(self) -> dict[str, torch.Tensor]:
@@ -257,7 +257,7 @@ class Models:
                     state[name] = mean.to(value.dtype).to(value.device)
                 else:
                     value.copy_(mean)
-        put_optimizer_state(job.compute.model, job.update.optimizer, state)
+        load_optimizer_state(job.compute.model, job.update.optimizer, state)
 
 
 def _summable(value: torch.Tensor) -> torch.Tensor:

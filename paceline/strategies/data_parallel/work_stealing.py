@@ -12,8 +12,8 @@ computes them, so no sample is lost, and with ``exact`` the bits are those of al
 microbatches take at the sum of the workers' speeds, and part of a microbatch of the slowest one.
 
 Who takes what is decided by leases (``comm.assignment.leases``). Between steps the shares follow the speeds
-(``schedule.pace``), so that a worker that is slow for long has less to give away. Gradients leave when everything is
-computed: until then nobody knows who holds what.
+(``schedule.speed_shares``), so that a worker that is slow for long has less to give away. Gradients leave when
+everything is computed: until then nobody knows who holds what.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from paceline.comm.assignment.leases import Lease, leases_for
 from paceline.comm.step_header import Losses
 from paceline.data.feed import Piece
-from paceline.schedule.pace import Pace
+from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
 from paceline.step.accumulate import ScatteredAccumulator, Values
@@ -48,7 +48,7 @@ class WorkStealing(AllReduce):
         super().__init__(job, apart=True)
         total = job.order.microbatches
         self._leases = leases_for(job.world, total)
-        self._pace = Pace(job.world.size, total, fits=job.settings.shares == "speed")
+        self._pace = SpeedShares(job.world.size, total, fits=job.settings.shares == "speed")
         if total < 4 * job.world.size:
             job.warnings.append(
                 f"{total} microbatches for {job.world.size} workers leave little to take over: set microbatches to "

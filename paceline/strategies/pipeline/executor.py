@@ -24,11 +24,11 @@ from paceline.data.feed import Piece
 from paceline.data.keys import (
     STEP,
     generator_states,
-    go_on_from,
-    packed_states,
+    pack_generators,
     same_states,
     seed_all,
     seed_of,
+    unpack_generators,
 )
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
@@ -128,7 +128,7 @@ class Executor:
         self._last = last
         self._hooks = hooks
         self._ways = Links(job, last)
-        self._states = len(packed_states())
+        self._states = len(pack_generators())
         self._drawing: set[int] = set()
         self._watched = {stage for stage in held if stage != last}
         self._do = {
@@ -232,7 +232,7 @@ class Executor:
         if states is None:
             seed_all(seed_of(STEP, self._job.settings.seed, *self._origins[microbatch]))
         else:
-            go_on_from(states)
+            unpack_generators(states)
         before = generator_states() if stage in self._watched else None
         passed = self._passed[place] = Passed([*values] if stage > 0 else [])
         call = partial(held.call, values)
@@ -249,7 +249,7 @@ class Executor:
                 if states is not None or (before is not None and not same_states(before, generator_states())):
                     self._drawing.add(stage)
                     self._watched.discard(stage)
-                packed: Crossing = [*packed_states()] if stage in self._drawing else [None] * self._states
+                packed: Crossing = [*pack_generators()] if stage in self._drawing else [None] * self._states
                 self._upwards[place] = [self._hooks.tell(microbatch, True), *packed, *passed.outputs]
         made = compute.buffers.collect(self.samples[microbatch], held.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(held.buffers), made, strict=True))

@@ -17,12 +17,12 @@ from dataclasses import replace
 
 import torch
 
-from paceline.checkpoint.state import check_savable
+from paceline.checkpoint.tensors import check_savable
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError
-from paceline.schedule.choice import stream_for
+from paceline.schedule.choice import async_pipeline_for
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import drain, window
 from paceline.schedule.tree import Node
@@ -50,7 +50,7 @@ class PipeDream(Strategy, Hooks):
             f"schedule {job.settings.pipeline.schedule!r} uses older weights for microbatches under way: the bits are "
             f"not those of one process, and the loss reported is that of the microbatches that have come back"
         )
-        self._stream = stream_for(job.settings.pipeline, job.world.size, job.order.microbatches)
+        self._stream = async_pipeline_for(job.settings.pipeline, job.world.size, job.order.microbatches)
         self.staged = Stages(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
         (self._stage,) = self.staged.held
         self._held = self.staged.held[self._stage]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-from paceline.schedule.balance import fitted
+from paceline.schedule.balance import fit_bounds
 
 WINDOW = 20
 """Steps from one verdict to the next."""
@@ -67,7 +67,7 @@ class Rebalance:
         if min(stages) <= 0 or min(predicted) <= 0:
             return None
         factors = [now / before for now, before in zip(stages, predicted, strict=True)]
-        bounds = fitted(self._costs, factors)
+        bounds = fit_bounds(self._costs, factors)
         after = max(factor * sum(self._costs[begin:end]) for factor, (begin, end) in zip(factors, bounds, strict=True))
         slowest = max(stages)
         if slowest < WORTH * after:

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.comm.subgroup import Subgroup
 from paceline.data.feed import Piece
-from paceline.data.keys import kept_states
+from paceline.data.keys import preserve_generators
 from paceline.errors import ConfigError, InputError, PacelineError
 from paceline.partition.base import Layers
 from paceline.partition.cut import bounds_of, layers_of
@@ -72,7 +72,7 @@ class Stages:
         self.training_flags = training_flags(model)
         self.requires_grad_flags = requires_grad_flags(job.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
-        with kept_states():
+        with preserve_generators():
             (piece,) = job.feed.load(0, [range(1)])
             self._layers = layers = layers_of(model, pair_of(piece.data)[0])
             self._prepare_all()

@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.data.order import Order
 from paceline.errors import ConfigError
-from paceline.schedule.choice import STREAMED, shape_of, stream_for
+from paceline.schedule.choice import ASYNC_SCHEDULES, async_pipeline_for, shape_of
 from paceline.settings import Settings
 from paceline.step.job import Job
 from paceline.strategies.base import Capabilities, Strategy
@@ -30,19 +30,19 @@ from paceline.strategies.pipeline.synchronous import Synchronous
 
 def build(job: Job) -> Strategy:
     """The pipeline of the schedule that is set."""
-    return PipeDream(job) if job.settings.pipeline.schedule in STREAMED else Synchronous(job)
+    return PipeDream(job) if job.settings.pipeline.schedule in ASYNC_SCHEDULES else Synchronous(job)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
     schedule = settings.pipeline.schedule
     ignores = [] if schedule == "interleaved" else ["pipeline.chunks"]
-    if schedule not in STREAMED:
+    if schedule not in ASYNC_SCHEDULES:
         ignores += ["pipeline.update_every", "pipeline.flush_every"]
     if schedule != "pipedream":
         ignores.append("pipeline.vertical_sync")
     return Capabilities(
-        exact=schedule not in STREAMED,
+        exact=schedule not in ASYNC_SCHEDULES,
         exact_with="pipeline.schedule='1f1b'",
         replicated=False,
         cuts_model=True,
@@ -81,7 +81,7 @@ def supports(settings: Settings, workers: int, microbatches: int) -> bool:
 
 
 def _check_layout(settings: Settings, workers: int, microbatches: int) -> None:
-    if settings.pipeline.schedule in STREAMED:
-        stream_for(settings.pipeline, workers, microbatches)
+    if settings.pipeline.schedule in ASYNC_SCHEDULES:
+        async_pipeline_for(settings.pipeline, workers, microbatches)
     else:
         shape_of(settings.pipeline, workers)

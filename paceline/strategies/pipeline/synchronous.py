@@ -17,13 +17,13 @@ from dataclasses import replace
 
 import torch
 
-from paceline.checkpoint.state import check_savable
+from paceline.checkpoint.tensors import check_savable
 from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
 from paceline.comm.step_header import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
-from paceline.schedule.choice import flushed_schedule
+from paceline.schedule.choice import synchronous_schedule
 from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node, nodes_of, total
 from paceline.step.accumulate import ScatteredAccumulator, Values, add, add_one
@@ -76,7 +76,7 @@ class Synchronous(Strategy, Hooks):
 
     def _plan(self, microbatches: int) -> Schedule:
         if microbatches not in self._plans:
-            self._plans[microbatches] = flushed_schedule(
+            self._plans[microbatches] = synchronous_schedule(
                 self._job.settings.pipeline, self._job.world.size, microbatches
             )
         return self._plans[microbatches]

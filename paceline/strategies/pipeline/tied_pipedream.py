@@ -19,7 +19,7 @@ from torch import nn
 from paceline.comm.links.channel import TAGS, Receiver, Sender
 from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
 from paceline.errors import ConfigError
-from paceline.schedule.pipedream import Stream
+from paceline.schedule.pipedream import AsyncPipeline
 from paceline.step.accumulate import Values
 from paceline.step.job import Job
 from paceline.strategies.pipeline.tied import TiedWeights
@@ -40,7 +40,7 @@ class TiedPipeDream:
         ConfigError: a stage that uses one of them is held by several workers.
     """
 
-    def __init__(self, job: Job, stage: int, tied: TiedWeights, stream: Stream) -> None:
+    def __init__(self, job: Job, stage: int, tied: TiedWeights, stream: AsyncPipeline) -> None:
         self._stage = stage
         self._late: dict[str, int] = {}
         self._gradients_in: dict[str, list[VariableLengthReceiver]] = {}
@@ -59,7 +59,7 @@ class TiedPipeDream:
                 )
             self._connect(job, name, number, users, stream)
 
-    def _connect(self, job: Job, name: str, number: int, users: Sequence[int], stream: Stream) -> None:
+    def _connect(self, job: Job, name: str, number: int, users: Sequence[int], stream: AsyncPipeline) -> None:
         world, owner = job.world, users[0]
         for user in users[1:]:
             tag = _TAGS + 3 * (number * stream.stages + user) * TAGS

@@ -38,7 +38,7 @@ def check_savable(optimizer: Optimizer) -> None:
             )
 
 
-def tensors_of(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
+def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
     """All tensors of the state by name, in one order for all workers."""
     state = {f"parameter/{name}": value.detach() for name, value in model.named_parameters()}
     state.update({f"buffer/{name}": value.detach() for name, value in model.named_buffers()})
@@ -61,7 +61,7 @@ def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()
 
 
-def put_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
+def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
     """Give the optimizer a copy of the tensors that :func:`optimizer_state` named."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}

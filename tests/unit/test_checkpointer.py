@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
 
-from paceline.checkpoint import background, files, training
+from paceline.checkpoint import background, files, training_state
 from paceline.checkpoint import manifest as manifests
+from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.interval import Interval
-from paceline.checkpoint.keeper import Keeper, State
-from paceline.checkpoint.snapshot import Snapshot, Staging
+from paceline.checkpoint.snapshot import HostBuffers, Snapshot
+from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.events import EventLog
 from paceline.settings import CheckpointSettings
@@ -39,17 +40,22 @@ class Facts(EventLog):
 
 
 class Made:
-    """A small model in training, and its keeper."""
+    """A small model in training, and its checkpointer."""
 
     def __init__(self, directory: Path | str, rank: int = 0, others: tuple[Any, ...] = (), **settings: Any) -> None:
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         update: Any = SimpleNamespace(optimizer=self.optimizer, schedule=None)
-        self.state = State(self.model, update, {"batch": 8}, {"exact": False}, {"torch": "2"}, {})
+        self.state = TrainingState(self.model, update, {"batch": 8}, {"exact": False}, {"torch": "2"}, {})
         self.events = Facts()
         self.world: Any = SimpleNamespace(rank=rank, size=1 + len(others), gather=lambda value, _: [value, *others])
-        self.keeper = Keeper(self.world, CheckpointSettings(directory=directory, **settings), None, self.events)
-        self.save, self.begin_save = partial(self.keeper.save, self.state), partial(self.keeper.begin_save, self.state)
+        self.checkpointer = Checkpointer(
+            self.world, CheckpointSettings(directory=directory, **settings), None, self.events
+        )
+        self.save, self.begin_save = (
+            partial(self.checkpointer.save, self.state),
+            partial(self.checkpointer.begin_save, self.state),
+        )
 
     def train(self) -> None:
         self.optimizer.zero_grad()
@@ -90,13 +96,13 @@ def test_what_is_saved_is_the_state_when_it_was_due(tmp_path: Path, held: thread
         if step == 2:
             held.set()
         one.begin_save(step)
-        assert (one.keeper.last is None) == (step == 1)
+        assert (one.checkpointer.last is None) == (step == 1)
     one.train()
-    one.keeper.finish()
-    assert one.keeper.last == (one.keeper._folder.location("step-000002"), 2)  # type: ignore[union-attr]
+    one.checkpointer.finish()
+    assert one.checkpointer.last == (one.checkpointer._folder.location("step-000002"), 2)  # type: ignore[union-attr]
     for step, weight in enumerate(weights, 1):
         again = Made(f"{store}{tmp_path}/elsewhere")
-        assert again.keeper.resume(again.state, f"{store}{tmp_path}/saved/step-00000{step}") == step
+        assert again.checkpointer.resume(again.state, f"{store}{tmp_path}/saved/step-00000{step}") == step
         assert torch.equal(again.weight(), weight)
         assert len(again.optimizer.state) == 2
 
@@ -114,7 +120,7 @@ def test_another_session_sees_what_is_still_being_written(tmp_path: Path, held: 
     Made(tmp_path).begin_save(1)
     threading.Timer(0.05, held.set).start()
     again = Made(tmp_path)
-    assert again.keeper.resume(again.state, "auto") == 1
+    assert again.checkpointer.resume(again.state, "auto") == 1
 
 
 @pytest.mark.parametrize("when", ["due", "save", "begin_save", "finish", "resume"])
@@ -126,16 +132,16 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: 
         one.begin_save(2)
         background.join_all(60)
     then: dict[str, Callable[[], Any]] = {
-        "due": lambda: one.keeper.due(3),
+        "due": lambda: one.checkpointer.due(3),
         "save": lambda: one.save(3),
         "begin_save": lambda: one.begin_save(3),
-        "finish": one.keeper.finish,
-        "resume": lambda: one.keeper.resume(one.state, "auto"),
+        "finish": one.checkpointer.finish,
+        "resume": lambda: one.checkpointer.resume(one.state, "auto"),
     }
     with pytest.raises(CheckpointError, match=r"step 2 could not be written.*disk is gone.*last good one is .*000001"):
         then[when]()
     assert "disk is gone" in one.events.named("checkpoint-failed")[0]["reason"]
-    one.keeper.finish()
+    one.checkpointer.finish()
     one.save(4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001", "step-000004"]
 
@@ -144,7 +150,7 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: 
 def test_what_is_recorded(tmp_path: Path, in_background: bool) -> None:
     one = Made(tmp_path, background=in_background)
     one.begin_save(3)
-    one.keeper.finish()
+    one.checkpointer.finish()
     (told,) = one.events.named("checkpoint")
     assert told["step"] == 3 and told["path"] == str(tmp_path / "step-000003") and told["bytes"] > 8 * 4
     assert (told["stall"] < told["seconds"]) == in_background
@@ -154,18 +160,18 @@ def test_only_rank_0_writes_whoever_that_is(tmp_path: Path) -> None:
     one = Made(tmp_path, rank=1)
     one.save(1)
     one.begin_save(2)
-    one.keeper.finish()
+    one.checkpointer.finish()
     assert list(tmp_path.iterdir()) == []
     one.world.rank = 0
     one.begin_save(3)
-    one.keeper.finish()
+    one.checkpointer.finish()
     assert (tmp_path / "step-000003").is_dir()
 
 
 def test_memory_for_the_copy_is_used_again() -> None:
     value = torch.arange(4.0)
     snapshot = Snapshot(1, {"a": value, "b": torch.tensor(1)}, torch.zeros(0), {}, {}, {})
-    staging = Staging()
+    staging = HostBuffers()
     first = staging.copy(snapshot)
     value += 1
     assert first.tensors["a"].tolist() == [0, 1, 2, 3]
@@ -180,7 +186,7 @@ def test_memory_for_the_copy_is_used_again() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_copy_from_the_gpu_goes_to_pinned_memory() -> None:
     value = torch.arange(1000.0, device="cuda")
-    staged = Staging().copy(Snapshot(1, {"a": value}, torch.zeros(0), {}, {}, {}))
+    staged = HostBuffers().copy(Snapshot(1, {"a": value}, torch.zeros(0), {}, {}, {}))
     value.zero_()
     assert staged.tensors["a"].is_pinned() and staged.tensors["a"].tolist() == list(range(1000))
 
@@ -202,7 +208,7 @@ def test_those_that_are_too_many_or_too_old_go(
 ) -> None:
     for step, hours in ((1, 9), (2, 6), (3, 3)):
         with monkeypatch.context() as before:
-            before.setattr(training, "Snapshot", partial(Snapshot, time=time.time() - hours * 3600))
+            before.setattr(training_state, "Snapshot", partial(Snapshot, time=time.time() - hours * 3600))
             Made(tmp_path, keep=9).save(step)
     Made(tmp_path, **settings).save(4)
     assert [manifests.step_of(path.name) for path in sorted(tmp_path.glob("step-*"))] == left
@@ -219,8 +225,8 @@ def test_a_damaged_one_is_reported_and_passed_over(tmp_path: Path, caplog: pytes
     cut(tmp_path / "step-000002")
     one = Made(tmp_path)
     with caplog.at_level(logging.WARNING, "paceline"):
-        assert one.keeper.resume(one.state, "auto") == 1
-    assert one.keeper.last == (tmp_path / "step-000001", 1)
+        assert one.checkpointer.resume(one.state, "auto") == 1
+    assert one.checkpointer.last == (tmp_path / "step-000001", 1)
     (told,) = one.events.named("checkpoint-damaged")
     assert told["path"] == str(tmp_path / "step-000002") and "is damaged and cannot be read" in told["reason"]
     (line,) = [record.getMessage() for record in caplog.records]
@@ -237,16 +243,16 @@ def test_one_that_cannot_be_read_in_the_way_of_a_save_is_set_aside(tmp_path: Pat
     one.save(1)
     (tmp_path / "step-000001" / manifests.FILE).write_text("{")
     one.save(1)
-    assert Made(tmp_path).keeper.resume(one.state, "auto") == 1
+    assert Made(tmp_path).checkpointer.resume(one.state, "auto") == 1
     assert (tmp_path / "damaged-step-000001").is_dir()
 
 
 @pytest.mark.parametrize("resume", ["auto", None])
 def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: Any) -> None:
     one = Made(tmp_path)
-    monkeypatch.setattr(one.keeper._folder, "complete", fail)
+    monkeypatch.setattr(one.checkpointer._folder, "complete", fail)
     with pytest.raises(CheckpointError, match="cannot be looked into: the disk is gone"):
-        one.keeper.resume(one.state, resume)
+        one.checkpointer.resume(one.state, resume)
 
 
 def test_all_are_damaged(tmp_path: Path) -> None:
@@ -256,7 +262,7 @@ def test_all_are_damaged(tmp_path: Path) -> None:
         cut(tmp_path / f"step-00000{step}")
     one = Made(tmp_path)
     with pytest.raises(CheckpointError, match=r"step-000002 is damaged.*step-000001 is damaged.*Remove them") as caught:
-        one.keeper.resume(one.state, "auto")
+        one.checkpointer.resume(one.state, "auto")
     assert type(caught.value) is CheckpointError
     assert (tmp_path / "step-000002").is_dir(), "nothing is renamed then"
 
@@ -275,9 +281,9 @@ def test_what_one_worker_cannot_read_no_worker_takes(tmp_path: Path, rank: int, 
     one.world.gather = gather
     if kind == "refused":
         with pytest.raises(CheckpointError, match="rank 0: the disk is gone"):
-            one.keeper.resume(one.state, "auto")
+            one.checkpointer.resume(one.state, "auto")
         return
-    assert one.keeper.resume(one.state, "auto") == 1
+    assert one.checkpointer.resume(one.state, "auto") == 1
     assert (tmp_path / "damaged-step-000002").is_dir() == (rank == 0), "rank 0 renames"
     reasons = [told["reason"] for told in one.events.named("checkpoint-damaged")]
     assert reasons == (["rank 1: the disk is gone"] if rank == 0 else [])
@@ -285,13 +291,15 @@ def test_what_one_worker_cannot_read_no_worker_takes(tmp_path: Path, rank: int, 
 
 def test_the_interval_follows_the_measured_times(tmp_path: Path) -> None:
     one = Made(tmp_path, every="auto")
-    one.keeper._interval = Interval(1.0, partial(next, itertools.count()))  # a step takes seconds, a save almost none
+    one.checkpointer._interval = Interval(
+        1.0, partial(next, itertools.count())
+    )  # a step takes seconds, a save almost none
     due = []
     for step in range(1, 15):
-        if one.keeper.due(step):
+        if one.checkpointer.due(step):
             due.append(step)
             one.begin_save(step)
-            one.keeper.finish()
+            one.checkpointer.finish()
     assert due == [10, 11, 12, 13, 14]
     (told,) = one.events.named("checkpoint-interval")
     assert told["steps"] == 1 and told["text"].startswith("checkpoint every 1 step (1 s): a save stalls training for")
@@ -299,6 +307,6 @@ def test_the_interval_follows_the_measured_times(tmp_path: Path) -> None:
 
 def test_the_others_leave_the_interval_to_rank_0(tmp_path: Path) -> None:
     one = Made(tmp_path, rank=1, every="auto")
-    assert not any(one.keeper.due(step) for step in range(1, 40))
+    assert not any(one.checkpointer.due(step) for step in range(1, 40))
     one.world.rank = 0
-    assert one.keeper.due(40), "a new rank 0 does not know how old the newest one is"
+    assert one.checkpointer.due(40), "a new rank 0 does not know how old the newest one is"

@@ -1,4 +1,4 @@
-"""What a run recorded of each step, read back: the file that ``paceline.verify.trace`` wrote. No torch here.
+"""What a run recorded of each step, read back: the file that ``paceline.verify.trace_writer`` wrote. No torch here.
 
 One JSON object per line. The first describes the run and the state before step 0; each later one describes a
 step. A tensor is its hash, its norm, and its dot product with a fixed vector of random signs.
@@ -17,7 +17,7 @@ from paceline.errors import InputError
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSketch:
     """A tensor in three numbers: equal hashes are equal bits; the projections of different tensors differ."""
 
     hash: str
@@ -26,22 +26,22 @@ class Tensor:
 
 
 @dataclass(frozen=True)
-class Record:
+class StepTrace:
     """One step: what went in, the gradient it used, and the state it left behind."""
 
     step: int
     loss: float | None = None
     samples: int | None = None
     learning_rate: float | None = None
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    gradient: Mapping[str, Tensor] = field(default_factory=dict)
+    state: Mapping[str, TensorSketch] = field(default_factory=dict)
+    gradient: Mapping[str, TensorSketch] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Recorded:
+class RunTrace:
     """A whole run: the first record is the state before step 0."""
 
-    records: tuple[Record, ...]
+    records: tuple[StepTrace, ...]
     epsilon: float = 2.0**-23
     exact: bool = False
     threads: int | None = None
@@ -53,7 +53,7 @@ class Recorded:
         return hashlib.sha256(json.dumps(last, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def read(path: Path) -> Recorded:
+def read(path: Path) -> RunTrace:
     """Read the file of one run.
 
     Raises:
@@ -62,7 +62,7 @@ def read(path: Path) -> Recorded:
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         head = lines[0]
-        return Recorded(
+        return RunTrace(
             records=tuple(_record(line) for line in lines),
             epsilon=float(head["epsilon"]),
             exact=bool(head["exact"]),
@@ -77,12 +77,12 @@ def read(path: Path) -> Recorded:
         raise InputError(f"{path} is not the record of a run: {error!r}.") from None
 
 
-def _record(line: Mapping[str, Any]) -> Record:
-    return Record(
+def _record(line: Mapping[str, Any]) -> StepTrace:
+    return StepTrace(
         step=int(line["step"]),
         loss=line.get("loss"),
         samples=line.get("samples"),
         learning_rate=line.get("learning_rate"),
-        state={name: Tensor(*parts) for name, parts in (line.get("state") or {}).items()},
-        gradient={name: Tensor(*parts) for name, parts in (line.get("gradient") or {}).items()},
+        state={name: TensorSketch(*parts) for name, parts in (line.get("state") or {}).items()},
+        gradient={name: TensorSketch(*parts) for name, parts in (line.get("gradient") or {}).items()},
     )

@@ -15,10 +15,10 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 T = TypeVar("T")
 
 
-def place(worker: int, index: int, operation: Operation) -> str:
+def describe(worker: int, index: int, operation: Operation) -> str:
     """Where an operation stands and what it is, in words.
 
-    >>> place(2, 7, Operation(Kind.RECEIVE, 1, 3, peer=0))
+    >>> describe(2, 7, Operation(Kind.RECEIVE, 1, 3, peer=0))
     'worker 2, operation 7 (receive of stage 1 from stage 0 for microbatch 3)'
     """
     name = operation.kind.name.lower()
@@ -27,7 +27,7 @@ def place(worker: int, index: int, operation: Operation) -> str:
     return f"worker {worker}, operation {index} ({name} of stage {operation.stage}{other}{about})"
 
 
-def rehearse(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) -> None:
+def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) -> None:
     """Let all workers go on until each of them is done.
 
     Args:
@@ -48,14 +48,14 @@ def rehearse(schedule: Schedule, perform: Callable[[int, int, Operation], bool])
                 moved = True
     stuck = [(worker, index) for worker, index in enumerate(at) if index < len(schedule.workers[worker])]
     if stuck:
-        waits = "; ".join(place(worker, index, schedule.workers[worker][index]) for worker, index in stuck)
+        waits = "; ".join(describe(worker, index, schedule.workers[worker][index]) for worker, index in stuck)
         raise InputError(
             f"schedule {schedule.name}: a deadlock, nobody can go on. Waiting: {waits}. Change their order"
         )
 
 
 @dataclass
-class Meetings(Generic[T]):
+class Reductions(Generic[T]):
     """Reductions of the stages: all holders of a stage come, each as often as the others.
 
     Attributes:

@@ -21,7 +21,7 @@ _WORTH = 1.03
 """The step must get so many times faster by the change."""
 
 
-class Pace:
+class SpeedShares:
     """The pace of each worker, and the shares that follow from it.
 
     Args:
@@ -47,7 +47,7 @@ class Pace:
                 seen.append(spent / count)
         if not self._fits or min(map(len, self._seen)) < _LEAST:
             return False
-        fitting = fitted(self._total, self.seconds())
+        fitting = fit_counts(self._total, self.seconds())
         if _slowest(self.counts, self.seconds()) <= _WORTH * _slowest(fitting, self.seconds()):
             return False
         self.counts = fitting
@@ -63,13 +63,13 @@ class Pace:
             return contiguous(self.counts)
         if not all(self.counts):
             return even(total, len(self.counts))
-        return contiguous(fitted(total, [1 / count for count in self.counts]))
+        return contiguous(fit_counts(total, [1 / count for count in self.counts]))
 
 
-def fitted(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
+def fit_counts(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
     """How many microbatches each worker takes so that the last one ends as early as possible.
 
-    >>> fitted(12, [1.0, 1.0, 2.0, 2.0])
+    >>> fit_counts(12, [1.0, 1.0, 2.0, 2.0])
     (4, 4, 2, 2)
     """
     counts = [0] * len(seconds)

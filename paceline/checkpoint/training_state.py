@@ -14,7 +14,7 @@ from paceline.checkpoint import files, load, manifest
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.snapshot import Snapshot
-from paceline.checkpoint.state import check_savable, put_optimizer_state, tensors_of
+from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.errors import CheckpointError
 
 
@@ -25,7 +25,7 @@ class Updating(Protocol):
     schedule: LRScheduler | None
 
 
-class State:
+class TrainingState:
     """The state of a run: what is saved and restored.
 
     Args:
@@ -55,7 +55,7 @@ class State:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
-        return tensors_of(self._model, self._update.optimizer)
+        return named_tensors(self._model, self._update.optimizer)
 
     def snapshot(self, step: int) -> Snapshot:
         """The state after so many steps, as it is now: the tensors are those that training goes on with.
@@ -107,7 +107,7 @@ class State:
                 if not name.startswith("optimizer/"):
                     value.copy_(tensors[name])
         state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
-        put_optimizer_state(self._model, self._update.optimizer, state)
+        load_optimizer_state(self._model, self._update.optimizer, state)
         for group, values in zip(self._update.optimizer.param_groups, extra["groups"], strict=True):
             group.update(values)
         if self._update.schedule is not None:

@@ -11,22 +11,20 @@ from paceline.checkpoint import load, locations, manifest, save
 from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
-from paceline.checkpoint.manifest import Damaged
-from paceline.checkpoint.snapshot import Snapshot, Staging
+from paceline.checkpoint.manifest import DamagedError
+from paceline.checkpoint.snapshot import HostBuffers, Snapshot
 from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.training import State
+from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.world import World
 from paceline.errors import CheckpointError
 from paceline.events import EventLog
 from paceline.settings import CheckpointSettings
 
-__all__ = ["Keeper", "State"]
-
 _log = logging.getLogger("paceline")
 _GOOD, _DAMAGED, _REFUSED = "good", "damaged", "refused"
 
 
-class Keeper:
+class Checkpointer:
     """Keeps the state of one run in checkpoints.
 
     Rank 0 writes: the worker that has this rank at that moment.
@@ -50,7 +48,7 @@ class Keeper:
         self._settings = settings
         self._events = events
         self._background = Background()
-        self._staging = Staging()
+        self._staging = HostBuffers()
         self._interval = Interval(settings.mtbf_hours * 3600)
         self._measured: tuple[float, float] | None = None
         self.last: tuple[Path | str, int] | None = None
@@ -60,7 +58,7 @@ class Keeper:
             raise CheckpointError("checkpoint.every is set but not where to save: set checkpoint.directory.")
 
     @property
-    def able(self) -> bool:
+    def enabled(self) -> bool:
         """Whether there is somewhere to save to."""
         return self._folder is not None
 
@@ -80,7 +78,7 @@ class Keeper:
         self._take_in_measurement()
         return self._world.rank == 0 and self._interval.due(step)
 
-    def save(self, state: State, step: int) -> Path | str:
+    def save(self, state: TrainingState, step: int) -> Path | str:
         """Write a checkpoint and wait until it is in its place; rank 0 does, the others go on.
 
         Raises:
@@ -94,7 +92,7 @@ class Keeper:
             self._interval.begun(step)
         return folder.location(manifest.name_of(step))
 
-    def begin_save(self, state: State, step: int) -> None:
+    def begin_save(self, state: TrainingState, step: int) -> None:
         """Copy the state to host memory, and let a thread write it while training goes on; only rank 0 does.
 
         A save that is still under way is waited for.
@@ -165,7 +163,7 @@ class Keeper:
             raise CheckpointError("There is nowhere to save to: set checkpoint.directory, or start with paceline run.")
         return self._folder
 
-    def resume(self, state: State, resume: str | None) -> int:
+    def resume(self, state: TrainingState, resume: str | None) -> int:
         """Load the checkpoint that ``resume`` asks for; returns the step to go on from, 0 for a fresh start.
 
         All workers take the same: with ``auto`` the newest one that every worker can read.
@@ -198,7 +196,7 @@ class Keeper:
         _log.info("resume: no checkpoint in %s yet, starting from the beginning", self._somewhere().location())
         return 0
 
-    def _go_on(self, state: State, place: Path | str, content: Content) -> int:
+    def _go_on(self, state: TrainingState, place: Path | str, content: Content) -> int:
         step = state.put(place, content)
         self.last = place, step
         self._interval.begun(step)
@@ -206,7 +204,7 @@ class Keeper:
         self._events.mark("resume", step=step, path=str(place))
         return step
 
-    def _read_together(self, state: State, place: Path | str) -> tuple[Content | None, str]:
+    def _read_together(self, state: TrainingState, place: Path | str) -> tuple[Content | None, str]:
         """What is in a checkpoint, or why it is damaged for one of the workers, and so for all.
 
         Raises:
@@ -215,7 +213,7 @@ class Keeper:
         content, kind, reason = None, _GOOD, ""
         try:
             content = load.read(place, state.check)
-        except Damaged as error:
+        except DamagedError as error:
             kind, reason = _DAMAGED, str(error)
         except CheckpointError as error:
             kind, reason = _REFUSED, str(error)

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
-from paceline.schedule.pace import Pace, contiguous, fitted
+from paceline.schedule.speed_shares import SpeedShares, contiguous, fit_counts
 
 
 def test_fitted_counts_end_as_early_as_any() -> None:
     """Against all ways to cut 9 microbatches between 3 workers."""
     for seconds in [(1.0, 1.0, 1.0), (1.0, 2.0, 3.0), (0.4, 1.0, 0.7), (5.0, 1.0, 1.0)]:
-        counts = fitted(9, seconds)
+        counts = fit_counts(9, seconds)
         end = max(count * pace for count, pace in zip(counts, seconds, strict=True))
         best = min(
             max(one * seconds[0], two * seconds[1], (9 - one - two) * seconds[2])
@@ -22,7 +22,7 @@ def test_fitted_counts_end_as_early_as_any() -> None:
 
 
 def test_shares_cover_everything_once() -> None:
-    pace = Pace(4, 64, fits=True)
+    pace = SpeedShares(4, 64, fits=True)
     for _ in range(10):
         pace.observe([16.0, 16.0, 32.0, 8.0], [16] * 4)
     for total in (64, 63, 17, 3, 1):
@@ -32,7 +32,7 @@ def test_shares_cover_everything_once() -> None:
 
 
 def test_a_single_slow_step_changes_nothing() -> None:
-    pace = Pace(4, 64, fits=True)
+    pace = SpeedShares(4, 64, fits=True)
     for step in range(20):
         slow = step % 4
         seconds = [64.0 if rank == slow else 16.0 for rank in range(4)]
@@ -42,13 +42,13 @@ def test_a_single_slow_step_changes_nothing() -> None:
 
 def test_noise_changes_nothing() -> None:
     draw = random.Random(1)
-    pace = Pace(8, 128, fits=True)
+    pace = SpeedShares(8, 128, fits=True)
     changes = sum(pace.observe([16 * draw.gauss(1, 0.02) for _ in range(8)], [16] * 8) for _ in range(200))
     assert changes <= 2
 
 
 def test_a_change_that_stays_is_followed_within_a_few_steps() -> None:
-    pace = Pace(2, 30, fits=True)
+    pace = SpeedShares(2, 30, fits=True)
     for _ in range(10):
         pace.observe([15.0, 15.0], [15, 15])
     steps = 0
@@ -60,7 +60,7 @@ def test_a_change_that_stays_is_followed_within_a_few_steps() -> None:
 
 
 def test_a_worker_that_did_nothing_keeps_its_pace() -> None:
-    pace = Pace(2, 8, fits=True)
+    pace = SpeedShares(2, 8, fits=True)
     for _ in range(6):
         pace.observe([4.0, 12.0], [4, 4])
     before = pace.seconds()
@@ -69,6 +69,6 @@ def test_a_worker_that_did_nothing_keeps_its_pace() -> None:
 
 
 def test_even_shares_stay() -> None:
-    pace = Pace(2, 8, fits=False)
+    pace = SpeedShares(2, 8, fits=False)
     assert not any(pace.observe([4.0, 40.0], [4, 4]) for _ in range(20))
     assert pace.shares(8) == contiguous([4, 4])

@@ -9,11 +9,11 @@ from functools import lru_cache
 import torch
 
 from paceline import env
-from paceline.checkpoint.state import hash_of
+from paceline.checkpoint.tensors import hash_of
 from paceline.step.job import Job
 
 
-class Trace:
+class TraceWriter:
     """Writes ``trace.jsonl``: the state before the first step, then after each one."""
 
     def __init__(self, wanted: env.Trace, job: Job, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
