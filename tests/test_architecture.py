@@ -1,7 +1,9 @@
 """What others rely on: the public names, the settings, the options. Change these lists with care."""
 
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,48 @@ def test_no_file_is_too_long() -> None:
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
 
 
+@pytest.fixture(scope="module")
+def lint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str]:
+    """Add a line to a file of a copy of the package; what the contracts say of that."""
+    root = tmp_path_factory.mktemp("copy")
+    shutil.copytree(PACKAGE, root / "paceline", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(PACKAGE.parent / "pyproject.toml", root)
+    command = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+
+    def check(file: str, line: str) -> str:
+        path = root / "paceline" / file
+        before = path.read_text()
+        path.write_text(f"{before}\n\n{line}\n")
+        try:
+            ended = subprocess.run(
+                [sys.executable, "-c", command, "--no-cache"], cwd=root, capture_output=True, text=True, check=False
+            )
+        finally:
+            path.write_text(before)
+        assert ended.returncode in (0, 1), ended.stderr
+        assert (ended.returncode == 1) == ("BROKEN" in ended.stdout), ended.stdout
+        return ended.stdout
+
+    return check
+
+
+TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "contract"),
+    [
+        ("data/order.py", f"{TYPES}from paceline.data.feed import Feed", "No circle in any package"),
+        ("comm/shm/arena.py", f"{TYPES}from paceline.comm.world import World", "No circle in any package"),
+        ("errors.py", f"{TYPES}from paceline.session import Session", "Imports point down only"),
+        ("comm/world.py", "import paceline.testing", "Training reaches no code for tests"),
+        ("launch/base.py", "import torch", "Torch is not imported before training starts"),
+    ],
+)
+def test_a_contract_breaks(lint: Callable[[str, str], str], file: str, line: str, contract: str) -> None:
+    assert f"{contract} BROKEN" in lint(file, line)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -89,6 +133,11 @@ check()
 """
     ended = subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, capture_output=True, check=False)
     assert ended.returncode == 0, ended.stderr
+
+
+def test_training_imports_no_code_for_tests() -> None:
+    script = "import sys, paceline.session; sys.exit('paceline.testing' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
 
 
 def test_commands_do_not_hide_modules_of_python() -> None:
