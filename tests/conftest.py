@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer, adopt_orphans
 
+adopt_orphans()
 for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the background without them
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -17,21 +19,29 @@ _SECONDS_TO_END = 5.0
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
 
 
-def _children() -> dict[int, str]:
-    """The command lines of the processes that this one has started and that still run, by their id."""
-    found = {}
-    for tasks in Path("/proc/self/task").glob("*/children"):
+def _descendants() -> dict[int, str]:
+    """The command lines of the running processes that come from this one, by their id.
+
+    Orphans are among them: this process adopts them.
+    """
+    parents: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            pids = [int(pid) for pid in tasks.read_text().split()]
-        except OSError:  # the thread has ended
+            state, parent = path.read_text().rpartition(") ")[2].split()[:2]
+        except OSError:  # it has ended
             continue
-        for pid in pids:
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue
-            if line:  # a process that has ended and was not waited for has none
-                found[pid] = line[:200]
+        if state not in "ZX":
+            parents.setdefault(int(parent), []).append(int(path.parent.name))
+    found: dict[int, str] = {}
+    waiting = list(parents.get(os.getpid(), ()))
+    while waiting:
+        pid = waiting.pop()
+        waiting += parents.get(pid, ())
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        found[pid] = line[:200]
     return found
 
 
@@ -57,15 +67,22 @@ def no_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Non
         yield
 
 
+@pytest.fixture(scope="session")
+def fork_server(no_temporary_files: None) -> Iterator[ForkServer]:
+    """The process from which those of tests are forked."""
+    with ForkServer() as server:
+        yield server
+
+
 @pytest.fixture(autouse=True)
 def nothing_leaks() -> Iterator[None]:
     """A test fails that leaves a process, a variable of the environment or a process group behind."""
-    children, environment = _children(), _environment()
+    before, environment = _descendants(), _environment()
     yield
     until = time.monotonic() + _SECONDS_TO_END
-    while (left := _children().keys() - children.keys()) and time.monotonic() < until:
+    while (left := _descendants().keys() - before.keys()) and time.monotonic() < until:
         time.sleep(0.02)
-    assert not left, f"processes that still run: {[_children().get(pid) for pid in left]}"
+    assert not left, f"processes that still run: {[_descendants().get(pid) for pid in left]}"
     assert _environment() == environment
     assert not _process_group(), "a process group was left open"
 
@@ -78,26 +95,3 @@ def same_random_numbers() -> None:
         module = sys.modules.get(name)
         if module is not None:
             (module.random.seed if name == "numpy" else module.manual_seed)(0)
-
-
-def processes_of(directory: Path) -> list[str]:
-    """The command lines of running processes that name this directory."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(directory) in line:
-            found.append(line)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_left(tmp_path: Path) -> Iterator[None]:
-    """Every test ends with all its processes gone. The scripts are named by their whole path for this."""
-    yield
-    deadline = time.monotonic() + 5
-    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not left

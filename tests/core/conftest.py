@@ -1,10 +1,10 @@
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from warm import Warm
+from fork_server import ForkServer
 
 from paceline.testing.ranks import Ended, run
 
@@ -12,18 +12,11 @@ Run = Callable[..., list[Ended]]
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    """The process that starts the workers of these tests."""
-    with Warm() as process:
-        yield process
-
-
-@pytest.fixture(scope="session")
-def ranks(warm: Warm) -> Run:
+def ranks(fork_server: ForkServer) -> Run:
     """``paceline.testing.ranks.run``, with a quick start of each worker."""
 
     def start(script: str | Path, workers: int, directory: Path, **options: Any) -> list[Ended]:
-        return run(script, workers, directory, start=warm.start, **options)
+        return run(script, workers, directory, start=fork_server.start_workers, **options)
 
     return start
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from warm import Warm
+from fork_server import ForkServer
 
 from paceline.testing.ranks import Ended, Worker, run
 
@@ -313,19 +313,19 @@ def test_a_worker_that_ends_early(ranks: Run, tmp_path: Path, one_machine: bool)
     assert "rank" in message(ended[0], "WorkerLost")
 
 
-def test_scripts_that_differ(warm: Warm, tmp_path: Path) -> None:
+def test_scripts_that_differ(fork_server: ForkServer, tmp_path: Path) -> None:
     other = tmp_path / "other" / "script.py"
     other.parent.mkdir()
     other.write_text(HEAD + "go()  # changed")
 
     def start(workers: list[Worker]) -> Sequence[object]:
-        return warm.start([workers[0], replace(workers[1], script=other)])
+        return fork_server.start_workers([workers[0], replace(workers[1], script=other)])
 
     ended = run(HEAD + "go()", 2, tmp_path, start=start, deadline=60)
     check(ended, Bad("", "DisagreementError", 3, ["code of script.py", "rank 0: ", "same files"]))
 
 
-def test_modules_that_differ(warm: Warm, tmp_path: Path) -> None:
+def test_modules_that_differ(fork_server: ForkServer, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("here", "there")]
     for folder in folders:
         folder.mkdir()
@@ -334,7 +334,7 @@ def test_modules_that_differ(warm: Warm, tmp_path: Path) -> None:
 
     def start(workers: list[Worker]) -> Sequence[object]:
         pairs = zip(workers, folders, strict=True)
-        return warm.start([replace(worker, script=folder / "script.py") for worker, folder in pairs])
+        return fork_server.start_workers([replace(worker, script=folder / "script.py") for worker, folder in pairs])
 
     ended = run("", 2, tmp_path, start=start, deadline=60)
     check(ended, Bad("", "DisagreementError", 3, ["code of part.py", "rank 0: ", "rank 1: "]))

@@ -5,19 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launchers import Launchers, Ran, Run, check_nothing_is_left
+from fork_server import ForkServer
+from launchers import Ran, Run, check_nothing_is_left, launch
 
 from paceline.testing.faults import Plan
 
 
-@pytest.fixture(scope="session")
-def launchers() -> Iterator[Launchers]:
-    with Launchers() as started:
-        yield started
-
-
 @pytest.fixture
-def run(launchers: Launchers, tmp_path: Path) -> Iterator[Run]:
+def run(fork_server: ForkServer, tmp_path: Path) -> Iterator[Run]:
     """Run a script with ``paceline run``; nothing of it may be left when the test ends."""
 
     def start(
@@ -34,7 +29,7 @@ def run(launchers: Launchers, tmp_path: Path) -> Iterator[Run]:
         if faults is not None:
             environment |= faults.environment(tmp_path / "marks")
         given = ["run", "--quiet", "--name", name, *map(str, words), str(path), *map(str, arguments)]
-        code, said = launchers.run(given, tmp_path, environment, deadline)
+        code, said = launch(fork_server, given, tmp_path, deadline, **environment)
         check_nothing_is_left(tmp_path)
         return Ran(code, said, tmp_path / "runs" / name)
 
@@ -43,7 +38,7 @@ def run(launchers: Launchers, tmp_path: Path) -> Iterator[Run]:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(launchers: Launchers, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
     """What comes out of a script in one process to which nothing happens; each is run once."""
     known: dict[str, dict[str, Any]] = {}
 
@@ -53,7 +48,7 @@ def undisturbed(launchers: Launchers, tmp_path_factory: pytest.TempPathFactory) 
             directory = tmp_path_factory.mktemp("undisturbed")
             (directory / "train.py").write_text(textwrap.dedent(script))
             words = ["run", "--quiet", "--name", "one", str(directory / "train.py"), *map(str, arguments)]
-            code, said = launchers.run(words, directory, {"ALONE": "1", **environment}, 60.0)
+            code, said = launch(fork_server, words, directory, 60.0, ALONE="1", **environment)
             ran = Ran(code, said, directory / "runs" / "one")
             assert code == 0, ran.story()
             (known[key],) = ran.told()

@@ -5,22 +5,18 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from copies import WHERE
+from fork_server import PACELINE, SHOW_THREADS, Command, Forked, ForkServer
 
 from paceline.data.order import Order
 from paceline.observe import ledger
 
-HERE = Path(__file__).resolve().parent
 OURS = ("PACELINE_", "TORCHELASTIC_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "OMP_", "TMPDIR")
 LENGTH, BATCH = 100, 32  # of the usual case; its epoch has 4 steps, the last one with 4 samples
 
@@ -95,68 +91,29 @@ class Ran:
             assert done == list(range(done[0], done[-1] + 1)) if done else True, self.story()
 
 
-class Launchers:
-    """Starts launchers, one after the other, from one process that has imported torch."""
+def launch(server: ForkServer, words: list[str], directory: Path, deadline: float, **variables: str) -> tuple[int, str]:
+    """Run ``paceline`` with these words; gives the exit code, and what it printed."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    (directory / "tmp").mkdir(parents=True, exist_ok=True)
+    environment = own | {"TMPDIR": str(directory / "tmp")} | variables
+    out, err = directory / "launcher.out", directory / "launcher.err"
+    (launcher,) = server.start([Command((*PACELINE, *words), environment, out, err, directory)])
+    try:
+        code = launcher.wait(deadline)
+    except TimeoutError:
+        _give_up(launcher, directory)
+        raise TimeoutError(f"still running after {deadline:.0f} s\n{_all_text(directory)}") from None
+    return code, out.read_text() + err.read_text()
 
-    def __enter__(self) -> Launchers:
-        paths = [str(path) for path in (HERE.parents[1], HERE.parent / "core", HERE)]
-        self._parent = subprocess.Popen(
-            [sys.executable, str(HERE / "copies.py")],
-            env=os.environ | {"PYTHONPATH": ":".join(paths), "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            bufsize=0,
-        )
-        assert self._line(120) == "ready"
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        assert self._parent.stdin is not None and self._parent.stdout is not None
-        self._parent.stdin.close()
-        self._parent.wait()
-        self._parent.stdout.close()
-
-    def _line(self, seconds: float) -> str:
-        assert self._parent.stdout is not None
-        read, deadline = b"", time.monotonic() + seconds
-        while not read.endswith(b"\n"):
-            if not select.select([self._parent.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                raise TimeoutError
-            byte = os.read(self._parent.stdout.fileno(), 1)
-            assert byte, "the process that starts launchers has ended"
-            read += byte
-        return read.decode().strip()
-
-    def run(self, words: list[str], directory: Path, environment: dict[str, str], deadline: float) -> tuple[int, str]:
-        """Run ``paceline`` with these words; gives the exit code, and what it printed."""
-        own = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
-        (directory / "tmp").mkdir(parents=True, exist_ok=True)
-        out, err = directory / "launcher.out", directory / "launcher.err"
-        told = {
-            "words": words,
-            "directory": str(directory),
-            "environment": own | {"TMPDIR": str(directory / "tmp")} | environment,
-            "out": str(out),
-            "err": str(err),
-        }
-        assert self._parent.stdin is not None
-        self._parent.stdin.write(json.dumps(told).encode() + b"\n")
-        launcher = int(self._line(10))
-        try:
-            code = int(self._line(deadline))
-        except TimeoutError:
-            self._give_up(launcher, directory)
-            raise TimeoutError(f"still running after {deadline:.0f} s\n{_all_text(directory)}") from None
-        return code, out.read_text() + err.read_text()
-
-    def _give_up(self, launcher: int, directory: Path) -> None:
-        for process in processes_in(directory):
-            if process != launcher:
-                send(process, WHERE)
-        time.sleep(1.0)
-        for process in processes_in(directory):
-            send(process, signal.SIGKILL)
-        self._line(10)
+def _give_up(launcher: Forked, directory: Path) -> None:
+    for process in processes_in(directory):
+        if process != launcher.pid:
+            send(process, SHOW_THREADS)
+    time.sleep(1.0)
+    for process in processes_in(directory):
+        send(process, signal.SIGKILL)
+    launcher.wait()
 
 
 def send(process: int, number: int) -> None:
