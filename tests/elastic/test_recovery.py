@@ -1,5 +1,6 @@
 """Workers are lost at any moment; the others go on in their processes, to the bits of an undisturbed run."""
 
+import re
 from typing import Any
 
 import pytest
@@ -128,7 +129,7 @@ def test_a_process_that_loads_is_killed(run: Run) -> None:
         assert ran.code == 0, ran.story()
         return
     assert ran.code == 1, ran.story()
-    assert "rank 1: RuntimeError: DataLoader worker" in ran.said or "rank 1: Connection" in ran.said
+    assert re.search("rank 1: RuntimeError: (DataLoader worker|A process that loads)", ran.said), ran.story()
     assert ran.saved()[-1] in (5, 6), ran.story()
 
 
