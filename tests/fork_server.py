@@ -1,8 +1,8 @@
 """Processes forked from one that has imported torch already: a worker starts in 0.05 s instead of 3 s.
 
 All else is as it is for a user: each is a process of its own with its own environment, pipes and exit code, and the
-script is its main module. A launcher that is started here forks its workers too: :class:`ForkedWorker` stands for
-``subprocess.Popen``.
+script is its main module. A launcher that is started here forks its workers too: :class:`ForkLauncher` stands for
+the local one in the registry.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
+from paceline.launch import local, registry
+from paceline.launch.base import WorkerSpec
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
@@ -189,11 +191,13 @@ def _become(command: dict[str, Any]) -> NoReturn:
         _end(code)
 
 
-def _take(environment: dict[str, str], out: int, err: int) -> None:
+def _take(environment: Mapping[str, str], out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for stream, opened in enumerate((os.open(os.devnull, os.O_RDWR), out, err)):
+    given = os.open(os.devnull, os.O_RDWR), out, err
+    for stream, opened in enumerate(given):
         os.dup2(opened, stream)
+    for opened in set(given):
         os.close(opened)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
@@ -203,9 +207,8 @@ def _take(environment: dict[str, str], out: int, err: int) -> None:
 
 def _run_paceline(words: Sequence[str]) -> int:
     from paceline.cli.main import main
-    from paceline.launch import local
 
-    local.subprocess = _Subprocess()  # type: ignore[assignment]
+    registry.register("local", ForkLauncher)
     return _code_of(lambda: main(list(words)))
 
 
@@ -246,48 +249,26 @@ def _end(code: int) -> NoReturn:
         os._exit(code)
 
 
-class _Subprocess:
-    """The module ``subprocess``, but for how a script is started."""
+class ForkLauncher(local.LocalLauncher):
+    """The local launcher, but for how it starts a worker."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(subprocess, name)
-
-    @staticmethod
-    def Popen(command: list[str], **more: Any) -> Any:
-        return (ForkedWorker if command[0] == sys.executable else subprocess.Popen)(command, **more)
+    def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> ForkedWorker:
+        return ForkedWorker(worker, stdout, stderr)
 
 
 class ForkedWorker:
-    """A worker of a forked launcher, in the manner of ``subprocess.Popen``."""
+    """A worker of a forked launcher."""
 
-    def __init__(
-        self,
-        command: list[str],
-        *,
-        env: dict[str, str],
-        preexec_fn: Callable[[], None],
-        stdout: int,
-        stderr: int,
-        **_: object,
-    ) -> None:
+    def __init__(self, worker: WorkerSpec, out: int, err: int) -> None:
         self._code: int | None = None
-        self.stdout, out = _pipe(stdout)
-        self.stderr, err = _pipe(stderr)
+        prepare = local.prepare_child(worker.cores)
         self.pid = os.fork()
         if self.pid == 0:
-            _be_worker(command[2:], env, preexec_fn, out, err)
-        for end in (out, err):
-            os.close(end)
+            _be_worker(worker.command[2:], worker.environment, prepare, out, err)
 
     def poll(self) -> int | None:
-        return self._reap(os.WNOHANG)
-
-    def wait(self) -> int | None:
-        return self._reap(0)
-
-    def _reap(self, how: int) -> int | None:
         if self._code is None:
-            pid, status = os.waitpid(self.pid, how)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
             self._code = os.waitstatus_to_exitcode(status) if pid else None
         return self._code
 
@@ -295,17 +276,12 @@ class ForkedWorker:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-
-def _pipe(asked: Any) -> tuple[IO[bytes] | None, int]:
-    """What the launcher reads from, if it asked for a pipe, and what the worker writes to."""
-    if asked != subprocess.PIPE:
-        return None, os.dup(asked.fileno())
-    read, write = os.pipe()
-    return open(read, "rb"), write
+    def kill(self) -> None:
+        local.kill_group(self.pid)
 
 
 def _be_worker(
-    words: list[str], environment: dict[str, str], prepare: Callable[[], None], out: int, err: int
+    words: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None], out: int, err: int
 ) -> NoReturn:
     code = 1
     try:
