@@ -26,7 +26,7 @@ from paceline.schedule.clock import Timeline, Times, simulate
 from paceline.schedule.drawing import draw
 from paceline.schedule.operations import Kind
 from paceline.settings import PipelineSettings
-from paceline.strategies.pipeline.split_backward import backward_of_input, backward_of_weights
+from paceline.strategies.pipeline.split_backward import backward_input, backward_weight
 
 LAYERS, MICROBATCHES, SAMPLES = 8, 8, 4
 SPLIT = ("zb-h1", "zb-v")
@@ -88,9 +88,9 @@ def alone(given: dict[str, Any], schedule: str) -> dict[str, float]:
         left = stage(entered)
         moments.append(time.perf_counter())
         if schedule in SPLIT:
-            halves = backward_of_input([left], [torch.ones_like(left)], [entered], weights)
+            split = backward_input([left], [torch.ones_like(left)], [entered], weights)
             moments.append(time.perf_counter())
-            backward_of_weights(weights, halves)
+            backward_weight(weights, split)
             moments.append(time.perf_counter())
         else:
             left.backward(torch.ones_like(left))

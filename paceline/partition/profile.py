@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from paceline.data.feed import Piece
 from paceline.partition.base import Activations, Layers, Stage
 from paceline.partition.preserve import preserved
 from paceline.schedule.balance import LayerCost
+from paceline.step.forward import Compute, pair_of, sum_and_count
 
 REPEATS = 9
 
@@ -60,6 +62,15 @@ def measure(
         )
         for name, probe, bytes_kept in zip(layers.names, probes, kept, strict=True)
     ]
+
+
+def measure_layers(compute: Compute, layers: Layers, piece: Piece, repeats: int = REPEATS) -> list[LayerCost]:
+    """:func:`measure` on a piece, with the loss and the precision of the training."""
+
+    def loss(output: Any) -> torch.Tensor:
+        return sum_and_count(compute.forward(cast(nn.Module, lambda _: output), piece.data), piece.samples)[0]
+
+    return measure(compute.model, layers, pair_of(piece.data)[0], loss, repeats, compute.precision)
 
 
 class _Probe:

@@ -13,10 +13,10 @@ from paceline.comm.world import Message, World
 from paceline.errors import ConfigError
 from paceline.partition.cut import layers_of
 from paceline.partition.loss_check import check_loss
-from paceline.partition.profile import measure
+from paceline.partition.profile import measure_layers
 from paceline.plan.costs import Profile
 from paceline.schedule.balance import LayerCost
-from paceline.step.forward import pair_of, sum_and_count
+from paceline.step.forward import pair_of
 from paceline.step.job import Job
 
 _LINK_BYTES = 8 << 20
@@ -35,23 +35,17 @@ def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
             "The layers of a model are measured with loss(output, target), but the script gives forward(model, "
             "microbatch): a model that is cut has its output on another worker than its input."
         )
-    costs = _layer_costs(job, loss) if job.world.rank == 0 else []
+    costs = _layer_costs(job) if job.world.rank == 0 else []
     job.world.gather(None, "profile")  # nobody disturbs the one that measures
     link = _link(job.world)
     order, model = job.order, type(job.compute.model).__name__
     return Profile(model, tuple(costs), len(order.parts_of(0)[0]), order.microbatches, link)
 
 
-def _layer_costs(job: Job, loss: Callable[[Any, Any], Any]) -> list[LayerCost]:
+def _layer_costs(job: Job) -> list[LayerCost]:
     piece = job.feed.load(0, [range(1)])[0]
     check_loss(job.compute, piece)
-    features, target = pair_of(piece.data)
-    model = job.compute.model
-
-    def total(output: Any) -> torch.Tensor:
-        return sum_and_count(loss(output, target), piece.samples)[0]
-
-    return measure(model, layers_of(model, features), features, total, precision=job.compute.precision)
+    return measure_layers(job.compute, layers_of(job.compute.model, pair_of(piece.data)[0]), piece)
 
 
 def _link(world: World) -> float | None:

@@ -145,11 +145,11 @@ import by_hand
 from paceline.strategies.pipeline.weight_stash import WeightStash
 from subjects import tell
 
-most, next_version = [0], WeightStash.next
+most, update = [0], WeightStash.update
 def watched(self, oldest):
-    most[0] = max(most[0], self.kept)
-    return next_version(self, oldest)
-WeightStash.next = watched
+    most[0] = max(most[0], len(self))
+    return update(self, oldest)
+WeightStash.update = watched
 
 for name, case in json.loads(os.environ["CASES"]).items():
     workers, settings, cut, lags, every, runs, formula, model, (batch, count), late = case

@@ -287,7 +287,7 @@ model = layers(nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12))
 model[3].weight = model[1].weight
 small(model, autocast="bfloat16", exact=EXACT, pipeline={"cut": ["2"]})
 """
-HANDED_ON = """
+OUTPUT = """
 class Weight(nn.Linear):
     def forward(self, values): return super().forward(values), self.weight
 
@@ -318,7 +318,7 @@ small(model, exact=EXACT, pipeline={"cut": ["CUT"]})
 """
 APART = {
     "cast": (CAST, "cast by autocast"),
-    "value": (HANDED_ON, "handed on"),
+    "value": (OUTPUT, "is an output of the stage"),
     "hook": (CLAMP, "has a hook"),
     "hook of the sum": (CLAMP_LATER, "has a hook"),
     "reentrant, first stage": (REENTRANT.replace("CUT", "4"), "stage 0 that is not the sum"),

@@ -47,7 +47,7 @@ def test_layers_move_away_from_a_slow_worker(told: Told, tmp_path: Path) -> None
     lines = [json.loads(line) for path in tmp_path.rglob("rank-0.jsonl") for line in path.read_text().splitlines()]
     cuts = [[len(stage) for stage in line["stages"]] for line in lines if line["event"] == "cut"]
     assert len(cuts) == 2 and cuts[1][0] > cuts[0][0]
-    assert any(line["event"] == "drift" and line["stage"] == 1 for line in lines)
+    assert any(line["event"] == "rebalance" and line["stage"] == 1 for line in lines)
     for step, layers in ((19, cuts[0]), (20, cuts[1])):
         found = compare(tmp_path, step)
         assert found.from_profile and [len(stage) for stage in found.pipeline.stages] == layers

@@ -1,4 +1,4 @@
-"""What is recorded when a model is cut: the borders that are used, and on what."""
+"""What is recorded when a model is cut: the bounds that are used, and on what."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +13,7 @@ from paceline.errors import InputError
 from paceline.schedule.pipeline import one_forward_one_backward
 from paceline.settings import Settings
 from paceline.step.job import Job
-from paceline.strategies.pipeline.stages import Borders, Stages
+from paceline.strategies.pipeline.stages import Partition, Stages
 
 
 def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> Job:
@@ -42,9 +42,9 @@ def test_a_cut_is_recorded_when_it_is_used(monkeypatch: pytest.MonkeyPatch) -> N
     model = nn.Sequential(norm, nn.Linear(6, 6), norm, nn.Linear(6, 1))
     job = job_of(model, ["0.running_mean"], told)
     with pytest.raises(InputError, match=r"both change the buffer '0.running_mean'"):
-        Stages(job, one_forward_one_backward(2, 4), Borders([(0, 2), (2, 4)]))
+        Stages(job, one_forward_one_backward(2, 4), Partition([(0, 2), (2, 4)]))
     assert told == []
-    Stages(job, one_forward_one_backward(2, 4), Borders([(0, 3), (3, 4)]))
+    Stages(job, one_forward_one_backward(2, 4), Partition([(0, 3), (3, 4)]))
     (cut,) = told
     assert (cut["event"], [len(stage) for stage in cut["stages"]], cut["again"]) == ("cut", [3, 1], True)
     assert (cut["device"], cut["workers"], cut["microbatches"]) == ("cuda", 2, 4)

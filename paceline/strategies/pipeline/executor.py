@@ -1,9 +1,8 @@
-"""Carries out the operations of one worker of a pipeline (``schedule.operations``) for one step.
+"""Runs the operations of one worker of a pipeline (``schedule.operations``) for one step.
 
-What a forward pass needs for its backward pass is kept from one to the other. A stage that another worker holds is
-reached through a channel, one of this worker through a dictionary. Along with the values between stages go the states
-of the random generators, so that a model that is cut draws the same numbers as one that is not; but not behind stages
-that have drawn none so far, which without exact bits are only looked at during the first step.
+A stage on another worker is reached through a channel, one on this worker through a dictionary. Activations travel with
+the states of the random generators, so that a model in stages draws the same numbers as in one piece; but not behind
+stages that have drawn none so far, for which without exact bits only the first step is observed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.comm.links.channel import Receiver, Sender
 from paceline.data.feed import Piece
 from paceline.data.keys import (
     STEP,
@@ -36,133 +34,131 @@ from paceline.step.checks import refused_as_sparse
 from paceline.step.forward import computed_again, on_copy, pair_of, sum_and_count
 from paceline.step.job import Job
 from paceline.strategies.pipeline.links import Links
-from paceline.strategies.pipeline.split_backward import backward_of_input, backward_of_weights
+from paceline.strategies.pipeline.split_backward import SplitBackward, backward_input, backward_weight
 
-Crossing: TypeAlias = "list[torch.Tensor | None]"
-"""What goes over a border.
+Payload: TypeAlias = "list[torch.Tensor | None]"
+"""What one stage sends to the next or the one before.
 
-First what the strategy tells the next stage (:meth:`Hooks.tell`), or nothing; upwards then the states of the
-generators, or nothing for each of them, and the values; downwards the gradients for the values.
+First the attachment of the strategy (:meth:`Hooks.attach`); forward then the states of the generators, or none for each
+of them, and the activations; backward the gradients of the activations.
 """
 
-_AHEAD = 4
-"""So many operations ahead this worker makes room for what it will receive."""
+_PREFETCH = 4
+"""So many operations ahead receives are posted."""
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalStage:
     """A stage that this worker holds.
 
     Attributes:
-        call: its forward pass.
-        trained: the names of the parameters that it trains.
+        forward: its forward pass.
+        trained: the names of the parameters it trains.
         buffers: the names of its buffers.
     """
 
-    call: Callable[[Any], Any]
+    forward: Callable[[Any], Any]
     trained: Sequence[str]
     buffers: frozenset[str]
 
 
 class Hooks:
-    """What a strategy does with the operations; this one updates nothing."""
-
-    def tell(self, microbatch: int, upwards: bool) -> torch.Tensor | None:
-        """What goes along with the values of a microbatch to the next stage, always of the same shape; or nothing."""
-        return None
-
-    def hear(self, microbatch: int, upwards: bool, told: torch.Tensor) -> None:
-        """What came along with the values of a microbatch."""
+    """What a strategy adds to the operations."""
 
     def worker_of(self, stage: int, microbatch: int) -> int:
         """The rank that computes a stage for a microbatch."""
         raise NotImplementedError
 
-    def gave(self, stage: int, microbatch: int) -> None:
-        """The gradients of a microbatch are in the ``.grad`` of the parameters of a stage: take them."""
+    def on_gradients(self, stage: int, microbatch: int) -> None:
+        """Take the gradients of a microbatch, which are in the ``.grad`` of a stage's parameters."""
         raise NotImplementedError
 
     def weights(self, operation: Operation) -> AbstractContextManager[object]:
         """A context in which the parameters have the version of an operation."""
         return nullcontext()
 
-    def reduce(self, operation: Operation) -> None:
-        """Bring together the gradients of the workers that hold a stage."""
-
     def update(self, operation: Operation) -> None:
         """Update the weights of a stage."""
 
+    def attach(self, microbatch: int, forward: bool) -> torch.Tensor | None:
+        """A tensor to send along with activations (``forward``) or gradients, always of the same shape; or none."""
+        return None
+
+    def on_attachment(self, microbatch: int, forward: bool, attachment: torch.Tensor) -> None:
+        """Take what came along with activations or gradients."""
+
 
 @dataclass
-class Passed:
-    """What a forward pass leaves for the backward pass."""
+class Saved:
+    """What a forward pass saves for the backward pass."""
 
     inputs: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] = field(default_factory=list)
-    gradients: list[torch.Tensor | None] | None = None
-    halves: Any = None
+    output_gradients: list[torch.Tensor | None] | None = None
+    split: SplitBackward = field(default_factory=SplitBackward)
 
 
 class Executor:
-    """Carries out operations.
+    """Runs operations.
 
     Microbatches are numbered since the pipeline was last empty.
 
     Args:
         job: what is trained.
-        held: the stages of this worker.
+        stages: those of this worker.
         last: the number of the last stage.
-        hooks: what the strategy does with operations.
+        hooks: of the strategy.
 
     Attributes:
-        pairs: for each microbatch whose last stage this worker computed a float64 tensor of shape [2]: the sum of the
+        losses: for each microbatch whose last stage this worker computed a float64 tensor of shape [2]: the sum of the
             losses and what it is to be divided by.
         statistics: for each stage and microbatch what the forward pass made of the stage's buffers, times the samples.
         samples: of each microbatch.
-        busy: seconds that this worker has computed.
+        busy_seconds: that this worker has computed.
     """
 
-    def __init__(self, job: Job, held: Mapping[int, Held], last: int, hooks: Hooks) -> None:
+    def __init__(self, job: Job, stages: Mapping[int, LocalStage], last: int, hooks: Hooks) -> None:
         self._job = job
-        self._held = held
+        self._stages = stages
         self._last = last
         self._hooks = hooks
-        self._ways = Links(job, last)
+        self._links = Links(job, last)
         self._states = len(pack_generators())
-        self._drawing: set[int] = set()
-        self._watched = {stage for stage in held if stage != last}
-        self._do = {
+        self._random: set[int] = set()
+        """Stages that have drawn random numbers, themselves or before them."""
+        self._observed = {stage for stage in stages if stage != last}
+        """Stages that have drawn none so far, but still may."""
+        self._run = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._backward_input,
             Kind.WEIGHT: self._backward_weight,
             Kind.SEND: self._send,
             Kind.RECEIVE: self._receive,
-            Kind.REDUCE: hooks.reduce,
             Kind.UPDATE: hooks.update,
         }
-        self.clear()
+        self.reset()
 
-    def clear(self) -> None:
-        """The pipeline is empty: nothing is under way."""
+    def reset(self) -> None:
+        """Forget all microbatches; the pipeline is empty."""
         self._data: dict[int, Any] = {}
         self._origins: dict[int, tuple[int, int]] = {}
-        self._passed: dict[tuple[int, int], Passed] = {}
-        self._upwards: dict[tuple[int, int], Crossing] = {}
-        self._downwards: dict[tuple[int, int], Crossing] = {}
+        self._saved: dict[tuple[int, int], Saved] = {}
+        self._activations: dict[tuple[int, int], Payload] = {}
+        self._gradients: dict[tuple[int, int], Payload] = {}
         self.samples: dict[int, int] = {}
-        self.busy = 0.0
-        self.pairs: dict[int, torch.Tensor] = {}
-        self.statistics: dict[int, dict[int, dict[str, torch.Tensor]]] = {stage: {} for stage in self._held}
+        self.busy_seconds = 0.0
+        self.losses: dict[int, torch.Tensor] = {}
+        self.statistics: dict[int, dict[int, dict[str, torch.Tensor]]] = {stage: {} for stage in self._stages}
 
-    def enter(self, step: int, pieces: Sequence[Piece], first: int = 0, scale: float = 1.0) -> None:
-        """Let the microbatches of a step in.
+    def add(self, step: int, pieces: Sequence[Piece], first: int = 0, scale: float = 1.0) -> None:
+        """Add the microbatches of a step.
 
         Args:
             step: its number.
             pieces: the single microbatches of it that this worker has loaded.
             first: the number of its first microbatch.
-            scale: what the gradients are multiplied with, from the loss on.
+            scale: multiplies the loss, and so the gradients.
         """
         self._scale = scale
         for piece in pieces:
@@ -170,7 +166,7 @@ class Executor:
         rank = self._job.world.rank
         for microbatch, part in enumerate(self._job.order.parts_of(step)):
             number = first + microbatch
-            if any(self._hooks.worker_of(stage, number) == rank for stage in self._held):
+            if any(self._hooks.worker_of(stage, number) == rank for stage in self._stages):
                 self.samples[number] = len(part)
                 self._origins[number] = step, microbatch
 
@@ -179,43 +175,45 @@ class Executor:
         return self._origins[microbatch]
 
     def forget(self, microbatch: int) -> None:
-        """What is known of a microbatch that has gone through this worker."""
+        """Forget a microbatch that has left this worker."""
         self._data.pop(microbatch, None)
         self._origins.pop(microbatch, None)
         self.samples.pop(microbatch, None)
-        self.pairs.pop(microbatch, None)
-        for stage in self._held:
+        self.losses.pop(microbatch, None)
+        for stage in self._stages:
             self.statistics[stage].pop(microbatch, None)
 
     def run(self, operations: Sequence[Operation]) -> None:
-        """Carry out operations of a step, in order.
+        """Run operations of a step, in order.
 
         Raises:
-            InputError: values between stages are not what they were.
+            InputError: activations have another shape or type than before.
             WorkerLost: another worker is gone or silent.
         """
-        expected = 0
+        posted = 0
         for place, operation in enumerate(operations):
-            while expected < min(len(operations), place + _AHEAD):
-                if operations[expected].kind is Kind.RECEIVE:
-                    self._inlet(operations[expected]).expect(self.samples[operations[expected].microbatch])
-                expected += 1
+            while posted < min(len(operations), place + _PREFETCH):
+                _, stage, microbatch, _, peer = ahead = operations[posted]
+                if ahead.kind is Kind.RECEIVE:
+                    rank = self._hooks.worker_of(peer, microbatch)
+                    self._links.receiver(stage, peer, rank).expect(self.samples[microbatch])
+                posted += 1
             self._job.world.check()
             begin = time.perf_counter()
-            size = self._do[operation.kind](operation)
+            size = self._run[operation.kind](operation)
             seconds = time.perf_counter() - begin
-            self.busy += seconds if operation.peer < 0 else 0.0
+            self.busy_seconds += seconds if operation.peer < 0 else 0.0
             self._record(operation, seconds, size)
         if not self._job.settings.exact:
-            self._watched.clear()
+            self._observed.clear()
 
-    def forget_forms(self) -> None:
-        """With nothing under way: what goes over a border may be of other forms than before."""
-        self._ways.forget()
+    def reset_links(self) -> None:
+        """Activations may have other shapes or types from now on; nothing may be in flight."""
+        self._links.reset()
 
     def finish(self) -> None:
-        """Wait until all has been sent."""
-        self._ways.finish()
+        """Wait until everything has been sent."""
+        self._links.finish()
 
     def _record(self, operation: Operation, seconds: float, size: int | None) -> None:
         kind, stage, microbatch, version, peer = operation
@@ -226,147 +224,135 @@ class Executor:
 
     def _forward(self, operation: Operation) -> None:
         stage, microbatch = operation.stage, operation.microbatch
-        compute, held, place = self._job.compute, self._held[stage], (stage, microbatch)
-        states, values = self._entering(stage, microbatch)
+        compute, local, key = self._job.compute, self._stages[stage], (stage, microbatch)
+        states, values = self._inputs(stage, microbatch)
         compute.buffers.reset()
         if states is None:
             seed_all(seed_of(STEP, self._job.settings.seed, *self._origins[microbatch]))
         else:
             unpack_generators(states)
-        before = generator_states() if stage in self._watched else None
-        passed = self._passed[place] = Passed([*values] if stage > 0 else [])
-        call = partial(held.call, values)
+        before = generator_states() if stage in self._observed else None
+        saved = self._saved[key] = Saved([*values] if stage > 0 else [])
+        call = partial(local.forward, values)
         if self._job.settings.pipeline.recompute:
-            contexts = partial(computed_again, compute.buffers, held.buffers)
-            again = partial(on_copy, held.call) if stage == 0 else held.call
+            contexts = partial(computed_again, compute.buffers, local.buffers)
+            again = partial(on_copy, local.forward) if stage == 0 else local.forward
             call = partial(checkpoint, again, values, use_reentrant=False, context_fn=contexts)
         with self._hooks.weights(operation), compute.keeping_weights():
             if stage == self._last:
-                passed.outputs = [self._loss(microbatch, call)]
+                saved.outputs = [self._loss(microbatch, call)]
             else:
                 with compute.precision():
-                    passed.outputs = list(call())
+                    saved.outputs = list(call())
                 if states is not None or (before is not None and not same_states(before, generator_states())):
-                    self._drawing.add(stage)
-                    self._watched.discard(stage)
-                packed: Crossing = [*pack_generators()] if stage in self._drawing else [None] * self._states
-                self._upwards[place] = [self._hooks.tell(microbatch, True), *packed, *passed.outputs]
-        made = compute.buffers.collect(self.samples[microbatch], held.buffers)
-        self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(held.buffers), made, strict=True))
+                    self._random.add(stage)
+                    self._observed.discard(stage)
+                packed: Payload = [*pack_generators()] if stage in self._random else [None] * self._states
+                self._activations[key] = [self._hooks.attach(microbatch, forward=True), *packed, *saved.outputs]
+        changed = compute.buffers.collect(self.samples[microbatch], local.buffers)
+        self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
 
-    def _entering(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
-        """The generators' states, if anything was drawn before, and the values that a forward pass starts from."""
+    def _inputs(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
+        """The generators' states, if anything was drawn before, and the inputs of a forward pass."""
         if stage == 0:
             return None, pair_of(self._data[microbatch])[0]
-        told, *crossing = self._upwards.pop((stage - 1, microbatch))
-        if told is not None:
-            self._hooks.hear(microbatch, True, told)
-        states = [state for state in crossing[: self._states] if state is not None]
+        attachment, *payload = self._activations.pop((stage - 1, microbatch))
+        if attachment is not None:
+            self._hooks.on_attachment(microbatch, forward=True, attachment=attachment)
+        states = [state for state in payload[: self._states] if state is not None]
         values = tuple(
-            value.detach().requires_grad_(value.requires_grad)
-            for value in crossing[self._states :]
-            if value is not None
+            value.detach().requires_grad_(value.requires_grad) for value in payload[self._states :] if value is not None
         )
         return states or None, values
 
     def _loss(self, microbatch: int, call: Callable[[], Any]) -> torch.Tensor:
         compute, samples = self._job.compute, self.samples[microbatch]
-
-        def model(features: Any) -> Any:
-            return call()
-
         with compute.precision():
-            value = compute.forward(cast(nn.Module, model), self._data[microbatch])
+            value = compute.forward(cast(nn.Module, lambda _: call()), self._data[microbatch])
         total, count = sum_and_count(value, samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
         counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        self.pairs[microbatch] = torch.stack((total.detach().double(), counted))
+        self.losses[microbatch] = torch.stack((total.detach().double(), counted))
         return total if self._scale == 1.0 else total * self._scale
 
     def _backward(self, operation: Operation) -> None:
-        passed = self._ready(operation)
+        saved = self._take_saved(operation)
         with self._hooks.weights(operation):
-            self._whole_backward(passed)
-        self._leave(operation, passed)
-        self._hooks.gave(operation.stage, operation.microbatch)
+            _whole_backward(saved)
+        self._pass_gradients(operation, saved)
+        self._hooks.on_gradients(operation.stage, operation.microbatch)
 
     def _backward_input(self, operation: Operation) -> None:
-        passed = self._ready(operation)
-        self._passed[operation.stage, operation.microbatch] = passed
+        saved = self._take_saved(operation)
+        self._saved[operation.stage, operation.microbatch] = saved
         if operation.stage > 0:
             weights = self._weights(operation.stage)
-            passed.halves = backward_of_input(passed.outputs, passed.gradients, passed.inputs, weights)
-            passed.outputs, passed.gradients = [], None
-            self._leave(operation, passed)
+            saved.split = backward_input(saved.outputs, saved.output_gradients, saved.inputs, weights)
+            saved.outputs, saved.output_gradients = [], None
+            self._pass_gradients(operation, saved)
 
     def _backward_weight(self, operation: Operation) -> None:
-        passed = self._passed.pop((operation.stage, operation.microbatch))
+        saved = self._saved.pop((operation.stage, operation.microbatch))
         if operation.stage == 0:
-            self._whole_backward(passed)
+            _whole_backward(saved)
         else:
-            backward_of_weights(self._weights(operation.stage), passed.halves)
-        self._hooks.gave(operation.stage, operation.microbatch)
+            backward_weight(self._weights(operation.stage), saved.split)
+        self._hooks.on_gradients(operation.stage, operation.microbatch)
 
     def _weights(self, stage: int) -> list[nn.Parameter]:
-        return [self._job.update.parameters[name] for name in self._held[stage].trained]
+        return [self._job.update.parameters[name] for name in self._stages[stage].trained]
 
-    def _ready(self, operation: Operation) -> Passed:
-        """What the forward pass left, with the gradients for its outputs."""
+    def _take_saved(self, operation: Operation) -> Saved:
+        """What the forward pass saved, with the gradients of its outputs."""
         stage, microbatch = operation.stage, operation.microbatch
-        passed = self._passed.pop((stage, microbatch))
+        saved = self._saved.pop((stage, microbatch))
         if stage < self._last:
-            told, *passed.gradients = self._downwards.pop((stage + 1, microbatch))
-            if told is not None:
-                self._hooks.hear(microbatch, False, told)
-        return passed
+            attachment, *saved.output_gradients = self._gradients.pop((stage + 1, microbatch))
+            if attachment is not None:
+                self._hooks.on_attachment(microbatch, forward=False, attachment=attachment)
+        return saved
 
-    def _whole_backward(self, passed: Passed) -> None:
-        given: Sequence[torch.Tensor | None] = [None] if passed.gradients is None else passed.gradients
-        pairs = [
-            (value, gradient)
-            for value, gradient in zip(passed.outputs, given, strict=True)
-            if value.requires_grad and (gradient is not None or passed.gradients is None)
-        ]
-        kept: dict[int, torch.Tensor] = {}
-        for place, value in enumerate(passed.inputs):
-            if value.requires_grad:
-                value.register_hook(partial(_keep, kept, place, value.is_contiguous()))
-        if pairs:
-            torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-        for place, gradient in kept.items():
-            passed.inputs[place].grad = gradient
-
-    def _leave(self, operation: Operation, passed: Passed) -> None:
-        """The gradients for the inputs, for the stage before."""
+    def _pass_gradients(self, operation: Operation, saved: Saved) -> None:
+        """Hold the gradients of the inputs ready for the stage before."""
         if operation.stage > 0:
-            told = self._hooks.tell(operation.microbatch, False)
-            gradients = [value.grad for value in passed.inputs]
+            attachment = self._hooks.attach(operation.microbatch, forward=False)
+            gradients = [value.grad for value in saved.inputs]
             if any(value is not None and value.is_sparse for value in gradients):
                 raise refused_as_sparse(f"The output of stage {operation.stage - 1} gets")
-            self._downwards[operation.stage, operation.microbatch] = [told, *gradients]
+            self._gradients[operation.stage, operation.microbatch] = [attachment, *gradients]
 
     def _send(self, operation: Operation) -> int:
-        stage, microbatch, peer = operation.stage, operation.microbatch, operation.peer
-        crossing = (self._upwards if peer > stage else self._downwards).pop((stage, microbatch))
-        return self._outlet(operation).send(self.samples[microbatch], crossing)
+        _, stage, microbatch, _, peer = operation
+        payload = (self._activations if peer > stage else self._gradients).pop((stage, microbatch))
+        rank = self._hooks.worker_of(peer, microbatch)
+        return self._links.sender(stage, peer, rank).send(self.samples[microbatch], payload)
 
     def _receive(self, operation: Operation) -> int:
-        stage, microbatch, peer = operation.stage, operation.microbatch, operation.peer
-        crossing = self._inlet(operation).take()
-        (self._upwards if peer < stage else self._downwards)[peer, microbatch] = crossing
-        return sum(value.numel() * value.element_size() for value in crossing if value is not None)
-
-    def _outlet(self, operation: Operation) -> Sender:
-        stage, peer = operation.stage, operation.peer
-        return self._ways.outlet(stage, peer, self._hooks.worker_of(peer, operation.microbatch))
-
-    def _inlet(self, operation: Operation) -> Receiver:
-        stage, peer = operation.stage, operation.peer
-        return self._ways.inlet(stage, peer, self._hooks.worker_of(peer, operation.microbatch))
+        _, stage, microbatch, _, peer = operation
+        payload = self._links.receiver(stage, peer, self._hooks.worker_of(peer, microbatch)).take()
+        (self._activations if peer < stage else self._gradients)[peer, microbatch] = payload
+        return sum(value.numel() * value.element_size() for value in payload if value is not None)
 
 
-def _keep(kept: dict[int, torch.Tensor], place: int, contiguous: bool, gradient: torch.Tensor) -> None:
-    """Keep a gradient as it lies in memory; what goes into ``.grad`` is laid out like the value."""
-    if not (contiguous and gradient.is_contiguous()):
+def _whole_backward(saved: Saved) -> None:
+    gradients: Sequence[torch.Tensor | None] = [None] if saved.output_gradients is None else saved.output_gradients
+    pairs = [
+        (value, gradient)
+        for value, gradient in zip(saved.outputs, gradients, strict=True)
+        if value.requires_grad and (gradient is not None or saved.output_gradients is None)
+    ]
+    kept: dict[int, torch.Tensor] = {}
+    for place, value in enumerate(saved.inputs):
+        if value.requires_grad:
+            value.register_hook(partial(_keep_strides, kept, place, value.is_contiguous()))
+    if pairs:
+        torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
+    for place, gradient in kept.items():
+        saved.inputs[place].grad = gradient
+
+
+def _keep_strides(kept: dict[int, torch.Tensor], place: int, is_contiguous: bool, gradient: torch.Tensor) -> None:
+    """Keep a gradient with its own strides, as ``.grad`` takes those of the value."""
+    if not (is_contiguous and gradient.is_contiguous()):
         kept[place] = gradient

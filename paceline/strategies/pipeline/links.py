@@ -1,4 +1,4 @@
-"""The channels between the stages that a worker holds and their neighbours on other workers."""
+"""The channels between the stages of a worker and their neighbours on other workers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _TAGS = 1 << 24
 
 
 class Links:
-    """From stage to stage, of one worker.
+    """Senders and receivers by stage, neighbouring stage (``peer``) and the rank that holds that.
 
     Args:
         job: what is trained.
@@ -21,45 +21,44 @@ class Links:
         self._world = job.world
         self._exact = job.settings.exact
         self._rings = job.world.rings(2 * (last + 1))
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
-        """Nothing is under way; what comes may have other forms than before."""
-        self._outlets: dict[tuple[int, int, int], Sender] = {}
-        self._inlets: dict[tuple[int, int, int], Receiver] = {}
+    def reset(self) -> None:
+        """Forget the shapes and types of tensors; nothing may be in flight."""
+        self._senders: dict[tuple[int, int, int], Sender] = {}
+        self._receivers: dict[tuple[int, int, int], Receiver] = {}
 
-    def outlet(self, stage: int, peer: int, rank: int) -> Sender:
-        """From a stage of this worker to a neighbour of it, on a worker of a rank."""
-        if (stage, peer, rank) not in self._outlets:
-            lane = self._lane(stage, peer, self._world.rank, rank)
-            outlet = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), lane, self._exact)
-            self._outlets[stage, peer, rank] = outlet
-        return self._outlets[stage, peer, rank]
+    def sender(self, stage: int, peer: int, rank: int) -> Sender:
+        """From a stage of this worker to ``peer`` on ``rank``."""
+        if (stage, peer, rank) not in self._senders:
+            ring = self._ring(stage, peer, self._world.rank, rank)
+            sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact)
+            self._senders[stage, peer, rank] = sender
+        return self._senders[stage, peer, rank]
 
-    def inlet(self, stage: int, peer: int, rank: int) -> Receiver:
-        """To a stage of this worker from a neighbour of it, on a worker of a rank."""
-        if (stage, peer, rank) not in self._inlets:
-            lane = self._lane(peer, stage, rank, self._world.rank)
-            inlet = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), lane)
-            self._inlets[stage, peer, rank] = inlet
-        return self._inlets[stage, peer, rank]
+    def receiver(self, stage: int, peer: int, rank: int) -> Receiver:
+        """To a stage of this worker from ``peer`` on ``rank``."""
+        if (stage, peer, rank) not in self._receivers:
+            ring = self._ring(peer, stage, rank, self._world.rank)
+            receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring)
+            self._receivers[stage, peer, rank] = receiver
+        return self._receivers[stage, peer, rank]
 
     def finish(self) -> None:
-        """Wait until all has been sent."""
-        for outlet in self._outlets.values():
-            outlet.finish()
+        """Wait until everything has been sent."""
+        for sender in self._senders.values():
+            sender.finish()
 
-    def _lane(self, sender: int, receiver: int, worker: int, other: int) -> Ring | None:
-        """From a stage on a worker to a stage on another."""
-        return None if self._rings is None else self._rings.ring(worker, other, _way(sender, receiver))
+    def _ring(self, sender: int, receiver: int, from_rank: int, to_rank: int) -> Ring | None:
+        return None if self._rings is None else self._rings.ring(from_rank, to_rank, _number(sender, receiver))
 
 
 def _tag(sender: int, receiver: int) -> int:
-    return _TAGS + _way(sender, receiver) * TAGS
+    return _TAGS + _number(sender, receiver) * TAGS
 
 
-def _way(sender: int, receiver: int) -> int:
-    """A number for each way between neighbouring stages."""
+def _number(sender: int, receiver: int) -> int:
+    """A number for each direction between neighbouring stages."""
     return 2 * sender + (receiver > sender)
 
 

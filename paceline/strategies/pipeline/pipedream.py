@@ -52,13 +52,13 @@ class PipeDream(Strategy, Hooks):
         )
         self._stream = async_pipeline_for(job.settings.pipeline, job.world.size, job.order.microbatches)
         self.staged = Stages(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
-        (self._stage,) = self.staged.held
-        self._held = self.staged.held[self._stage]
+        (self._stage,) = self.staged.local
+        self._held = self.staged.local[self._stage]
         self._executor = self.staged.executor(self)
         self._names = self._held.trained
         self._parameters = [job.update.parameters[name] for name in self._names]
-        self._versions = WeightStash(self._parameters)
-        self._lent = TiedPipeDream(job, self._stage, self.staged.tied, self._stream)
+        self._stash = WeightStash(self._parameters)
+        self._tied = TiedPipeDream(job, self._stage, self.staged.tied, self._stream)
         self._exchange: BucketedReduction | None = None
         self._turns = math.lcm(*self._stream.replicas)
         self._entered = 0
@@ -71,17 +71,17 @@ class PipeDream(Strategy, Hooks):
         self._begin_group()
         self._squares = 0.0
         self._heard = {True: 0.0, False: 0.0}
-        """The sum of the squares of the gradients, of the stages before (what comes upwards) and after this one."""
+        """The sum of the squares of the gradients, of the stages before (what comes forward) and after this one."""
 
-    def tell(self, microbatch: int, upwards: bool) -> torch.Tensor:
-        squares = torch.tensor([self._squares + self._heard[upwards]], dtype=torch.float64)
-        told = squares if upwards else torch.cat((self._executor.pairs[microbatch].cpu(), squares))
+    def attach(self, microbatch: int, forward: bool) -> torch.Tensor:
+        squares = torch.tensor([self._squares + self._heard[forward]], dtype=torch.float64)
+        told = squares if forward else torch.cat((self._executor.losses[microbatch].cpu(), squares))
         return told.to(self._job.world.device)
 
-    def hear(self, microbatch: int, upwards: bool, told: torch.Tensor) -> None:
-        self._heard[upwards] = float(told[-1])
-        if not upwards:
-            self._executor.pairs[microbatch] = told[:2]
+    def on_attachment(self, microbatch: int, forward: bool, attachment: torch.Tensor) -> None:
+        self._heard[forward] = float(attachment[-1])
+        if not forward:
+            self._executor.losses[microbatch] = attachment[:2]
 
     def _begin_group(self) -> None:
         """Count from here to the next update."""
@@ -92,7 +92,7 @@ class PipeDream(Strategy, Hooks):
         self._totals = torch.zeros(2, dtype=torch.float64)
 
     def pieces(self, step: int) -> list[range]:
-        if self._stage not in (0, self.staged.stages - 1):
+        if self._stage not in (0, self.staged.count - 1):
             return []
         rank, stream = self._job.world.rank, self._stream
         numbers = range(len(self._job.order.parts_of(step)))
@@ -105,11 +105,10 @@ class PipeDream(Strategy, Hooks):
         if self.staged.training_flags.changed or self.staged.requires_grad_flags.changed:
             self._run_empty()
             begin = 0
-        if not self.staged.is_ready:
-            self.staged.prepare()
+        self.staged.prepare()
         self.staged.training_flags.save()
         if self.staged.requires_grad_flags.changed:
-            self._executor.forget_forms()
+            self._executor.reset_links()
             self.staged.requires_grad_flags.save()
         if begin % self._turns:  # after a short batch it would be another replica's turn
             self._run_empty()
@@ -121,8 +120,8 @@ class PipeDream(Strategy, Hooks):
             self._executor.forget(microbatch)
         self._done = []
         self._entered += len(job.order.parts_of(step))
-        self.staged.moved()
-        self._executor.enter(step, pieces, begin)
+        self.staged.mark_updated()
+        self._executor.add(step, pieces, begin)
         self._executor.run(self._operations(window(self._stream, begin, self._entered)))
         outcome = self._told()
         every = job.settings.pipeline.flush_every
@@ -138,7 +137,7 @@ class PipeDream(Strategy, Hooks):
 
     def synchronize(self, steps: int) -> None:
         self._run_empty()
-        self.staged.settle()
+        self.staged.synchronize()
 
     def close(self) -> frozenset[str] | None:
         self.staged.close()  # makes room for the parameters of other workers
@@ -150,15 +149,15 @@ class PipeDream(Strategy, Hooks):
         return self._stream.worker(stage, microbatch)
 
     def weights(self, operation: Operation) -> AbstractContextManager[object]:
-        return self._versions.at(operation.version)
+        return self._stash.use(operation.version)
 
-    def gave(self, stage: int, microbatch: int) -> None:
+    def on_gradients(self, stage: int, microbatch: int) -> None:
         values: Values = []
         for parameter in self._parameters:
             values.append(parameter.grad)
             parameter.grad = None
         check_dense(self._names, values)
-        pair = self._executor.pairs[microbatch]
+        pair = self._executor.losses[microbatch]
         self._sums.push(microbatch, values)
         made, names = (
             self._executor.statistics[stage][microbatch],
@@ -177,17 +176,17 @@ class PipeDream(Strategy, Hooks):
         """Update the stage with the mean gradients of the microbatches since the last update."""
         job, version = self._job, operation.version
         sums = (self._sums.values() or [[None] * len(self._parameters)])[0]
-        sums = self._lent.exchange(self._names, sums)
+        sums = self._tied.exchange_gradients(self._names, sums)
         made = self._changed_buffers()
         totals = torch.cat((self._totals, torch.tensor([self._samples], dtype=torch.float64))).to(job.world.device)
-        if self.staged.team.size > 1:
+        if self.staged.replicas.size > 1:
             sums, made, totals = self._team_sums(sums, made, totals)
         staleness = [version - 1 - one for one in self._used]
         job.events.mark("staleness", stage=self._stage, version=version, staleness=staleness)
-        with self._versions.next(self._stream.version(self._stage, self._following)):
+        with self._stash.update(self._stream.version(self._stage, self._following)):
             if self._is_finite(totals):
                 self._apply(sums, float(totals[1]), [value.div_(totals[2].item()) for value in made])
-            self._lent.take_back(version, job.update.parameters)
+            self._tied.receive_weights(version)
         self._updates += 1
         job.strategy_state[_BOOK] = {"updates": self._updates}
         self._begin_group()
@@ -206,7 +205,7 @@ class PipeDream(Strategy, Hooks):
     def _apply(self, sums: Values, count: float, statistics: list[torch.Tensor]) -> None:
         job = self._job
         for name, parameter, value in zip(self._names, self._parameters, sums, strict=True):
-            if value is not None and parameter.requires_grad and not self._lent.is_borrowed(name):
+            if value is not None and parameter.requires_grad and not self._tied.is_owned_elsewhere(name):
                 parameter.grad = value.div_(count)
         job.compute.buffers.accept(statistics)
         seed_torch(seed_of(UPDATE, job.settings.seed, self._updates))
@@ -218,13 +217,13 @@ class PipeDream(Strategy, Hooks):
             check_savable(job.update.optimizer)
         for parameter in self._parameters:
             parameter.grad = None
-        self._lent.give_back(job.update.parameters)
+        self._tied.send_weights()
 
     def _team_sums(
         self, sums: Values, made: list[torch.Tensor], totals: torch.Tensor
     ) -> tuple[Values, list[torch.Tensor], torch.Tensor]:
         """The sums over the workers that hold this stage."""
-        job, team = self._job, self.staged.team
+        job, team = self._job, self.staged.replicas
         if self._exchange is None:
             examples = [*(parameter.detach() for parameter in self._parameters), *made, totals]
             self._exchange = BucketedReduction(team, examples, job.events, "gradients", _TAGS)
@@ -260,7 +259,7 @@ class PipeDream(Strategy, Hooks):
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
         job.update.advance()
-        self._lent.give_back(job.update.parameters)
+        self._tied.send_weights()
         return False
 
     def _operations(self, schedule: Schedule) -> list[Operation]:
@@ -283,13 +282,13 @@ class PipeDream(Strategy, Hooks):
         with training.set_to(training.saved), grads.set_to(grads.saved):
             self._executor.run(self._operations(drain(self._stream, self._entered)))
         self._executor.finish()
-        self._lent.finish(self._job.update.parameters)
-        self._executor.clear()
+        self._tied.finish()
+        self._executor.reset()
         if not self._checked:
             live = self._job.world.gather(self._job.compute.buffers.agreed, "step")
             self._job.compute.buffers.settle(name for names in live for name in names)
             self.staged.check_buffers()
             self._job.compute.buffers.restrict(self._held.buffers)
             self._checked = True
-        self._versions.start_again()
+        self._stash.reset()
         self._entered, self._done, self._following = 0, [], 0

@@ -1,8 +1,8 @@
-"""Whether the stages of a pipeline take as long as was measured when the model was cut, and what another cut gains.
+"""Decides whether to cut a pipeline again, because its stages take longer than their layers were measured to take.
 
-All workers tell each other in each step how long they computed, so all come to the same verdict without another word.
-A stage that takes longer than its layers were measured to take is on a slow worker, or its layers have become slower:
-either way its seconds are scaled, and the model is cut again for the scaled ones.
+In each step all workers learn how long each of them computed, so all decide the same without more communication. A
+stage is slow because its worker is, or because its layers have become slower: either way the seconds of its layers are
+scaled, and the model is cut for the scaled ones.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from typing import NamedTuple
 from paceline.schedule.balance import fit_bounds
 
 WINDOW = 20
-"""Steps from one verdict to the next."""
-WORTH = 1.1
-"""The model is cut again if the slowest stage would be so many times faster."""
+"""Steps from one decision to the next."""
+MINIMUM_GAIN = 1.1
+"""Cut again if the slowest stage would be so many times faster."""
 
 Bounds = tuple[tuple[int, int], ...]
 
 
 class Decision(NamedTuple):
-    """What was found: the slowest stage, how many times longer than the mean stage it takes, a better cut, and how many
-    times faster the slowest stage would be with it."""
+    """The slowest stage, its time over that of the mean stage, a better cut, and how many times faster its slowest
+    stage would be."""
 
     stage: int
     longer: float
     bounds: Bounds
     gain: float
 
-    def told(self) -> str:
-        """In words."""
+    def describe(self) -> str:
+        """In one sentence."""
         return (
             f"stage {self.stage} takes {self.longer:.2f} times as long as the mean stage; the model is cut again, "
             f"which should make the slowest stage {self.gain:.2f} times faster"
@@ -39,7 +39,7 @@ class Decision(NamedTuple):
 
 
 class Rebalance:
-    """Watches the seconds of the stages.
+    """Compares the seconds of the stages with the measured costs of their layers.
 
     Args:
         costs: seconds that each layer was measured to take.
@@ -53,15 +53,15 @@ class Rebalance:
         self._costs = costs
         self._bounds = tuple(bounds)
         self._workers_of = workers_of
-        self._seen: list[list[float]] = []
+        self._steps: list[list[float]] = []
 
-    def see(self, seconds: list[float]) -> Decision | None:
-        """A step took each rank so many seconds of computing; a verdict now and then, if there is a better cut."""
-        self._seen.append(seconds)
-        if len(self._seen) < WINDOW:
+    def add_step(self, seconds: list[float]) -> Decision | None:
+        """Add the seconds that each rank computed; once in ``WINDOW`` steps a decision, if there is a better cut."""
+        self._steps.append(seconds)
+        if len(self._steps) < WINDOW:
             return None
-        usual = [median(column) for column in zip(*self._seen, strict=True)]
-        self._seen = []
+        usual = [median(column) for column in zip(*self._steps, strict=True)]
+        self._steps = []
         stages = [max(usual[rank] for rank in ranks) for ranks in self._workers_of]
         predicted = [sum(self._costs[begin:end]) for begin, end in self._bounds]
         if min(stages) <= 0 or min(predicted) <= 0:
@@ -70,7 +70,7 @@ class Rebalance:
         bounds = fit_bounds(self._costs, factors)
         after = max(factor * sum(self._costs[begin:end]) for factor, (begin, end) in zip(factors, bounds, strict=True))
         slowest = max(stages)
-        if slowest < WORTH * after:
+        if slowest < MINIMUM_GAIN * after:
             return None
         longer = slowest * len(stages) / sum(stages)
         return Decision(stages.index(slowest), longer, bounds, slowest / after)

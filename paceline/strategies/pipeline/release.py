@@ -1,4 +1,4 @@
-"""The parameters that only other workers compute with: no memory is kept for them while training goes on."""
+"""Frees the storage of parameters owned by other stages while training runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 
 
 class Released:
-    """Parameters without their values, and without their state in the optimizer.
+    """Parameters whose values and optimizer state other workers have.
 
-    A parameter keeps its memory if another tensor uses it as well: a view that somebody holds, or other weights that
-    lie in one piece with it.
+    A parameter keeps its storage if another tensor uses it as well: a view that somebody holds, or other weights in
+    the same storage.
 
     Args:
-        model: has all parameters.
+        model: the whole model.
         optimizer: the model's.
         used: the names of the parameters that this worker computes with.
-        updated: the names of those that it updates.
+        updated: the names of those it updates.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, used: Collection[str], updated: Collection[str]) -> None:
@@ -30,32 +30,32 @@ class Released:
             for name, parameter in model.named_parameters()
             if name not in used and type(parameter.data) is torch.Tensor
         }
-        self._released: list[nn.Parameter] = []
-        self._there = True
+        self._freed: list[nn.Parameter] = []
+        self._is_released = False
 
     def release(self) -> None:
-        """Let go of the values: the tensors have no elements then."""
-        if not self._there:
+        """Free the storage and the optimizer state; the tensors have no elements then."""
+        if self._is_released:
             return
-        self._there = False
+        self._is_released = True
         for parameter in self._updated_elsewhere:
             self._optimizer.state.pop(parameter, None)
-        self._released = [parameter for parameter in self._layouts if _is_alone(parameter)]
-        for parameter in self._released:
+        self._freed = [parameter for parameter in self._layouts if _owns_storage(parameter)]
+        for parameter in self._freed:
             parameter.data = parameter.new_empty(0)
 
-    def make_room(self) -> None:
-        """Give the tensors their shapes again, with any values."""
-        if self._there:
+    def allocate(self) -> None:
+        """Give the tensors their shapes back, with undefined values."""
+        if not self._is_released:
             return
-        self._there = True
-        for parameter in self._released:
+        self._is_released = False
+        for parameter in self._freed:
             shape, stride = self._layouts[parameter]
             parameter.data = parameter.new_empty_strided(shape, stride)
 
 
-def _is_alone(parameter: nn.Parameter) -> bool:
-    """Whether no other tensor uses the memory of a parameter, and the parameter uses all of it."""
-    memory = parameter.untyped_storage()
-    users: int = torch._C._storage_Use_Count(memory._cdata)  # this object is one, too
-    return users == 2 and memory.nbytes() == parameter.numel() * parameter.element_size()
+def _owns_storage(parameter: nn.Parameter) -> bool:
+    """Whether no other tensor uses a parameter's storage, and the parameter uses all of it."""
+    storage = parameter.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)  # this object is one, too
+    return users == 2 and storage.nbytes() == parameter.numel() * parameter.element_size()

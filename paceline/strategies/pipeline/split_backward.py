@@ -1,17 +1,18 @@
-"""The two halves of a backward pass: first the gradients that another stage waits for, then those of the weights.
+"""A backward pass split in two: the gradients of the inputs first (B), those of the weights later (W).
 
-After torch's pipelining and Qi et al. 2024 (arXiv 2401.10241): the gradients at the places where the path to the
-weights leaves the path to the inputs are kept, and the second half starts from there, so nothing is computed twice.
+After Qi et al. 2024 (zero bubble, arXiv 2401.10241) and torch.distributed.pipelining: the first half keeps the
+gradients at the intermediates, the nodes where the path to the weights leaves the path to the inputs; the second half
+starts from them, so nothing is computed twice.
 
 ::
 
-    output -- P -- P -- P -- input        P   a node on the path to the inputs: the first half
-              |         |                 W   one that leads to weights only: the second half
+    output -- I -- I -- I -- input        I   a node on the path to the inputs: first half
+              |         |                 W   a node that leads to weights only: second half
               W         W
 
-Where the two cannot be told apart, the weights are computed in the first half, and the second one only hands them out:
-those whose way to the loss meets no input, and those with places of which one lies below the other, as the way from
-the upper one to the weight goes through the first half. Weights that have a place in common are computed together.
+Weights whose gradients cannot be deferred are computed in the first half, and the second half only stores them: those
+that the loss reaches without passing an intermediate, and those with one intermediate below another, as the path from
+the upper one to the weight runs through the first half. Weights that share an intermediate are computed together.
 """
 
 from __future__ import annotations
@@ -24,160 +25,163 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Kept = tuple[torch.Tensor | None, ...]
-"""The gradients that come to a place."""
+ReverseGraph = Mapping[Node, set[Node]]
+"""For each node of an autograd graph the nodes it gets gradients from."""
 
 
 @dataclass(eq=False)
-class Group:
-    """Weights, the places where their path leaves that to the inputs, and the gradients that came there."""
+class ParameterGroup:
+    """Weights that share intermediates, and the gradients that arrived at these in the first half."""
 
     parameters: list[nn.Parameter]
-    places: set[Node]
-    kept: dict[Node, Kept] = field(default_factory=dict)
+    intermediates: set[Node]
+    gradients: dict[Node, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
 
 
 @dataclass
 class SplitBackward:
-    """What the first half leaves for the second: where to start from, or the gradients of weights themselves."""
+    """What the first half leaves for the second: where to start, and weight gradients that are ready."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ParameterGroup] = field(default_factory=list)
     ready: dict[nn.Parameter, torch.Tensor] = field(default_factory=dict)
 
 
-def backward_of_input(
+def backward_input(
     outputs: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None] | None,
+    output_gradients: Sequence[torch.Tensor | None] | None,
     inputs: Sequence[torch.Tensor],
     parameters: Sequence[nn.Parameter],
 ) -> SplitBackward:
-    """Put the gradients for the inputs into their ``.grad``.
+    """Put the gradients of the inputs into their ``.grad``.
 
     Args:
         outputs: of the stage; the loss of the last one. They are not needed any more.
-        gradients: for them; none for a loss.
+        output_gradients: none for a loss.
         inputs: of the stage.
         parameters: of the stage; some may be frozen.
 
     Returns:
-        what :func:`backward_of_weights` needs.
+        what :func:`backward_weight` needs.
     """
-    given = [torch.ones_like(value) for value in outputs] if gradients is None else gradients
+    known = [torch.ones_like(value) for value in outputs] if output_gradients is None else output_gradients
     pairs = [
         (value, gradient)
-        for value, gradient in zip(outputs, given, strict=True)
+        for value, gradient in zip(outputs, known, strict=True)
         if gradient is not None and value.requires_grad
     ]
     if not pairs:
         return SplitBackward()
-    values, known = zip(*pairs, strict=True)
+    values, given = zip(*pairs, strict=True)
     wanted = [value for value in inputs if value.requires_grad]
-    groups, early = _told_apart(values, wanted, parameters)
-    with _keeping(groups):
-        found = torch.autograd.grad(values, [*wanted, *early], known, retain_graph=bool(groups), allow_unused=True)
+    groups, early = _parameter_groups(values, wanted, parameters)
+    with _capturing(groups):
+        found = torch.autograd.grad(values, [*wanted, *early], given, retain_graph=bool(groups), allow_unused=True)
     for value, gradient in zip(wanted, found, strict=False):
         value.grad = gradient
-    return SplitBackward(groups, _own(early, found[len(wanted) :], [*known, *found[: len(wanted)]]))
+    return SplitBackward(groups, _owned(early, found[len(wanted) :], [*given, *found[: len(wanted)]]))
 
 
-def backward_of_weights(parameters: Sequence[nn.Parameter], halves: SplitBackward) -> None:
-    """Add the gradients for the weights to their ``.grad``."""
-    found = dict(halves.ready)
-    for group in halves.groups:
+def backward_weight(parameters: Sequence[nn.Parameter], split: SplitBackward) -> None:
+    """Add the gradients of the weights to their ``.grad``."""
+    found = dict(split.ready)
+    for group in split.groups:
         edges = [
-            (GradientEdge(place, number), gradient)
-            for place, kept in group.kept.items()
-            for number, gradient in enumerate(kept)
+            (GradientEdge(node, number), gradient)
+            for node, gradients in group.gradients.items()
+            for number, gradient in enumerate(gradients)
             if gradient is not None
         ]
         if not edges:
             continue
-        starts, known = zip(*edges, strict=True)
-        with _giving(group):
-            values = torch.autograd.grad(starts, group.parameters, known, allow_unused=True)
-        found |= _own(group.parameters, values, known)
+        starts, given = zip(*edges, strict=True)
+        with _replaying(group):
+            values = torch.autograd.grad(starts, group.parameters, given, allow_unused=True)
+        found |= _owned(group.parameters, values, given)
     for parameter in parameters:
         if (value := found.get(parameter)) is not None:
             parameter.grad = value if parameter.grad is None else parameter.grad.add_(value)
 
 
-def _told_apart(
+def _parameter_groups(
     outputs: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor], parameters: Iterable[nn.Parameter]
-) -> tuple[list[Group], list[nn.Parameter]]:
-    """The weights of the second half, and those that are computed in the first."""
+) -> tuple[list[ParameterGroup], list[nn.Parameter]]:
+    """The weights of the second half, and those to compute in the first."""
     roots = {get_gradient_edge(value).node for value in outputs}
-    above = _above(roots)
-    path, _ = _climb({get_gradient_edge(value).node for value in inputs} & above.keys(), above)
-    groups: list[Group] = []
-    at_end: set[nn.Parameter] = set()
+    reverse = _reverse_graph(roots)
+    input_path, _ = _reverse_closure({get_gradient_edge(value).node for value in inputs} & reverse.keys(), reverse)
+    groups: list[ParameterGroup] = []
+    bypassing: set[nn.Parameter] = set()
     for parameter in parameters:
         node = get_gradient_edge(parameter).node if parameter.requires_grad else None
-        if node is None or node not in above:
+        if node is None or node not in reverse:
             continue
-        alone, places = _climb({node}, above, path)
-        if not roots.isdisjoint(alone):
-            at_end.add(parameter)
-        group = Group([parameter], places)
-        for other in [one for one in groups if not places.isdisjoint(one.places)]:
+        closure, intermediates = _reverse_closure({node}, reverse, input_path)
+        if not roots.isdisjoint(closure):
+            bypassing.add(parameter)
+        group = ParameterGroup([parameter], intermediates)
+        for other in [one for one in groups if not intermediates.isdisjoint(one.intermediates)]:
             groups.remove(other)
-            group = Group(other.parameters + group.parameters, other.places | group.places)
+            group = ParameterGroup(other.parameters + group.parameters, other.intermediates | group.intermediates)
         groups.append(group)
-    late = [group for group in groups if at_end.isdisjoint(group.parameters) and not _entangled(group.places, above)]
+    late = [
+        group
+        for group in groups
+        if bypassing.isdisjoint(group.parameters) and not _are_nested(group.intermediates, reverse)
+    ]
     return late, [parameter for group in groups if group not in late for parameter in group.parameters]
 
 
-def _above(roots: Iterable[Node]) -> dict[Node, set[Node]]:
-    """For each node of a graph those from which its gradient comes."""
-    above: dict[Node, set[Node]] = {root: set() for root in roots}
-    waiting = [*above]
+def _reverse_graph(roots: Iterable[Node]) -> ReverseGraph:
+    reverse: dict[Node, set[Node]] = {root: set() for root in roots}
+    waiting = [*reverse]
     while waiting:
         node = waiting.pop()
-        for below, _ in node.next_functions:
-            if below is None:
+        for child, _ in node.next_functions:
+            if child is None:
                 continue
-            if below not in above:
-                above[below] = set()
-                waiting.append(below)
-            above[below].add(node)
-    return above
+            if child not in reverse:
+                reverse[child] = set()
+                waiting.append(child)
+            reverse[child].add(node)
+    return reverse
 
 
-def _climb(
-    starts: Iterable[Node], above: Mapping[Node, set[Node]], path: Collection[Node] = ()
+def _reverse_closure(
+    starts: Iterable[Node], reverse: ReverseGraph, barrier: Collection[Node] = ()
 ) -> tuple[set[Node], set[Node]]:
-    """The nodes from which some can be reached, these included, up to a path; and where it is met."""
-    seen = set(starts)
+    """The nodes that lead to ``starts``, these included, without crossing a barrier; and where they meet it."""
+    closure = set(starts)
     met: set[Node] = set()
-    waiting = [*seen]
+    waiting = [*closure]
     while waiting:
-        for node in above[waiting.pop()]:
-            if node in path:
+        for node in reverse[waiting.pop()]:
+            if node in barrier:
                 met.add(node)
-            elif node not in seen:
-                seen.add(node)
+            elif node not in closure:
+                closure.add(node)
                 waiting.append(node)
-    return seen, met
+    return closure, met
 
 
-def _entangled(places: set[Node], above: Mapping[Node, set[Node]]) -> bool:
-    """Whether one of some places lies below another."""
-    if len(places) < 2:
+def _are_nested(nodes: set[Node], reverse: ReverseGraph) -> bool:
+    """Whether one of the nodes leads to another."""
+    if len(nodes) < 2:
         return False
-    higher, _ = _climb({node for place in places for node in above[place]}, above)
-    return not places.isdisjoint(higher)
+    above, _ = _reverse_closure({parent for node in nodes for parent in reverse[node]}, reverse)
+    return not nodes.isdisjoint(above)
 
 
 @contextmanager
-def _keeping(groups: Iterable[Group]) -> Iterator[None]:
-    """In which the gradients that come to the places of groups are kept."""
+def _capturing(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Capture the gradients that arrive at the intermediates of groups."""
 
-    def keep(group: Group, place: Node, gradients: Kept) -> None:
-        group.kept[place] = gradients
+    def capture(group: ParameterGroup, node: Node, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        group.gradients[node] = gradients
 
     handles = [
-        place.register_prehook(lambda gradients, group=group, place=place: keep(group, place, gradients))
+        node.register_prehook(lambda gradients, group=group, node=node: capture(group, node, gradients))
         for group in groups
-        for place in group.places
+        for node in group.intermediates
     ]
     try:
         yield
@@ -187,9 +191,9 @@ def _keeping(groups: Iterable[Group]) -> Iterator[None]:
 
 
 @contextmanager
-def _giving(group: Group) -> Iterator[None]:
-    """In which the places of a group get what was kept: a hook on a value in between has already changed it."""
-    handles = [place.register_prehook(lambda _, kept=kept: kept) for place, kept in group.kept.items()]
+def _replaying(group: ParameterGroup) -> Iterator[None]:
+    """Give intermediates what was captured: hooks of values in between have already changed it, and would again."""
+    handles = [node.register_prehook(lambda _, kept=kept: kept) for node, kept in group.gradients.items()]
     try:
         yield
     finally:
@@ -197,17 +201,17 @@ def _giving(group: Group) -> Iterator[None]:
             handle.remove()
 
 
-def _own(
+def _owned(
     parameters: Iterable[nn.Parameter],
     gradients: Iterable[torch.Tensor | None],
     others: Iterable[torch.Tensor | None],
 ) -> dict[nn.Parameter, torch.Tensor]:
-    """Gradients that may be added to, as a whole pass leaves them: in no memory of others, laid out as the weights.
+    """Gradients that may be added to, as a whole backward pass leaves them: no shared memory, strides of the weights.
 
     Sparse ones stay as they are.
     """
     taken = {_storage(value) for value in others if value is not None and not value.is_sparse}
-    own = {}
+    owned = {}
     for parameter, value in zip(parameters, gradients, strict=True):
         if value is None:
             continue
@@ -215,8 +219,8 @@ def _own(
             if _storage(value) in taken or value.stride() != parameter.stride():
                 value = torch.empty_like(parameter).copy_(value)
             taken.add(_storage(value))
-        own[parameter] = value.detach()
-    return own
+        owned[parameter] = value.detach()
+    return owned
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -34,7 +34,7 @@ from paceline.step.optimizer_probe import check_drawn
 from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Hooks
 from paceline.strategies.pipeline.rebalance import Rebalance
-from paceline.strategies.pipeline.stages import Borders, Stages
+from paceline.strategies.pipeline.stages import Partition, Stages
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
 _NOT_MINE = -1.0
@@ -54,24 +54,24 @@ class Synchronous(Strategy, Hooks):
         self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
         self._lay_out(None)
 
-    def _lay_out(self, cut: Borders | None) -> None:
+    def _lay_out(self, cut: Partition | None) -> None:
         """Borders the model, and get ready for what this worker holds of it then."""
         job = self._job
         enough = max(job.order.microbatches, job.world.size)  # for each worker to have some: who holds what
         self.staged = Stages(job, self._plan(enough), cut)
         self._executor = self.staged.executor(self)
-        self._own = [name for names in self.staged.names.values() for name in names]
+        self._own = [name for names in self.staged.updated.values() for name in names]
         examples = [self._parameters[name].detach() for name in self._own]
         self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
         self._statistics: BucketedReduction | None = None
-        self._drift: Rebalance | None = None
-        borders, one_each = self.staged.cut, len(self.staged.held) == 1
-        if borders.times is not None and not borders.stays and one_each:
-            seconds = [forward + backward for forward, backward in borders.times]
-            self._drift = Rebalance(seconds, borders.bounds, self.staged.workers_of)
+        self._rebalance: Rebalance | None = None
+        partition, one_each = self.staged.partition, len(self.staged.local) == 1
+        if partition.times is not None and not partition.fixed and one_each:
+            seconds = [forward + backward for forward, backward in partition.times]
+            self._rebalance = Rebalance(seconds, partition.bounds, self.staged.workers_of)
 
     def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> BucketedReduction | None:
-        team = self.staged.team
+        team = self.staged.replicas
         return BucketedReduction(team, examples, self._job.events, name, tags) if team.size > 1 else None
 
     def _plan(self, microbatches: int) -> Schedule:
@@ -82,20 +82,19 @@ class Synchronous(Strategy, Hooks):
         return self._plans[microbatches]
 
     def pieces(self, step: int) -> list[range]:
-        return self.staged.loaded(self._plan(len(self._job.order.parts_of(step))))
+        return self.staged.pieces(self._plan(len(self._job.order.parts_of(step))))
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
         job.world.check()
         job.world.await_process_group()
-        if not self.staged.is_ready:
-            self.staged.prepare()
+        self.staged.prepare()
         if self.staged.requires_grad_flags.changed:
-            self._executor.forget_forms()
+            self._executor.reset_links()
             self.staged.requires_grad_flags.save()
         self._run(step, pieces)
         exact = job.settings.exact
-        pairs = self._executor.pairs
+        pairs = self._executor.losses
         starts, missing = sorted(pairs), any(self._without.values())
         losses = Losses(
             self._losses,
@@ -103,7 +102,7 @@ class Synchronous(Strategy, Hooks):
             starts,
             [pairs[start] for start in starts],
             job.world.device,
-            self._executor.busy,
+            self._executor.busy_seconds,
             missing,
         )
         self._executor.finish()
@@ -123,11 +122,11 @@ class Synchronous(Strategy, Hooks):
         first, self._updated = not self._updated, True
         if first:
             check_savable(job.update.optimizer)
-        self.staged.moved()
+        self.staged.mark_updated()
         with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
             if first:
                 check_drawn(job)
-            self.staged.tied.spread(self._parameters)
+            self.staged.tied.send_weights()
             self._watch(losses.seconds)
             self._heed(losses.notice)
         return StepResult(loss, norm, rate, notice=losses.notice)
@@ -137,41 +136,41 @@ class Synchronous(Strategy, Hooks):
         job = self._job
         self._now = plan = self._plan(len(job.order.parts_of(step)))
         exact = job.settings.exact
-        self._sums = {stage: ScatteredAccumulator(exact) for stage in self.staged.held}
+        self._sums = {stage: ScatteredAccumulator(exact) for stage in self.staged.local}
         self._without: dict[int, Counter[str]] = {}  # in how many stages
         self._seen: dict[str, int] = {}
         job.compute.buffers.begin()
         job.update.check_frozen()
         for parameter in self._parameters.values():
             parameter.grad = None
-        self._executor.clear()
+        self._executor.reset()
         self._scale = 1.0 if exact else _scale_for(job.order.samples_of(step))
-        self._executor.enter(step, pieces, scale=self._scale)
+        self._executor.add(step, pieces, scale=self._scale)
         self._executor.run([one for one in plan.workers[job.world.rank] if one.kind not in (Kind.REDUCE, Kind.UPDATE)])
 
     def _heed(self, notice: int) -> None:
         """The world is to change, or the run to end: who leaves must not take the only copy of a stage along."""
         if notice:
-            self.staged.settle()
+            self.staged.synchronize()
 
     def _watch(self, seconds: list[float]) -> None:
         """Borders the model again if that would make the slowest stage faster."""
-        verdict = self._drift.see(seconds) if self._drift else None
-        if verdict is None:
+        decision = self._rebalance.add_step(seconds) if self._rebalance else None
+        if decision is None:
             return
-        self._job.events.mark("drift", **verdict._asdict())
-        self._job.warnings.append(verdict.told())
-        self.staged.settle()
-        before = self.staged.cut
+        self._job.events.mark("rebalance", **decision._asdict())
+        self._job.warnings.append(decision.describe())
+        self.staged.synchronize()
+        before = self.staged.partition
         try:
-            self._lay_out(replace(before, bounds=verdict.bounds))
+            self._lay_out(replace(before, bounds=decision.bounds))
         except InputError:  # two stages would change one buffer
             self._lay_out(before)
-            self._drift = None
+            self._rebalance = None
         self._job.world.gather(None, "settling")  # nobody's next step begins before the cut is recorded
 
     def synchronize(self, steps: int) -> None:
-        self.staged.settle()
+        self.staged.synchronize()
 
     def close(self) -> frozenset[str] | None:
         self.staged.close()  # makes room for the parameters of other workers
@@ -185,13 +184,13 @@ class Synchronous(Strategy, Hooks):
     def weights(self, operation: Operation) -> AbstractContextManager[object]:
         return self.staged.tied.during(operation)
 
-    def gave(self, stage: int, microbatch: int) -> None:
+    def on_gradients(self, stage: int, microbatch: int) -> None:
         """Take the gradients that a backward pass of a stage has left.
 
         Without exact bits those of parameters of one stage stay where they are: the next backward pass adds to them
         while they are at hand.
         """
-        tied, held, exact = self.staged.tied, self.staged.held[stage], self._job.settings.exact
+        tied, held, exact = self.staged.tied, self.staged.local[stage], self._job.settings.exact
         values: dict[str, torch.Tensor | None] = {}
         check_dense(held.trained, [self._parameters[name].grad for name in held.trained])
         for name in held.trained:
@@ -210,20 +209,19 @@ class Synchronous(Strategy, Hooks):
         for name in held.trained:
             owner = tied.owner_of(name)
             if owner == stage:
-                values[name] = tied.complete(name, microbatch, values[name], self._now)
+                values[name] = tied.add_gradients(name, microbatch, values[name], self._now)
             elif owner is not None:
-                tied.give(name, stage, microbatch, values[name], self._now)
-        self._sums[stage].push(microbatch, [values[name] for name in self.staged.names[stage]])
+                tied.send_gradient(name, stage, microbatch, values[name], self._now)
+        self._sums[stage].push(microbatch, [values[name] for name in self.staged.updated[stage]])
 
     def _add_tied(self) -> None:
         """Without exact bits: what other stages have of the parameters owned here."""
-        for name, gradient in self.staged.tied.bring_together(self._now).items():
+        for name, gradient in self.staged.tied.finish_step(self._now).items():
             stage = self.staged.tied.owner_of(name)
             assert stage is not None
             if gradient is not None:
-                values: Values = [gradient if own == name else None for own in self.staged.names[stage]]
+                values: Values = [gradient if own == name else None for own in self.staged.updated[stage]]
                 self._sums[stage].push(0, values)
-        self.staged.tied.finish()
 
     def _parts(self, losses: Losses) -> list[Part]:
         without: dict[int, Counter[str]] = defaultdict(Counter)
@@ -245,8 +243,8 @@ class Synchronous(Strategy, Hooks):
     def _shares(self) -> list[list[Node]]:
         """The nodes of the canonical tree whose sums each worker of the team holds."""
         shares = []
-        stage = min(self.staged.held)
-        for place, rank in enumerate(self.staged.team.ranks):
+        stage = min(self.staged.local)
+        for place, rank in enumerate(self.staged.replicas.ranks):
             mine = [
                 one.microbatch for one in self._now.workers[rank] if one.kind is Kind.FORWARD and one.stage == stage
             ]
@@ -255,11 +253,11 @@ class Synchronous(Strategy, Hooks):
         return shares
 
     def _mean_gradients(self, losses: Losses) -> None:
-        if not self._job.settings.exact and self._shares()[self.staged.team.rank]:
-            for stage, names in self.staged.names.items():
+        if not self._job.settings.exact and self._shares()[self.staged.replicas.rank]:
+            for stage, names in self.staged.updated.items():
                 alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
                 self._sums[stage].push(0, [alone.get(name) for name in names])
-        sums = _side_by_side(self._sums[stage].values() for stage in self.staged.held)
+        sums = _side_by_side(self._sums[stage].values() for stage in self.staged.local)
         means = self._total(self._exchange, sums, lambda: losses.count() * self._scale)
         for name, value in zip(self._own, means, strict=True):
             self._parameters[name].grad = value
@@ -288,7 +286,7 @@ class Synchronous(Strategy, Hooks):
         """The means over all samples of the buffers that the forward passes of the stages held change."""
         buffers, exact = self._job.compute.buffers, self._job.settings.exact
         sums, names = [], []
-        for stage, held in self.staged.held.items():
+        for stage, held in self.staged.local.items():
             names += buffers.names_in(held.buffers)
             one = ScatteredAccumulator(exact)
             for microbatch, values in self._executor.statistics[stage].items():
@@ -314,7 +312,7 @@ class Synchronous(Strategy, Hooks):
         job = self._job
         own = torch.full((len(self._parameters),), _NOT_MINE, dtype=torch.float64)
         for place, parameter in enumerate(self._parameters.values()):
-            if parameter.grad is not None and self.staged.team.rank == 0:
+            if parameter.grad is not None and self.staged.replicas.rank == 0:
                 own[place] = torch.linalg.vector_norm(parameter.grad).double()
         told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
         mine = told != _NOT_MINE

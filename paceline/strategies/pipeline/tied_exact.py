@@ -1,14 +1,14 @@
-"""The gradients of the single uses of a parameter.
+"""Tied weights with exact bits: the gradient of each use of a parameter.
 
-Autograd sums up what comes from the uses of a parameter from the last one to the first. Of a parameter that a later
-stage uses as well, the sum must begin there to have the same bits::
+Autograd adds up the gradients of a parameter's uses from the last use to the first. If a later stage uses the parameter
+as well, the sum must begin there to have the same bits::
 
     uses             stage 0: 1, 2     stage 1: 3
     one process      (g3 + g2) + g1
-    stage by stage   g3 + (g2 + g1)                 so stage 0 keeps g2 and g1 apart until g3 has come
+    stage by stage   g3 + (g2 + g1)                 so stage 0 keeps g2 and g1 separate until g3 arrives
 
-What changes the sum on its way into ``.grad``, or adds to it by another way, is refused: in one process it would meet
-the gradients of all stages.
+Whatever changes the sum before it reaches ``.grad``, or adds to it in another way, is refused: in one process it would
+see the gradients of all stages.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _CAST = "ToCopyBackward0"
 
 
 class TiedUses:
-    """Keeps the gradient of each use of a parameter in a stage, from the last use to the first.
+    """Records the gradient of each use of a parameter in one stage, from the last use to the first.
 
     Args:
         name: of the parameter, which other stages use as well.
-        stage: its number.
+        stage: the stage.
         parameter: the parameter.
-        outputs: of the stage: what a backward pass will start from.
+        outputs: of the stage, from which the backward pass will start.
     """
 
     def __init__(self, name: str, stage: int, parameter: nn.Parameter, outputs: Sequence[torch.Tensor]) -> None:
         self._name = name
         self._stage = stage
         self._parameter = parameter
-        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+        self._gradients: dict[tuple[int, int], torch.Tensor] = {}
         self._is_cast = False
         self._is_output = any(value is parameter for value in outputs)
         end = get_gradient_edge(parameter).node
@@ -49,25 +49,25 @@ class TiedUses:
             places = [place for place, (below, _) in enumerate(node.next_functions) if below == end]
             if places:
                 self._is_cast |= node.name() == _CAST
-                self._keep(node, number, places)
+                self._record(node, number, places)
             new = {below for below, _ in node.next_functions if below is not None} - seen
             seen |= new
             waiting += new
 
-    def check_apart(self, autocast: bool) -> None:
-        """Refuse what cannot be told from the uses in later stages.
+    def check_separable(self, autocast: bool) -> None:
+        """Refuse a parameter whose gradient depends on all its uses together.
 
         Args:
-            autocast: whether casts of the parameter are shared.
+            autocast: whether uses share a cast of the parameter.
 
         Raises:
-            InputError: says what.
+            InputError: says why.
         """
         parameter = self._parameter
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            what = "has a hook, which would get the gradient of each stage by itself"
+            what = "has a hook, which would get the gradient of each stage separately"
         elif self._is_output:
-            what = "is handed on to the next stage as a value"
+            what = "is an output of the stage"
         elif autocast and self._is_cast:
             what = "is cast by autocast, once for all its uses in one process but once in each stage here"
         else:
@@ -78,14 +78,14 @@ class TiedUses:
             f"out exact=True."
         )
 
-    def check_all_found(self, gradient: torch.Tensor | None) -> None:
-        """Refuse a gradient that is not the sum of those of the uses.
+    def check_complete(self, gradient: torch.Tensor | None) -> None:
+        """Refuse a gradient that is not the sum over the recorded uses.
 
         Raises:
-            InputError: it comes from elsewhere as well, or was changed.
+            InputError: the gradient was changed, or comes from elsewhere as well.
         """
         found = self.gradients()
-        if self._is_output or _same(functools.reduce(torch.add, found) if found else None, gradient):
+        if self._is_output or _equal(functools.reduce(torch.add, found) if found else None, gradient):
             return
         raise InputError(
             f"exact=True: the parameter {self._name!r} got a gradient in stage {self._stage} that is not the sum of "
@@ -95,21 +95,21 @@ class TiedUses:
         )
 
     def gradients(self) -> list[torch.Tensor]:
-        """Those that a backward pass has left."""
-        return [*self._kept.values()]
+        """The gradients recorded so far."""
+        return [*self._gradients.values()]
 
-    def _keep(self, node: Node, number: int, places: list[int]) -> None:
-        def keep(gradients: Sequence[torch.Tensor | None], _: object) -> None:
+    def _record(self, node: Node, number: int, places: list[int]) -> None:
+        def record(gradients: Sequence[torch.Tensor | None], _: object) -> None:
             for place in places:
-                self._kept.pop((number, place), None)  # where both halves of a pass go through, the second one counts
+                self._gradients.pop((number, place), None)  # of a split backward pass the second half counts
                 if (gradient := gradients[place]) is not None:
-                    self._kept[number, place] = gradient
+                    self._gradients[number, place] = gradient
 
-        node.register_hook(keep)
+        node.register_hook(record)
 
 
-def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Whether two values are equal, where one is NaN the other one, too."""
+def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    """Whether two values are equal, NaN being equal to NaN."""
     if left is None or right is None:
         return left is right
     return torch.equal(left, right) or bool(((left == right) | (left != left) & (right != right)).all())

@@ -1,8 +1,8 @@
-"""Older versions of the weights of a stage, kept for the microbatches that started with them (weight stashing).
+"""Weight stashing: older versions of a stage's weights, kept for the microbatches whose forward pass used them.
 
-A version that is still needed keeps its memory when the weights are updated: the parameters then get memory of their
-own. A backward pass must see the weights of its forward pass; torch's own check for that counts changes of a parameter,
-which has to stay out of it.
+PipeDream, Harlap et al. 2018, arXiv 1806.03377. A version still in use keeps its memory when the weights are updated,
+and the parameters get new memory. A backward pass must see the weights of its forward pass; autograd checks that by the
+version counters of parameters, which updates must therefore leave alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 
 class WeightStash:
-    """The weights of a stage, as many versions as are needed.
+    """The versions of the weights of a stage.
 
     Args:
-        parameters: of the stage, as far as they are trained.
+        parameters: the trained ones of the stage.
 
     Attributes:
-        newest: how many updates the newest version contains.
+        newest: the number of updates in the newest version.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -30,41 +30,39 @@ class WeightStash:
         self._older: dict[int, list[torch.Tensor]] = {}
         self.newest = 0
 
-    @property
-    def kept(self) -> int:
-        """How many versions there are."""
+    def __len__(self) -> int:
         return len(self._older) + 1
 
     @contextmanager
-    def at(self, version: int) -> Iterator[None]:
-        """The parameters have this version."""
+    def use(self, version: int) -> Iterator[None]:
+        """Inside the context the parameters have this version."""
         if version == self.newest:
             yield
             return
         now = [parameter.data for parameter in self._parameters]
-        self._put(self._older[version])
+        self._assign(self._older[version])
         try:
             yield
         finally:
-            self._put(now)
+            self._assign(now)
 
     @contextmanager
-    def next(self, oldest: int) -> Iterator[None]:
+    def update(self, oldest: int) -> Iterator[None]:
         """Make the next version by changing the parameters in place; keep those from ``oldest`` on."""
         for version in [version for version in self._older if version < oldest]:
             del self._older[version]
         if oldest <= self.newest:
             self._older[self.newest] = [parameter.data for parameter in self._parameters]
-            self._put([value.clone() for value in self._older[self.newest]])
+            self._assign([value.clone() for value in self._older[self.newest]])
         self.newest += 1
         with _unsafe_preserve_version_counter(self._parameters):
             yield
 
-    def start_again(self) -> None:
-        """Nothing is under way: count from here."""
+    def reset(self) -> None:
+        """Drop all but the newest version, and call it 0."""
         self._older.clear()
         self.newest = 0
 
-    def _put(self, values: Sequence[torch.Tensor]) -> None:
+    def _assign(self, values: Sequence[torch.Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             parameter.data = value

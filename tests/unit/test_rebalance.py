@@ -23,22 +23,22 @@ def test_the_cut_is_the_best_there_is(factors: list[float]) -> None:
 
 
 def test_a_slow_worker_gets_fewer_layers() -> None:
-    drift = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
-    verdicts = [drift.see([3.0, 6.0]) for _ in range(WINDOW)]
-    assert verdicts[:-1] == [None] * (WINDOW - 1)
-    assert verdicts[-1] is not None
-    assert verdicts[-1].stage == 1
-    assert verdicts[-1].bounds == ((0, 4), (4, 6))
-    assert verdicts[-1].gain == 1.5
-    assert "stage 1 takes 1.33 times as long as the mean stage" in verdicts[-1].told()
+    rebalance = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
+    decisions = [rebalance.add_step([3.0, 6.0]) for _ in range(WINDOW)]
+    assert decisions[:-1] == [None] * (WINDOW - 1)
+    assert decisions[-1] is not None
+    assert decisions[-1].stage == 1
+    assert decisions[-1].bounds == ((0, 4), (4, 6))
+    assert decisions[-1].gain == 1.5
+    assert "stage 1 takes 1.33 times as long as the mean stage" in decisions[-1].describe()
 
 
 def test_one_slow_step_changes_nothing() -> None:
-    drift = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
-    assert [drift.see([3.0, 60.0 if step == 4 else 3.1]) for step in range(WINDOW)] == [None] * WINDOW
+    rebalance = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0,), (1,)])
+    assert [rebalance.add_step([3.0, 60.0 if step == 4 else 3.1]) for step in range(WINDOW)] == [None] * WINDOW
 
 
 def test_the_slowest_worker_of_a_stage_counts() -> None:
-    drift = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0, 1), (2, 3)])
-    verdicts = [drift.see([1.5, 3.0, 1.5, 1.5]) for _ in range(WINDOW)]
-    assert verdicts[-1] is not None and verdicts[-1].bounds == ((0, 2), (2, 6))
+    rebalance = Rebalance([1.0] * 6, [(0, 3), (3, 6)], [(0, 1), (2, 3)])
+    decisions = [rebalance.add_step([1.5, 3.0, 1.5, 1.5]) for _ in range(WINDOW)]
+    assert decisions[-1] is not None and decisions[-1].bounds == ((0, 2), (2, 6))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.strategies.pipeline.split_backward import backward_of_input, backward_of_weights
+from paceline.strategies.pipeline.split_backward import backward_input, backward_weight
 
 
 class Stage(nn.Module):
@@ -96,10 +96,10 @@ def check(stage: nn.Module, inputs: list[torch.Tensor], leave_out: int | None = 
     pairs = [pair for place, pair in enumerate(pairs) if place != leave_out and pair[0].requires_grad]
     torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
     whole = taken()
-    halves = backward_of_input(*run(), inputs, parameters)
+    split = backward_input(*run(), inputs, parameters)
     early = [value.grad for value in inputs]
     assert all(parameter.grad is None for parameter in parameters)
-    backward_of_weights(parameters, halves)
+    backward_weight(parameters, split)
     for place, (found, expected) in enumerate(zip(taken(), whole, strict=True)):
         assert (found is None) == (expected is None), place
         if found is not None and expected is not None:
@@ -132,7 +132,7 @@ def test_the_second_half_adds_to_what_is_there() -> None:
         stage(*values)[0].sum().backward()
         once = [parameter.grad for parameter in parameters]
         outputs = [*stage(*values)]
-        backward_of_weights(parameters, backward_of_input(outputs, [torch.ones_like(outputs[0])], values, parameters))
+        backward_weight(parameters, backward_input(outputs, [torch.ones_like(outputs[0])], values, parameters))
         for place, gradient in enumerate(once):
             assert gradient is None or torch.equal(gradient, 2 * _of(stage, values, place)), (name, place)
 
@@ -155,7 +155,7 @@ def test_frozen_weights() -> None:
     expected, second = values.grad, stage.second.weight.grad
     values.grad = stage.second.weight.grad = stage.second.bias.grad = None
     outputs = [*stage(values)]
-    backward_of_weights(parameters, backward_of_input(outputs, [torch.ones(3, 4)], [values], parameters))
+    backward_weight(parameters, backward_input(outputs, [torch.ones(3, 4)], [values], parameters))
     assert expected is not None and values.grad is not None and torch.equal(values.grad, expected)
     assert second is not None and stage.second.weight.grad is not None
     assert torch.equal(stage.second.weight.grad, second) and stage.first.weight.grad is None
@@ -165,10 +165,10 @@ def test_what_can_wait_does() -> None:
     stage, (values,) = Stage(STAGES["a query without the input"]), inputs_of("")
     late = {stage.third.weight, stage.third.bias, stage.attention.out_proj.weight, stage.attention.out_proj.bias}
     outputs = [*stage(values)]
-    halves = backward_of_input(outputs, [torch.ones_like(outputs[0])], [values], [*stage.parameters()])
-    assert {parameter for group in halves.groups for parameter in group.parameters} == late
+    split = backward_input(outputs, [torch.ones_like(outputs[0])], [values], [*stage.parameters()])
+    assert {parameter for group in split.groups for parameter in group.parameters} == late
     early = {stage.attention.in_proj_weight, stage.attention.in_proj_bias, stage.first.weight}
-    assert halves.ready.keys() == early | {stage.second.weight, stage.second.bias}
+    assert split.ready.keys() == early | {stage.second.weight, stage.second.bias}
 
 
 class Counted(torch.autograd.Function):
@@ -191,7 +191,7 @@ def test_nothing_is_computed_twice(layers: tuple[str, str]) -> None:
 
     stage, (values,), Counted.calls = Stage(compute), inputs_of(""), 0
     parameters, outputs = [*stage.parameters()], [*stage(values)]
-    backward_of_weights(parameters, backward_of_input(outputs, [torch.ones(3, 4)], [values], parameters))
+    backward_weight(parameters, backward_input(outputs, [torch.ones(3, 4)], [values], parameters))
     assert Counted.calls == 1
 
 
@@ -247,8 +247,8 @@ def _twice(
         outputs = make()
         given = [torch.linspace(-1, place, 16).view(4, 4) for place in range(len(outputs))]
         if both:
-            halves = backward_of_input(outputs, given, inputs, parameters)
-            backward_of_weights(parameters, halves)
+            split = backward_input(outputs, given, inputs, parameters)
+            backward_weight(parameters, split)
         else:
             pairs = [pair for pair in zip(outputs, given, strict=True) if pair[0].requires_grad]
             if pairs:
