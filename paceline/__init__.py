@@ -17,13 +17,14 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerSilent,
     )
-    from paceline.session import Batch, Report, Session, start
+    from paceline.session import Report, Session, start
     from paceline.settings import CheckpointSettings, Settings
+    from paceline.step.job import Batch
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Batch": "session",
+    "Batch": "step.job",
     "CheckpointError": "errors",
     "CheckpointSettings": "settings",
     "ConfigError": "errors",

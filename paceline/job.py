@@ -41,7 +41,7 @@ _log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
-class Arguments:
+class Components:
     """What a script gives besides the settings."""
 
     model: nn.Module
@@ -61,8 +61,8 @@ def report_config(resolved: Resolved, path: Path) -> None:
     path.write_text(json.dumps({"settings": values, "sources": resolved.sources}))
 
 
-def job_of(
-    given: Arguments,
+def build(
+    given: Components,
     resolved: Resolved,
     who: env.Identity,
     events: EventLog,
@@ -121,7 +121,7 @@ def job_of(
     return job, facts
 
 
-def _check_capabilities(settings: Settings, capabilities: Capabilities, given: Arguments) -> None:
+def _check_capabilities(settings: Settings, capabilities: Capabilities, given: Components) -> None:
     if capabilities.cuts_model and given.forward is not None:
         raise ConfigError(
             f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
@@ -183,17 +183,17 @@ def numerics(settings: Settings) -> dict[str, object]:
     }
 
 
-def notes(job: Job) -> list[str]:
+def summary(job: Job) -> list[str]:
     """What was applied that the script did not spell out, in sentences."""
     order, world, settings = job.order, job.world, job.settings
-    told = [
+    sentences = [
         f"{world.size} worker{'s' if world.size > 1 else ''} on {world.device.type}, strategy {settings.strategy}"
         f"{', exact' if settings.exact else ''}; batch of {order.batch} in {order.microbatches} microbatches; "
         f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
     ]
     if job.update.scaling.reason:
-        told.append(job.update.scaling.reason)
-    return told
+        sentences.append(job.update.scaling.reason)
+    return sentences
 
 
 def warnings(job: Job) -> list[str]:
@@ -233,7 +233,7 @@ def _batch(settings: Settings, workers: int) -> int:
     return settings.batch or (settings.batch_per_worker or 0) * workers
 
 
-def _forward(given: Arguments) -> Forward:
+def _forward(given: Components) -> Forward:
     if (given.loss is None) == (given.forward is None):
         got = "neither" if given.loss is None else "both"
         raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} is given.")
@@ -263,7 +263,7 @@ def _facts(
     facts["optimizer class"] = type(update.optimizer).__name__
     for place, group in enumerate(update.optimizer.param_groups):
         facts.update(
-            {f"optimizer {key} of group {place}": _told(value) for key, value in group.items() if key != "params"}
+            {f"optimizer {key} of group {place}": _describe(value) for key, value in group.items() if key != "params"}
         )
     groups = {value: place for place, group in enumerate(update.optimizer.param_groups) for value in group["params"]}
     facts.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
@@ -274,7 +274,7 @@ def _facts(
     return facts
 
 
-def _told(value: object) -> str:
+def _describe(value: object) -> str:
     """A value that equal workers tell alike; of an object, whose text may hold an address, only the kind."""
     plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
     return str(value) if isinstance(value, plain) else type(value).__name__

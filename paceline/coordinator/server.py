@@ -316,7 +316,7 @@ class Coordinator:
             if number not in heard and worker.state == "training":  # stopped before it could say anything
                 rank, steps = self.rank_of(number) or 0, worker.progress[0] if worker.progress else 0
                 waited = now - self._viewed
-                heard[number] = Place(rank, steps, "gathering anew", False, 0.0, silent=waited)
+                heard[number] = Place(rank, steps, "re-forming", False, 0.0, silent=waited)
         return places_of(self.members.view, heard)
 
     def _tick(self, now: float) -> None:

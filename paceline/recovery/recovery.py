@@ -1,78 +1,55 @@
-"""How a worker goes on when the world has changed: gather anew, catch up, repeat the step.
+"""How a worker goes on when the world has changed: re-form, catch up, repeat the step.
 
 ::
 
-    survivors      step 7 ✗ ─ ready ─ view 1 ─ groups ─ level ─ step 7 ─ step 8
+    survivors      step 7 ✗ ─ ready ─ membership 1 ─ rendezvous ─ catch up ─ step 7 ─ step 8
     lost           step 7 †
-    spare          ........... ready ─ view 1 ─ groups ─ level ─ step 7 ─ step 8
+    spare          ........... ready ─ membership 1 ─ rendezvous ─ catch up ─ step 7 ─ step 8
 
-All processes and their states stay. *Level*: the most advanced worker gives its state to those that are behind it, to
-joiners above all. A step counts as done on a worker when its update has been applied; who is one step behind gets the
-state after it, so no step is lost, and none is applied twice.
+All processes and their states stay. *Catch up*: the furthest worker sends its state to those that are behind it, to
+joiners above all. A step counts as done on a worker when its update has been applied; a worker that is one step behind
+gets the state after it, so no step is lost, and none is applied twice.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import platform
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
 
-from paceline import env
+from paceline import env, fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
-from paceline.errors import WorkerLost
-from paceline.recovery.state_shards import StateShard, assemble, go_back
+from paceline.errors import PREEMPTED, WorkerLost
+from paceline.recovery.activity import RE_FORMING
+from paceline.recovery.progress import Progress
+from paceline.recovery.standby import warm_up
+from paceline.recovery.state_shards import assemble, go_back
 from paceline.recovery.state_transfer import StateBytes, transfer
-from paceline.step.job import Job, StepResult
+from paceline.step.job import Job
+from paceline.strategies.registry import worker_counts
 
-
-@dataclass
-class Progress:
-    """How far a worker is, and what those that are behind need besides the tensors.
-
-    Attributes:
-        steps: steps done.
-        evaluations: after how many steps the script asked for evaluations, and their results in order.
-        outcome: what the last step gave.
-        apart: different for each worker where states differ though the workers are equally far: then all but one take
-            the state of that one.
-        holds: where each worker has a part of the state, the parameters and buffers whose newest values are this one's.
-        again: so many steps had been done when the workers last went back to a checkpoint.
-        left_out: steps that the script did not take.
-    """
-
-    steps: int = 0
-    evaluations: dict[int, list[float]] = field(default_factory=dict)
-    outcome: StepResult | None = None
-    apart: int = 0
-    holds: frozenset[str] | None = None
-    again: int = 0
-    left_out: set[int] = field(default_factory=set)
-
-    @property
-    def progress(self) -> tuple[int, int, int]:
-        """For comparison: who is further."""
-        return self.steps, sum(map(len, self.evaluations.values())), self.apart
+_OWN_MACHINE = 1000
+"""Workers of the coordinator's machine have smaller numbers."""
 
 
 class Recovery:
-    """Takes this worker from one view to the next.
+    """Takes this worker from one membership to the next.
 
     Args:
         job: what is trained, and with whom.
-        coordinator: the connection to the coordinator.
-        state: what is handed over.
+        coordinator: tells who the members are.
+        state: what workers that are behind receive.
         checkpointer: of checkpoints.
-        begin: called when nobody has a state yet; gives the number of steps done.
-
-    Attributes:
-        taken: steps done in the state that this worker has last taken from another one; 0 if it never has.
+        begin: called when nobody has a state yet; returns the number of steps done.
     """
-
-    taken = 0
 
     def __init__(
         self,
@@ -87,128 +64,150 @@ class Recovery:
         self._state = state
         self._checkpointer = checkpointer
         self._begin = begin
-        self.standing: Progress | None = None
+        self._undo_warm_up: Callable[[], None] = lambda: None
 
-    def gather(self, stop: Callable[[], None], planned: bool, ended: Sequence[int] = ()) -> Departure | None:
-        """Come into the next view, at the state of the most advanced of its workers.
+    def register(self, facts: Mapping[str, object], status: Callable[[], dict[str, Any]]) -> None:
+        """Tell the coordinator that this worker is there; a spare warms up first.
 
         Args:
-            stop: called first, and whenever another worker is lost on the way; ends what the worker was doing.
+            facts: on which all workers must agree.
+            status: gives what this worker does, for hang detection; called by another thread.
+        """
+        launched, world, coordinator = env.launch_info(), self._job.world, self._coordinator
+        assert launched is not None
+        if launched.spare:
+            self._undo_warm_up = warm_up(self._job, self._state)
+        coordinator.report(status)
+        about = {
+            "host": platform.node(),
+            "pid": os.getpid(),
+            "address": coordinator.address,
+            "port": world.open_store(coordinator.address),
+        }
+        known = {key: value for key, value in facts.items() if not key.startswith("initial")}
+        fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)
+        coordinator.greet(about, known, self._job.settings.hang_seconds, launched.worker < _OWN_MACHINE, fits)
 
-            planned: at the end of a step, as the workers told each other.
+    def re_form(self, progress: Progress | None, planned: bool = False, ended: Sequence[int] = ()) -> Progress:
+        """Join the next membership, with the state of its furthest worker.
+
+        Args:
+            progress: of this worker; none if it has no state yet.
+            planned: whether the workers agreed on it at the end of a step.
             ended: the numbers of worker processes that are known to have ended.
 
         Returns:
-            how this worker's part ends, if it does; it is alone then.
+            the progress of this worker now.
 
         Raises:
-            WorkerLost: the roster is gone.
+            SystemExit: this worker's part is over.
+            WorkerLost: the run cannot go on, or the coordinator is gone.
         """
         world, begin = self._job.world, time.perf_counter()
         while True:
-            stop()
+            if progress is not None:
+                fault_points.reach("during recovery", progress.steps)
             world.leave()
-            progress = self.standing.progress if self.standing else None
-            told = self._coordinator.await_membership(progress, world.arena_handle(), world.leaving, planned, ended)
-            if isinstance(told, Departure):
-                self._part(told)
-                return told
+            key = None if progress is None else progress.key
+            answer = self._coordinator.await_membership(key, world.arena_handle(), world.leaving, planned, ended)
+            if isinstance(answer, Departure):
+                self._depart(answer, progress)
             agreed = time.perf_counter()
             try:
-                world.join(told)
-                entered = time.perf_counter()
-                self._level(told)
+                world.join(answer)
+                connected = time.perf_counter()
+                if all(member.progress is None for member in answer.members):
+                    self._undo_warm_up()
+                    progress = Progress(self._begin())
+                else:
+                    everyone = world.gather(progress, RE_FORMING)
+                    if assemble(self._job, everyone):
+                        progress = None if progress is None else replace(progress, holds=None)
+                        progress = self._catch_up(everyone, progress)
+                    else:
+                        progress = self._go_back(everyone)
+                    self._share_findings()
             except WorkerLost as lost:
                 planned, ended = False, world.worker_ids(lost.ranks)
                 continue
             env.tell_identity(world.rank, world.size, world.local_rank, world.local_size)
-            self._job.events.move(world.rank, told.generation)
-            self._record(told, begin, agreed, entered)
-            return None
+            self._job.events.move(world.rank, answer.generation)
+            now = time.perf_counter()
+            seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
+            self._record(answer, progress.steps, seconds)
+            return progress
 
-    def _record(self, view: Membership, begin: float, agreed: float, entered: float) -> None:
-        now = time.perf_counter()
+    def _record(self, membership: Membership, step: int, seconds: dict[str, float]) -> None:
         self._job.events.mark(
-            "recovered" if view.generation > 0 else "gathered",
-            step=self.standing.steps if self.standing else 0,
-            workers=[seat.worker for seat in view.members],
-            joined=list(view.joined),
-            lost=list(view.lost),
-            seconds=now - begin,
-            agreeing=agreed - begin,
-            entering=entered - agreed,
-            leveling=now - entered,
+            "recovered" if membership.generation > 0 else "gathered",
+            step=step,
+            workers=[member.worker for member in membership.members],
+            joined=list(membership.joined),
+            lost=list(membership.lost),
+            seconds=sum(seconds.values()),
+            **seconds,
         )
 
-    def _level(self, view: Membership) -> None:
-        most = max((seat.progress for seat in view.members if seat.progress is not None), default=None)
-        if most is None:
-            steps = self._begin()
-            self.standing = Progress(steps)
-            return
-        if not self._put_together():
-            return
-        donor = next(rank for rank, seat in enumerate(view.members) if seat.progress == most)
-        behind = [rank for rank, seat in enumerate(view.members) if seat.progress != most]
+    def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
+        """Send the state of the furthest worker to those that are behind it; returns the progress of this worker."""
+        keys = [None if one is None else one.key for one in everyone]
+        furthest = max(key for key in keys if key is not None)
+        sender = keys.index(furthest)
+        behind = [rank for rank, key in enumerate(keys) if key != furthest]
         if behind:
-            taken = transfer(self._job.world, donor, behind, self._load() if self._job.world.rank == donor else None)
-            if taken is not None:
-                self._take(taken)
-        self._share_what_was_learned()
+            snapshot = self._state.snapshot(progress.steps) if progress and self._job.world.rank == sender else None
+            sent = None if snapshot is None else StateBytes(snapshot.tensors, (snapshot.extra, progress))
+            received = transfer(self._job.world, sender, behind, sent)
+            if received is not None:
+                progress = self._take_over(received)
+        assert progress is not None
+        return progress
 
-    def _put_together(self) -> bool:
-        """Where each worker has a part of the state, give all the whole; if that cannot be, go back to a checkpoint.
+    def _take_over(self, received: StateBytes) -> Progress:
+        progress: Progress
+        extra, progress = received.rest
+        self._state.take(dict(received.tensors), files.from_tensor(extra))
+        return replace(progress, received=progress.steps)
 
-        Returns:
-            whether those that are behind still have to take the state of the most advanced worker.
-        """
-        own, world = self.standing, self._job.world
-        told = world.gather(None if own is None else (StateShard(own.steps, own.holds), own), "gathering anew")
-        parts = [None if one is None else one[0] for one in told]
-        if assemble(self._job, parts):
-            if own is not None:
-                own.holds = None
-            return True
-        furthest = max((one[1] for one in told if one is not None), key=lambda standing: standing.progress)
-        steps = go_back(self._job, self._checkpointer, self._state, parts)
-        if own is None:
-            self.taken = steps
-        self.standing = replace(furthest, steps=steps, again=max(furthest.again, furthest.steps), holds=None)
+    def _go_back(self, everyone: list[Progress | None]) -> Progress:
+        """Take the newest checkpoint on all workers, as there is no whole state any more."""
+        own = everyone[self._job.world.rank]
+        furthest = max((one for one in everyone if one is not None), key=lambda one: one.key)
+        steps = go_back(self._job, self._checkpointer, self._state, everyone)
         self._job.events.mark("went back", step=steps, steps=furthest.steps - steps)
-        self._share_what_was_learned()
-        return False
+        repeat_until = max(furthest.repeat_until, furthest.steps)
+        received = steps if own is None else own.received
+        return replace(furthest, steps=steps, repeat_until=repeat_until, holds=None, received=received)
 
-    def _share_what_was_learned(self) -> None:
+    def _share_findings(self) -> None:
         """What the first step finds out decides who sends what: after a loss in it all must know it, or none."""
         compute = self._job.compute
-        told = self._job.world.gather((compute.joins, self._changing_buffers()), "gathering anew")
-        compute.joins = next((joins for joins, _ in told if joins is not None), None)
-        live = [live for _, live in told if live is not None]
-        if live:
-            compute.buffers.settle(name for names in live for name in names)
+        buffers = compute.buffers
+        changing = list(buffers.agreed) if buffers.settled else None
+        everyone = self._job.world.gather((compute.joins, changing), RE_FORMING)
+        compute.joins = next((joins for joins, _ in everyone if joins is not None), None)
+        known = [changing for _, changing in everyone if changing is not None]
+        if known:
+            buffers.settle(name for names in known for name in names)
 
-    def _changing_buffers(self) -> list[str] | None:
-        """The buffers that the forward pass changes; none if the workers have not agreed on them yet."""
-        buffers = self._job.compute.buffers
-        return list(buffers.agreed) if buffers.settled else None
-
-    def _load(self) -> StateBytes:
-        assert self.standing is not None
-        snapshot = self._state.snapshot(self.standing.steps)
-        return StateBytes(snapshot.tensors, (snapshot.extra, self.standing))
-
-    def _take(self, load: StateBytes) -> None:
-        extra, self.standing = load.rest
-        self._state.take(dict(load.tensors), files.from_tensor(extra))
-        self.taken = self.standing.steps
-
-    def _part(self, parting: Departure) -> None:
-        """Out of the world; with the last checkpoint if this worker is to write it."""
+    def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:
+        """End this worker's part; with a last checkpoint if it is to write one for all."""
         self._job.world.become_single()
-        self._job.events.mark("parting", code=parting.code, reason=parting.reason)
-        standing = self.standing
-        if parting.save and standing is not None and standing.steps and self._checkpointer.enabled:
-            if standing.holds is None:
-                self._checkpointer.save(self._state, standing.steps)
+        self._job.events.mark("parting", code=departure.code, reason=departure.reason)
+        if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
+            if progress.holds is None:
+                self._checkpointer.save(self._state, progress.steps)
             else:  # a part of the model would be taken for the whole
-                self._job.events.mark("not saved", step=standing.steps)
+                self._job.events.mark("not saved", step=progress.steps)
+        if departure.code in (0, PREEMPTED):
+            raise SystemExit(departure.code)
+        raise WorkerLost(f"{departure.reason[:1].upper()}{departure.reason[1:]}.")
+
+    def prepare_to_leave(self) -> None:
+        """Before a planned :meth:`re_form`: end what others or a later writer of checkpoints would miss."""
+        world = self._job.world
+        if world.size > 1 and world.shared_memory is None and not world.alarmed:
+            with contextlib.suppress(WorkerLost):  # a closed connection may take with it what a peer has yet to read
+                world.gather(None, "leaving")
+        if world.leaving:
+            self._checkpointer.finish()  # another worker writes the next checkpoint

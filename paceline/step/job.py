@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from paceline.comm.world import World
-from paceline.data.feed import Feed
+from paceline.data.feed import Feed, Piece
 from paceline.data.order import Order
 from paceline.events import EventLog
 from paceline.settings import Settings
@@ -41,6 +41,29 @@ class Job:
     given: tuple[str, ...] = ()
     sparse: bool = False
     divides_update: bool = False
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This worker's pieces of the batch of one step.
+
+    Attributes:
+        step: the number of the step, from 0.
+        epoch: the epoch it belongs to, from 0.
+        samples: samples in the whole batch, over all workers.
+        last: whether it is the last batch of its epoch.
+        pieces: the microbatches that this worker computes.
+        waited: seconds spent to load them.
+        generation: of the workers for which they were loaded.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    last: bool
+    pieces: list[Piece]
+    waited: float
+    generation: int
 
 
 @dataclass(frozen=True)

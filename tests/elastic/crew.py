@@ -50,7 +50,7 @@ def await_joiner(session: paceline.Session) -> None:
     coordinator, members = session._job.world.coordinator, session._job.world._members
     assert coordinator is not None
     there = any(member.worker >= 3 for member in members) or (len(members) == 3 and coordinator.generation > 0)
-    if "ALONE" not in os.environ and session._loop.taken == 0 and not there:
+    if "ALONE" not in os.environ and session._loop.progress.received == 0 and not there:
         wait_until(lambda: coordinator.pending > coordinator.generation, "a worker that joins")
 
 

@@ -83,21 +83,24 @@ def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
     kill = {
         "before": "paceline.comm.rendezvous.coordinator_client.CoordinatorClient.greet = die",
-        "within": "paceline.recovery.recovery.Recovery._take = die",
+        "within": "paceline.recovery.recovery.Recovery._take_over = die",
         "after": "paceline.step.optimizer.Update.apply = die",
     }[point]
-    script = f"""
+    script = (
+        f"""
 import os
 import paceline.comm.rendezvous.coordinator_client, paceline.recovery.recovery, paceline.step.optimizer
 def die(*_):
     os.kill(os.getpid(), 9)
 if os.environ["PACELINE_WORKER"] == "3":
     if {point != "within"}:
-        paceline.training_loop.TrainingLoop._warm_up = lambda course: None
+        paceline.recovery.recovery.warm_up = lambda *_: lambda: None
     {kill}
-""" + JOINED.replace("import sys", "import sys, paceline.training_loop")
+"""
+        + JOINED
+    )
     plan = faults.kill(rank=1, step=2)
-    ran = run("import paceline.training_loop\n" + script, *ELASTIC, faults=plan, arguments=(4,))
+    ran = run(script, *ELASTIC, faults=plan, arguments=(4,))
     check(ran, undisturbed(JOINED, (4,)), 3 if point == "before" else 2)
     assert "SIGKILL" in ran.said or len(ran.launcher("lost")) >= 1
 

@@ -45,7 +45,7 @@ class CoordinatorClient:
         self._lost: dict[int, frozenset[int]] = {}
         self.broken = False
         self.on_alarm: Callable[[], None] = lambda: None
-        self.place: Callable[[], dict[str, Any]] = dict
+        self._status: Callable[[], dict[str, Any]] = dict
         self._told: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         host, _, port = address.rpartition(":")
@@ -146,6 +146,10 @@ class CoordinatorClient:
         self.generation = view.generation
         return view
 
+    def report(self, status: Callable[[], dict[str, Any]]) -> None:
+        """From now on report what this worker does, once a second; nothing if the status is empty."""
+        self._status = status
+
     def finish(self) -> None:
         """Say that the script has come to its end."""
         self._send({"type": "finished"})
@@ -179,7 +183,7 @@ class CoordinatorClient:
                 self._hear(message)
 
     def _beat(self) -> None:
-        place = self.place()
+        place = self._status()
         if place:
             self._send({"type": "place", "place": {**place, "line": line_of_script()}})
 

@@ -1,0 +1,45 @@
+"""What this worker does now, for hang detection."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from statistics import median
+from typing import Any
+
+from paceline.comm.world import World
+
+RE_FORMING = "re-forming"
+_RECENT_STEPS = 20
+
+
+class Activity:
+    """What this worker does now, and since when; reported to the coordinator by the thread of its client."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._now = "starting", time.monotonic(), False
+        self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
+
+    def begin(self, what: str, busy: bool = False) -> None:
+        """Something else begins; ``busy`` if it may well take long."""
+        self._now = what, time.monotonic(), busy
+
+    def step_done(self, seconds: float) -> None:
+        """A step took so long."""
+        self._step_seconds.append(seconds)
+
+    def status(self, step: int) -> dict[str, Any]:
+        """The fields of :class:`paceline.coordinator.hang_detection.Place` that a worker knows of itself."""
+        what, since, busy = self._now
+        awaited, asked = self._world.awaited
+        if awaited:
+            what, since = self._world.doing(), asked
+        return {
+            "step": step,
+            "doing": what,
+            "waits": bool(awaited) or what == RE_FORMING,
+            "busy": busy,
+            "since": time.monotonic() - since,
+            "step_seconds": median(self._step_seconds) if self._step_seconds else None,
+        }
