@@ -42,7 +42,7 @@ class TrainingLoop:
         job: what is trained; its workers have not met yet.
         facts: on which all workers must agree.
         state: of the training.
-        checkpointer: of checkpoints.
+        checkpointer: saves and loads checkpoints.
         resume: the checkpoint to start from, if any.
 
     Attributes:

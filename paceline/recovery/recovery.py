@@ -47,7 +47,7 @@ class Recovery:
         job: what is trained, and with whom.
         coordinator: tells who the members are.
         state: what workers that are behind receive.
-        checkpointer: of checkpoints.
+        checkpointer: saves and loads checkpoints.
         begin: called when nobody has a state yet; returns the number of steps done.
     """
 
