@@ -8,14 +8,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkpoints.py bench/accuracy.py bench/stragglers bench/pipeline
 
+# Two at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test check bench docs format clean
+.PHONY: help demo test test-slow test-all check bench docs format clean
 
 help:
 	@echo 'make demo     train a small model on 1, 2 and more workers and compare the results'
-	@echo 'make test     run the tests'
+	@echo 'make test     run the tests but the slow ones'
+	@echo 'make test-all run all tests'
 	@echo 'make check    formatting, lint, types, import rules'
 	@echo 'make bench    measure against other libraries'
 	@echo 'make docs     build the documentation into site/'
@@ -26,7 +30,12 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/paceline demo
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	$(PYTEST) -m 'not slow'
+
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

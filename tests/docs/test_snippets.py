@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from fork_server import PACELINE, Command, ForkServer
 
 import paceline
 from paceline import config, errors
@@ -27,24 +25,6 @@ NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
 
-# For each page a process, forked after the import of torch, runs its blocks in one namespace.
-RUNNER = """
-import json, os, sys
-import torch._dynamo, paceline.session
-for page, (folder, blocks) in json.load(sys.stdin).items():
-    child = os.fork()
-    if child == 0:
-        os.chdir(folder)
-        output = os.open("output", os.O_WRONLY | os.O_CREAT)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        namespace = {"__name__": "__main__"}
-        for line, source in blocks:
-            exec(compile("\\n" * line + source, page, "exec"), namespace)
-        break
-    print(page, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
 
 def snippets(page: Path) -> list[tuple[int, str]]:
     """The Python of a page that runs: lines before it, source."""
@@ -59,26 +39,14 @@ def snippets(page: Path) -> list[tuple[int, str]]:
     return found
 
 
-def run(command: list[str], cwd: Path, given: str = "") -> subprocess.CompletedProcess[str]:
-    """Run Python with the package that is tested, and nothing of a launcher around."""
+def clean_environment() -> dict[str, str]:
+    """That of a shell that has the package that is tested, and nothing of a launcher around."""
     clean = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith("PACELINE_") and name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     }
-    package = str(Path(paceline.__file__).parents[1])
-    environment = {**clean, "PYTHONPATH": package, "COLUMNS": "200", "NO_COLOR": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environment,
-        input=given,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-        timeout=240,
-    )
+    return {**clean, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "NO_COLOR": "1"}
 
 
 def anchors(page: Path) -> set[str]:
@@ -90,21 +58,18 @@ def anchors(page: Path) -> set[str]:
 WITH_SNIPPETS = [page.name for page in PAGES if snippets(page)]
 
 
-@pytest.fixture(scope="module")
-def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """For each page with Python: the exit code of running it, and what it printed."""
-    folders = {page.name: tmp_path_factory.mktemp(page.stem) for page in PAGES if snippets(page)}
-    given = {page.name: (str(folders[page.name]), snippets(page)) for page in PAGES if snippets(page)}
-    shown = run(["-c", RUNNER], tmp_path_factory.getbasetemp(), json.dumps(given))
-    assert shown.returncode == 0, shown.stdout
-    codes = dict(line.rsplit(" ", 1) for line in shown.stdout.splitlines())
-    return {name: (codes[name], (folder / "output").read_text()) for name, folder in folders.items()}
-
-
-@pytest.mark.parametrize("page", WITH_SNIPPETS)
-def test_snippets_run(page: str, ended: dict[str, tuple[str, str]]) -> None:
-    code, output = ended[page]
-    assert code == "0", output
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+def test_snippets_run(page: Path, fork_server: ForkServer, tmp_path: Path) -> None:
+    """All of a page in one process and in one namespace, in the lines in which they stand on the page."""
+    lines = [""] * len(page.read_text().splitlines())
+    for before, source in snippets(page):
+        lines[before : before + len(source.splitlines())] = source.splitlines()
+    script, output = tmp_path / f"{page.stem}.py", tmp_path / "output"
+    script.write_text("\n".join(lines))
+    folder = tmp_path / "work"
+    folder.mkdir()
+    code = fork_server.run(Command((str(script),), clean_environment(), output, output, folder), 120)
+    assert code == 0, output.read_text()
 
 
 def test_pages_with_snippets_are_found() -> None:
@@ -168,12 +133,13 @@ def test_every_error_is_described_with_its_exit_code() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_is_on_the_page_of_the_command_line(command: str, tmp_path: Path) -> None:
-    shown = run(["-m", "paceline.cli.main", command, "--help"], tmp_path)
-    assert shown.returncode == 0, shown.stdout
+def test_every_option_is_on_the_page_of_the_command_line(command: str, fork_server: ForkServer, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    asked = Command((*PACELINE, command, "--help"), clean_environment(), output, output, tmp_path)
+    assert fork_server.run(asked, 60) == 0, output.read_text()
     section = re.search(rf"^## paceline {command}\n(.*?)(?=^## |\Z)", (ROOT / "docs/cli.md").read_text(), re.M | re.S)
     assert section is not None
-    options = set(OPTION.findall(shown.stdout.partition("Options:")[2])) - {"--help"}
+    options = set(OPTION.findall(output.read_text().partition("Options:")[2])) - {"--help"}
     assert options
     missing = {option for option in options if f"`{option}" not in section[1]}
     assert not missing

@@ -8,13 +8,13 @@ import importlib
 import os
 import re
 import struct
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from fork_server import PACELINE, Command, ForkServer
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -31,23 +31,21 @@ MOST_CHANGES = {"mlp": (4, 8), "convnet": (9, 16), "gpt": (9, 16)}
 needs_mnist = pytest.mark.skipif(not MNIST.is_dir(), reason=f"MNIST's test files are not in {MNIST}")
 
 
-def output_of(*command: object, **variables: str) -> str:
+Output = Callable[..., str]
+
+
+@pytest.fixture
+def output_of(fork_server: ForkServer, tmp_path: Path) -> Output:
     """What a Python command prints; it must succeed."""
-    ended = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended.stdout
 
+    def run(*command: object, **variables: str) -> str:
+        out, err = tmp_path / "out", tmp_path / "err"
+        words = tuple(map(str, command))
+        code = fork_server.run(Command(words, os.environ | variables, out, err, tmp_path), 120)
+        assert code == 0, out.read_text() + err.read_text()
+        return out.read_text()
 
-def on_workers(workers: int, runs: Path, *command: object) -> str:
-    return output_of(
-        "-m", "paceline.cli.main", "run", "-n", workers, "--set", "exact=true", "--runs-dir", runs, *command
-    )
+    return run
 
 
 def fingerprint(output: str) -> str:
@@ -68,19 +66,21 @@ def arguments(tmp_path: Path) -> dict[str, list[object]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_plain_script(name: str, arguments: dict[str, list[object]]) -> None:
+def test_plain_script(name: str, arguments: dict[str, list[object]], output_of: Output) -> None:
     output = output_of(EXAMPLES / f"{name}_plain.py", *arguments[name])
     assert re.search(r"test accuracy|validation loss", output)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_output_on_any_number_of_workers(name: str, arguments: dict[str, list[object]], tmp_path: Path) -> None:
+def test_same_output_on_any_number_of_workers(
+    name: str, arguments: dict[str, list[object]], output_of: Output, tmp_path: Path
+) -> None:
     """Also when the model is cut into as many stages."""
     script = EXAMPLES / f"{name}.py"
     alone = output_of(script, *arguments[name], PACELINE_EXACT="true")
     for strategy in ("allreduce", "pipeline"):
-        choice = "--set", f"strategy={strategy}"
-        together = on_workers(WORKERS[name], tmp_path / "runs", *choice, script, *arguments[name])
+        choice = "--set", f"strategy={strategy}", "--set", "exact=true", "--runs-dir", tmp_path / "runs"
+        together = output_of(*PACELINE, "run", "-n", WORKERS[name], *choice, script, *arguments[name])
         assert fingerprint(together) == fingerprint(alone)
         assert together.count("fingerprint") == 1, "one worker prints"
         assert together.replace("[rank 0] ", "") == alone
@@ -119,7 +119,7 @@ def test_a_session_replaces_the_training_only(name: str) -> None:
 
 
 @needs_mnist
-def test_mnist() -> None:
+def test_mnist(output_of: Output) -> None:
     assert accuracy(output_of(EXAMPLES / "mlp.py", MNIST, "--epochs", 1)) > 85
 
 
