@@ -1,1 +1,1 @@
-"""The state of a run: what belongs to it, its hash, its files."""
+"""Save the state of a run, and resume from it."""

@@ -1,4 +1,4 @@
-"""A thread that saves while training goes on: one save at a time, and no error is lost."""
+"""A background thread for saves: one at a time, and no error is lost."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable
 
-_all: set[Background] = set()
+_instances: set[Background] = set()
 
 
 class Background:
-    """Runs one piece of work at a time beside the training thread."""
+    """Run one job at a time beside the training thread."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -20,34 +20,34 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether work is being done now."""
+        """Whether a job is running."""
         return self._thread is not None and self._thread.is_alive()
 
-    def start(self, work: Callable[[], None]) -> None:
-        """Begin; what was begun before is waited for first.
+    def start(self, job: Callable[[], None]) -> None:
+        """Start a job, after waiting for the one before.
 
         Raises:
-            what the work before raised.
+            the error of the job before.
         """
         self.finish()
-        if self not in _all:
-            _all.add(self)
-            _before_the_end(self._finish_at_the_end)
-        self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-checkpoint", daemon=True)
+        if self not in _instances:
+            _instances.add(self)
+            _at_exit(self._finish_at_exit)
+        self._thread = threading.Thread(target=self._run, args=(job,), name="paceline-checkpoint", daemon=True)
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait until the work is done.
+        """Wait for the job.
 
         Raises:
-            what it raised; once.
+            its error, once.
         """
         if self._thread is not None:
             self._thread.join()
         self.check()
 
     def check(self) -> None:
-        """Raise what finished work raised, once; does not wait."""
+        """Raise the error of a finished job, once; do not wait."""
         if self._thread is None or self._thread.is_alive():
             return
         self._thread = None
@@ -56,32 +56,32 @@ class Background:
             raise error
 
     def join(self, seconds: float) -> None:
-        """Wait for so long at the most; an error stays for :meth:`check`."""
+        """Wait for at most ``seconds``; an error stays for :meth:`check`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None]) -> None:
         try:
-            work()
-        except BaseException as error:  # noqa: BLE001 - raised in the thread that asks
+            job()
+        except BaseException as error:  # noqa: BLE001 - raised in the training thread
             self._error = error
 
-    def _finish_at_the_end(self) -> None:
+    def _finish_at_exit(self) -> None:
         try:
             self.finish()
-        except Exception as error:  # noqa: BLE001 - nobody is left who could catch it
-            sys.excepthook(type(error), error, error.__traceback__)  # the session's ends with its exit code
+        except Exception as error:  # noqa: BLE001 - no caller is left to catch it
+            sys.excepthook(type(error), error, error.__traceback__)  # the session's hook sets the exit code
 
 
 def join_all(seconds: float = threading.TIMEOUT_MAX) -> None:
-    """Wait for all work under way in this process, for so many seconds at the most; errors stay to be raised."""
-    until = time.monotonic() + seconds
-    for one in list(_all):
-        one.join(max(0.0, min(until - time.monotonic(), threading.TIMEOUT_MAX)))
+    """Wait for all jobs of this process, for at most ``seconds``; errors stay to be raised."""
+    deadline = time.monotonic() + seconds
+    for background in list(_instances):
+        background.join(max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
 
 
-def _before_the_end(call: Callable[[], None]) -> None:
-    """Call this when the script has ended, while threads can still be started: object stores need them.
+def _at_exit(call: Callable[[], None]) -> None:
+    """Call this when the script has ended but threads can still be started, as clients of object stores need.
 
     ``atexit`` is too late for that; ``concurrent.futures`` uses the same hook.
     """

@@ -1,4 +1,4 @@
-"""When to save, and how to go on from what was saved."""
+"""When to save, and how to resume."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ _GOOD, _DAMAGED, _REFUSED = "good", "damaged", "refused"
 
 
 class Checkpointer:
-    """Keeps the state of one run in checkpoints.
+    """Save and restore the state of one run.
 
-    Rank 0 writes: the worker that has this rank at that moment.
+    Only rank 0 writes: the worker that has this rank at that moment.
 
     Args:
         world: the workers.
         settings: where, how often, how many.
-        folder: where checkpoints go unless the settings say so.
-        events: where to record what was done.
+        folder: where checkpoints go unless the settings name a directory.
+        events: the event log.
 
     Attributes:
-        last: the newest good checkpoint that this worker wrote or went on from, and its step.
+        last: location and step of the newest good checkpoint that this worker wrote or resumed from.
 
     Raises:
-        CheckpointError: checkpoints are to be saved, but not said where.
-        ConfigError: the URL of the folder needs something that is not installed.
+        CheckpointError: ``checkpoint.every`` is set, but there is no directory.
+        ConfigError: a package that the URL needs is not installed.
     """
 
     def __init__(self, world: World, settings: CheckpointSettings, folder: Path | None, events: EventLog) -> None:
@@ -48,215 +48,217 @@ class Checkpointer:
         self._settings = settings
         self._events = events
         self._background = Background()
-        self._staging = HostBuffers()
+        self._buffers = HostBuffers()
         self._interval = Interval(settings.mtbf_hours * 3600)
         self._measured: tuple[float, float] | None = None
         self.last: tuple[Path | str, int] | None = None
-        place = settings.directory or folder
-        self._folder = None if place is None else locations.storage_at(place)
-        if settings.every and self._folder is None:
-            raise CheckpointError("checkpoint.every is set but not where to save: set checkpoint.directory.")
+        location = settings.directory or folder
+        self._storage = None if location is None else locations.storage_at(location)
+        if settings.every and self._storage is None:
+            raise CheckpointError("checkpoint.every is set, but there is no directory: set checkpoint.directory.")
 
     @property
     def enabled(self) -> bool:
-        """Whether there is somewhere to save to."""
-        return self._folder is not None
+        """Whether there is a place to save to."""
+        return self._storage is not None
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be taken now; to be called once after each step.
+        """Whether to save now. Call this once after each step.
 
-        With ``checkpoint.every = "auto"`` rank 0 decides alone, by its own clock, as it alone writes. Were all to
-        write, it would have to tell them.
+        With ``checkpoint.every = "auto"`` rank 0 decides by its own clock, without the others, as only rank 0 writes.
 
         Raises:
-            CheckpointError: the save before, in the background, has failed.
+            CheckpointError: the last save in the background failed.
         """
-        self._heed(self._background.check)
+        self._raise_if_writer(self._background.check)
         if self._settings.every != "auto":
             return self._settings.every is not None and step % self._settings.every == 0
         self._interval.step()
-        self._take_in_measurement()
+        self._update_interval()
         return self._world.rank == 0 and self._interval.due(step)
 
     def save(self, state: TrainingState, step: int) -> Path | str:
-        """Write a checkpoint and wait until it is in its place; rank 0 does, the others go on.
+        """Write a checkpoint and wait for it on rank 0; the other ranks do not wait.
 
         Raises:
-            CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
+            CheckpointError: there is no directory, or this save or the last one in the background failed.
         """
-        folder = self._somewhere()
+        storage = self._require_storage()
         begin = time.perf_counter()
         self.finish()
         if self._world.rank == 0:
-            self._write(folder, state.snapshot(step), begin, None)
-            self._interval.begun(step)
-        return folder.location(manifest.name_of(step))
+            self._write(storage, state.snapshot(step), begin, None)
+            self._interval.reset(step)
+        return storage.location(manifest.name_of(step))
 
     def begin_save(self, state: TrainingState, step: int) -> None:
-        """Copy the state to host memory, and let a thread write it while training goes on; only rank 0 does.
+        """Copy the state to host memory on rank 0, and write it in the background.
 
-        A save that is still under way is waited for.
+        Waits for a save that is still running.
 
         Raises:
-            CheckpointError: there is nowhere to save to, or the save before has failed.
+            CheckpointError: there is no directory, or the last save failed.
         """
         if not self._settings.background:
             self.save(state, step)
             return
-        folder = self._somewhere()
+        storage = self._require_storage()
         begin = time.perf_counter()
         self.finish()
         if self._world.rank == 0:
-            snapshot = self._staging.copy(state.snapshot(step))
+            snapshot = self._buffers.copy(state.snapshot(step))
             stall = time.perf_counter() - begin
-            self._background.start(lambda: self._write(folder, snapshot, begin, stall))
-            self._interval.begun(step)
+            self._background.start(lambda: self._write(storage, snapshot, begin, stall))
+            self._interval.reset(step)
 
     def finish(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save in the background.
 
         Raises:
             CheckpointError: it failed.
         """
-        self._heed(self._background.finish)
+        self._raise_if_writer(self._background.finish)
 
-    def _heed(self, ask: Callable[[], None]) -> None:
-        """Raise the error of a save, but not that of a worker which was dropped in the middle of it and came back.
+    def _raise_if_writer(self, check: Callable[[], None]) -> None:
+        """Raise the error of a save on rank 0 only.
 
-        It is not the one that writes any more.
+        A worker that was dropped during a save and came back may have another rank: it is not the writer any more.
         """
         try:
-            ask()
+            check()
         except CheckpointError as error:
             if self._world.rank == 0:
                 raise
-            _log.warning("%s Another worker writes now.", error)
+            _log.warning("%s Another worker writes checkpoints now.", error)
 
-    def _write(self, folder: Storage, snapshot: Snapshot, begin: float, stall: float | None) -> None:
-        """Write, record, and remove what is to go; ``stall``: seconds that training stood still, none: all the time."""
+    def _write(self, storage: Storage, snapshot: Snapshot, begin: float, stall: float | None) -> None:
+        """Write a checkpoint, record it, and remove old ones; ``stall`` in seconds, none: training waits for all."""
         name = manifest.name_of(snapshot.step)
-        facts = {"step": snapshot.step, "path": str(folder.location(name)), "bytes": snapshot.bytes}
+        fields = {"step": snapshot.step, "path": str(storage.location(name)), "bytes": snapshot.bytes}
         try:
-            place = save.save(folder, snapshot)
+            location = save.save(storage, snapshot)
         except CheckpointError as error:
-            self._events.mark("checkpoint-failed", **facts, reason=str(error))
+            self._events.mark("checkpoint-failed", **fields, reason=str(error))
             raise
-        self.last = place, snapshot.step
-        save.retain(folder, name, self._settings.keep, self._settings.keep_hours)
+        self.last = location, snapshot.step
+        save.retain(storage, name, self._settings.keep, self._settings.keep_hours)
         seconds = time.perf_counter() - begin
         stall = seconds if stall is None else stall
-        self._events.mark("checkpoint", **facts, stall=stall, seconds=seconds)
+        self._events.mark("checkpoint", **fields, stall=stall, seconds=seconds)
         self._measured = stall, seconds
 
-    def _take_in_measurement(self) -> None:
+    def _update_interval(self) -> None:
         measured, self._measured = self._measured, None
         if measured is None:
             return
-        self._interval.measured(*measured)
-        news = self._interval.news()
-        if news is not None:
-            _log.info(news["text"])
-            self._events.mark("checkpoint-interval", **news)
+        self._interval.add_save(*measured)
+        decision = self._interval.decision()
+        if decision is not None:
+            _log.info(decision["text"])
+            self._events.mark("checkpoint-interval", **decision)
 
-    def _somewhere(self) -> Storage:
-        if self._folder is None:
-            raise CheckpointError("There is nowhere to save to: set checkpoint.directory, or start with paceline run.")
-        return self._folder
+    def _require_storage(self) -> Storage:
+        if self._storage is None:
+            raise CheckpointError(
+                "There is no directory for checkpoints: set checkpoint.directory, or start with paceline run."
+            )
+        return self._storage
 
     def resume(self, state: TrainingState, resume: str | None) -> int:
-        """Load the checkpoint that ``resume`` asks for; returns the step to go on from, 0 for a fresh start.
+        """Load the checkpoint that ``resume`` names; return its step, 0 for a fresh start.
 
-        All workers take the same: with ``auto`` the newest one that every worker can read.
+        All workers load the same one: with ``auto`` the newest that every worker can read.
 
         Raises:
-            CheckpointError: it cannot be used, or the folder holds another run's checkpoints and none was asked for.
+            CheckpointError: it cannot be used, or ``resume`` is none and the directory holds another run's checkpoints.
         """
         self.finish()
         join_all()  # another session of this process may still be writing what is to be read
         if resume is None:
             self._refuse_leftovers()
             return 0
-        found = self._world.gather(load.find(resume, self._folder), "start")[0]  # what rank 0 sees
-        passed: dict[Path | str, str] = {}
-        for place in found:
-            content, reason = self._read_together(state, place)
+        found = self._world.gather(load.find(resume, self._storage), "start")[0]  # what rank 0 sees
+        skipped: dict[Path | str, str] = {}
+        for location in found:
+            content, reason = self._read_together(state, location)
             if content is not None:
                 if resume != "auto":
-                    self._refuse_later(place)
-                self._set_aside(passed)
-                return self._go_on(state, place, content)
+                    self._refuse_later(location)
+                self._set_aside(skipped)
+                return self._restore(state, location, content)
             if resume != "auto":
                 raise CheckpointError(reason)
-            passed[place] = reason
-        if passed:
+            skipped[location] = reason
+        storage = self._require_storage()
+        if skipped:
             raise CheckpointError(
-                f"No checkpoint in {self._somewhere().location()} can be used. {' '.join(passed.values())} "
+                f"No checkpoint in {storage.location()} can be used. {' '.join(skipped.values())} "
                 f"Remove them to start from the beginning."
             )
-        _log.info("resume: no checkpoint in %s yet, starting from the beginning", self._somewhere().location())
+        _log.info("resume: no checkpoint in %s yet, starting from the beginning", storage.location())
         return 0
 
-    def _go_on(self, state: TrainingState, place: Path | str, content: Content) -> int:
-        step = state.put(place, content)
-        self.last = place, step
-        self._interval.begun(step)
-        _log.info("resumed from %s at step %d", place, step)
-        self._events.mark("resume", step=step, path=str(place))
+    def _restore(self, state: TrainingState, location: Path | str, content: Content) -> int:
+        step = state.restore(location, content)
+        self.last = location, step
+        self._interval.reset(step)
+        _log.info("resumed from %s at step %d", location, step)
+        self._events.mark("resume", step=step, path=str(location))
         return step
 
-    def _read_together(self, state: TrainingState, place: Path | str) -> tuple[Content | None, str]:
-        """What is in a checkpoint, or why it is damaged for one of the workers, and so for all.
+    def _read_together(self, state: TrainingState, location: Path | str) -> tuple[Content | None, str]:
+        """The content of a checkpoint, or why it is damaged for one of the workers, and so for all.
 
         Raises:
             CheckpointError: a worker refuses it.
         """
         content, kind, reason = None, _GOOD, ""
         try:
-            content = load.read(place, state.check)
+            content = load.read(location, state.check)
         except DamagedError as error:
             kind, reason = _DAMAGED, str(error)
         except CheckpointError as error:
             kind, reason = _REFUSED, str(error)
-        told = self._world.gather((kind, reason), f"reading {place}")
+        results = self._world.gather((kind, reason), f"reading {location}")
         for wanted in (_REFUSED, _DAMAGED):
-            reasons = {rank: why for rank, (what, why) in enumerate(told) if what == wanted}
+            reasons = {rank: why for rank, (what, why) in enumerate(results) if what == wanted}
             if not reasons:
                 continue
             rank, first = next(iter(reasons.items()))
-            alone = f"rank {rank}: " if len(reasons) < len(told) else ""
+            prefix = f"rank {rank}: " if len(reasons) < len(results) else ""
             if wanted == _REFUSED:
-                raise CheckpointError(reason if kind == _REFUSED else alone + first)
-            return None, alone + first
+                raise CheckpointError(reason if kind == _REFUSED else prefix + first)
+            return None, prefix + first
         return content, ""
 
     def _set_aside(self, damaged: dict[Path | str, str]) -> None:
-        """Report the checkpoints that were passed over, and take them out of the way of later saves."""
+        """Report the checkpoints that were skipped, and rename them, out of the way of later saves."""
         if self._world.rank != 0:
             return
-        for place, reason in damaged.items():
-            folder = self._somewhere()
-            now = folder.set_aside(locations.split(place)[1])
-            _log.warning("%s It is passed over, and now called %s.", reason, now)
-            self._events.mark("checkpoint-damaged", path=str(place), reason=reason, now=str(now))
+        for location, reason in damaged.items():
+            now = self._require_storage().set_aside(locations.split(location)[1])
+            _log.warning("%s Skipped it, and renamed it to %s.", reason, now)
+            self._events.mark("checkpoint-damaged", path=str(location), reason=reason, now=str(now))
 
-    def _refuse_later(self, place: Path | str) -> None:
-        """Going on from an earlier step beside later ones would mix two courses of training in one folder."""
-        above, name = locations.split(place)
-        if self._folder is None or not locations.same(above, self._folder.location()):
+    def _refuse_later(self, location: Path | str) -> None:
+        """Refuse to resume from an earlier step than the newest: the directory would mix two histories."""
+        parent, name = locations.split(location)
+        if self._storage is None or not locations.same(parent, self._storage.location()):
             return
-        newest = next(iter(load.complete(self._folder)), name)
+        newest = next(iter(load.complete(self._storage)), name)
         if newest != name:
             raise CheckpointError(
-                f"The checkpoint folder holds {newest}, later than {name}, from which this run is to go on. "
+                f"The checkpoint folder holds {newest}, later than {name}, from which this run would resume. "
                 f"Choose another checkpoint.directory, or remove the later ones."
             )
 
     def _refuse_leftovers(self) -> None:
-        """A new run must not mix its checkpoints with those of another one; all workers look before anyone writes."""
-        there = load.complete(self._folder) if self._folder else []
-        found = self._world.gather(str(self._folder.location(there[0])) if self._folder and there else "", "start")[0]
+        """Refuse to mix the checkpoints of two runs; all workers look before anyone writes."""
+        names = load.complete(self._storage) if self._storage else []
+        first = str(self._storage.location(names[0])) if self._storage and names else ""
+        found = self._world.gather(first, "start")[0]
         if found:
             raise CheckpointError(
-                f"The checkpoint folder already holds {found} of an earlier run. Set resume='auto' to go on from it, "
+                f"The checkpoint folder already holds {found} of an earlier run. Set resume='auto' to resume from it, "
                 f"or choose another checkpoint.directory."
             )

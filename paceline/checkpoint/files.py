@@ -1,7 +1,7 @@
-"""The files of tensors, through torch.distributed.checkpoint.
+"""The tensor files of a checkpoint, through torch.distributed.checkpoint.
 
-The planner and the storage are called one by one, as ``torch.distributed.checkpoint.save`` does in a single process:
-that function itself warns of the single process, and a warning cannot be held back in one thread alone.
+Planner and storage are called directly, as ``torch.distributed.checkpoint.save`` calls them in a single process. That
+function warns about the single process, and a warning cannot be suppressed in one thread alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 EXTRA = "extra"
-"""The name under which everything that is no tensor is stored, as bytes."""
+"""Name of the tensor that holds the rest of the state, pickled."""
 
 
 def write(writer: StorageWriter, state: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors by name; one process does."""
+    """Write named tensors from one process."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), writer.storage_meta(), is_coordinator=True)
     writer.set_up_storage_writer(True)
@@ -31,7 +31,7 @@ def write(writer: StorageWriter, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def read(reader: StorageReader, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of these names; every process reads for itself."""
+    """Read the tensors with these names; each process reads on its own."""
     metadata = reader.read_metadata()
     known = metadata.state_dict_metadata
     state: dict[str, Any] = {
@@ -48,19 +48,19 @@ def read(reader: StorageReader, names: Iterable[str]) -> dict[str, torch.Tensor]
 
 
 def as_tensor(value: Any) -> torch.Tensor:
-    """Anything that can be pickled, as bytes."""
+    """Pickle a value into a tensor of bytes."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def from_tensor(stored: torch.Tensor) -> Any:
-    """The value that :func:`as_tensor` was given."""
+    """Unpickle what :func:`as_tensor` returned."""
     return torch.load(io.BytesIO(stored.numpy().tobytes()), weights_only=False)
 
 
 def reason_of(error: BaseException) -> str:
-    """The first cause of an error, in one line."""
+    """The root cause of an error, in one line."""
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -1,13 +1,13 @@
-"""How often to save when nobody says: as often as is worth it.
+"""How often to save with ``checkpoint.every = "auto"``.
 
-A save costs training its stall; a failure costs what was done since the last save. Both together are least at about
+A save costs its stall; a failure costs the work since the last save. Their sum is least at about
 
     interval = sqrt(2 * stall * MTBF)
 
-(Young 1974, "A first order approximation to the optimum checkpoint interval"). Used here is the refinement of Daly
-2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37. That the background
-thread writes on after the stall makes every failure cost the same time more, so it does not move the optimum; but no
-save can begin before the one before has ended, so the whole time of a save is the least interval.
+(Young 1974, "A first order approximation to the optimum checkpoint interval"). The code uses the refinement of Daly
+2006, "A higher order estimate of the optimum checkpoint interval for restart dumps", equation 37. The time that the
+background thread writes after the stall adds a constant to the cost of each failure, so it does not move the optimum.
+But a save cannot begin before the last one has ended, so the duration of a save is a lower bound of the interval.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from collections.abc import Callable
 from statistics import median
 
 FIRST = 10
-"""Steps until the first save, which shows what a save costs."""
-_SAVES = 5
-_STEPS = 64
+"""Steps before the first save, which measures what a save costs."""
+_SAVES = 5  # medians are over so many saves
+_STEPS = 64  # and steps
 _NOTABLE = 1.2
 
 
 def best_interval(cost: float, mtbf: float) -> float:
-    """Seconds of training from one save to the next that lose the least time.
+    """The interval in seconds that loses the least time.
 
     Args:
-        cost: seconds that a save keeps training from its work.
+        cost: seconds that a save stalls training.
         mtbf: mean seconds between two failures of the run.
     """
     if cost >= 2 * mtbf:
@@ -39,11 +39,11 @@ def best_interval(cost: float, mtbf: float) -> float:
 
 
 class Interval:
-    """The number of steps between saves, from what steps and saves were measured to take.
+    """The number of steps between saves, from the measured times of steps and saves.
 
     Args:
         mtbf: mean seconds between two failures of the run.
-        clock: tells seconds.
+        clock: returns seconds.
     """
 
     def __init__(self, mtbf: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -52,24 +52,24 @@ class Interval:
         self._step_times: deque[float] = deque(maxlen=_STEPS)
         self._stalls: deque[float] = deque(maxlen=_SAVES)
         self._totals: deque[float] = deque(maxlen=_SAVES)
-        self._before: float | None = None
+        self._last_end: float | None = None
         self._saved_at = 0
-        self._told = 0
+        self._announced = 0
 
     def step(self) -> None:
-        """A step has ended."""
+        """Note the end of a step."""
         now = self._clock()
-        if self._before is not None:
-            self._step_times.append(now - self._before)
-        self._before = now
+        if self._last_end is not None:
+            self._step_times.append(now - self._last_end)
+        self._last_end = now
 
-    def begun(self, step: int) -> None:
-        """A save was begun after this step, or training begins with it; training goes on now."""
+    def reset(self, step: int) -> None:
+        """Count from this step on: a save was started after it, or training was resumed at it."""
         self._saved_at = step
-        self._before = self._clock()
+        self._last_end = self._clock()
 
-    def measured(self, stall: float, total: float) -> None:
-        """What a save took: seconds that training stood still, and seconds in all."""
+    def add_save(self, stall: float, total: float) -> None:
+        """Add a measured save: seconds that training stalled, and seconds in all."""
         self._stalls.append(stall)
         self._totals.append(total)
 
@@ -84,16 +84,20 @@ class Interval:
             return FIRST
         return max(1, math.ceil(self._seconds() / max(median(self._step_times), 1e-9)))
 
-    def news(self) -> dict[str, object] | None:
-        """The interval and its reason, when it is new or has changed by a fifth."""
+    def decision(self) -> dict[str, object] | None:
+        """The interval and its reason, if it is new or has changed by 20 %."""
         steps = self.steps
-        if not self._stalls or not self._step_times or max(steps, self._told) < _NOTABLE * min(steps, self._told):
+        if (
+            not self._stalls
+            or not self._step_times
+            or max(steps, self._announced) < _NOTABLE * min(steps, self._announced)
+        ):
             return None
-        self._told = steps
+        self._announced = steps
         stall, total, hours = median(self._stalls), median(self._totals), self._mtbf / 3600
         reason = f"a save stalls training for {_short(stall)} s, one failure in {hours:g} h expected (Young/Daly)"
         if self._seconds() == total:
-            reason += f", and takes {_short(total)} s, which is the least"
+            reason += f", and takes {_short(total)} s, the lower bound"
         seconds = steps * median(self._step_times)
         text = f"checkpoint every {steps} step{'s' if steps > 1 else ''} ({_short(seconds)} s): {reason}"
         return {"steps": steps, "interval": seconds, "stall": stall, "total": total, "mtbf_hours": hours, "text": text}

@@ -1,4 +1,4 @@
-"""Reading a checkpoint, on any number of workers."""
+"""Read a checkpoint, on any number of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Content:
-    """What was read: the manifest, the tensors by name, and what else was saved."""
+    """A checkpoint in memory: the manifest, the tensors by name, and the rest of the state."""
 
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
@@ -31,66 +31,66 @@ def find(resume: str, storage: Storage | None) -> list[Path | str]:
     """The checkpoints that ``resume`` names: one, or for ``auto`` all in the storage, the newest first.
 
     Raises:
-        CheckpointError: there is no folder to look in, or one cannot look into it.
+        CheckpointError: there is no storage, or it cannot be listed.
     """
     if resume == "auto":
         if storage is None:
-            raise CheckpointError("resume='auto' needs to know where checkpoints are: set checkpoint.directory.")
+            raise CheckpointError("resume='auto' needs a directory with checkpoints: set checkpoint.directory.")
         return [storage.location(name) for name in complete(storage)]
-    there = locations.storage_at(resume)
-    inside = complete(there)
-    return [there.location(inside[0]) if inside else there.location()]
+    named = locations.storage_at(resume)
+    names = complete(named)
+    return [named.location(names[0]) if names else named.location()]
 
 
 def complete(storage: Storage) -> list[str]:
     """The names of the complete checkpoints in a storage, the newest first.
 
     Raises:
-        CheckpointError: one cannot look into it.
+        CheckpointError: it cannot be listed.
     """
     try:
         return storage.complete()
     except Exception as error:  # each kind of store has errors of its own
-        raise CheckpointError(f"{storage.location()} cannot be looked into: {files.reason_of(error)}.") from error
+        raise CheckpointError(f"{storage.location()} cannot be listed: {files.reason_of(error)}.") from error
 
 
-def read(place: Path | str, check: Callable[[Path | str, Manifest], None]) -> Content:
+def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) -> Content:
     """Read a checkpoint.
 
     Args:
-        place: where it is.
-        check: is given the manifest before the rest is read, and may refuse it.
+        location: its path or URL.
+        check: is called with the manifest before the rest is read, and may raise.
 
     Raises:
         Damaged: it is incomplete, or not what was written.
         CheckpointError: it is of another format, or was refused.
     """
-    above, name = locations.split(place)
-    storage = locations.storage_at(above)
+    parent, name = locations.split(location)
+    storage = locations.storage_at(parent)
     try:
         text = storage.manifest(name)
     except UnicodeDecodeError as error:
-        raise DamagedError(f"{place}/{manifests.FILE} is damaged: {error}.") from None
+        raise DamagedError(f"{location}/{manifests.FILE} is damaged: {error}.") from None
     except Exception as error:
         reason = "there is none" if isinstance(error, FileNotFoundError) else files.reason_of(error)
-        raise DamagedError(f"{place} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
-    manifest = manifests.parse(text, f"{place}/{manifests.FILE}")
-    check(place, manifest)
+        raise DamagedError(f"{location} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
+    manifest = manifests.parse(text, f"{location}/{manifests.FILE}")
+    check(location, manifest)
     try:
         tensors = files.read(storage.reader(name), [*manifest.tensors, files.EXTRA])
     except Exception as error:  # torch raises many kinds for a damaged file
-        raise DamagedError(f"{place} is damaged and cannot be read: {files.reason_of(error)}.") from error
+        raise DamagedError(f"{location} is damaged and cannot be read: {files.reason_of(error)}.") from error
     extra = tensors.pop(files.EXTRA)
     if fingerprint(tensors) != manifest.fingerprint or hash_of(extra).hex() != manifest.extra:
-        raise DamagedError(f"{place} is damaged: what it holds does not have the hash in its manifest.")
+        raise DamagedError(f"{location} is damaged: its content does not match the hashes in its manifest.")
     try:
         return Content(manifest, tensors, files.from_tensor(extra))
-    except Exception as error:  # such as a class of the script that is no longer there
-        raise CheckpointError(f"{place} cannot be read: {files.reason_of(error)}.") from error
+    except Exception as error:  # such as a class of the script that is gone
+        raise CheckpointError(f"{location} cannot be read: {files.reason_of(error)}.") from error
 
 
 def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None:
-    """Refuse the checkpoint of another model.
+    """Refuse a checkpoint of another model.
 
     Raises:
         CheckpointError: names the first tensor that is missing, unknown or of another shape.
@@ -100,18 +100,18 @@ def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None
     saved = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("optimizer/")}
     for name, tensor in here.items():
         if name not in saved:
-            raise CheckpointError(f"{where} is of another model: it has no {_words(name)}.")
+            raise CheckpointError(f"{where} is of another model: it has no {_quoted(name)}.")
         kind = [str(tensor.dtype), list(tensor.shape)]
         if saved[name] != kind:
             raise CheckpointError(
-                f"{where} is of another model: its {_words(name)} is {saved[name][0]} {saved[name][1]}, "
+                f"{where} is of another model: its {_quoted(name)} is {saved[name][0]} {saved[name][1]}, "
                 f"the model's is {kind[0]} {kind[1]}."
             )
     for name in saved:
         if name not in here:
-            raise CheckpointError(f"{where} is of another model: the model has no {_words(name)}.")
+            raise CheckpointError(f"{where} is of another model: the model has no {_quoted(name)}.")
 
 
-def _words(name: str) -> str:
+def _quoted(name: str) -> str:
     kind, _, rest = name.partition("/")
     return f"{kind} {rest!r}"

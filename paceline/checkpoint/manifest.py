@@ -1,4 +1,4 @@
-"""What a checkpoint contains, as data: written last, so that its presence means that the rest is whole."""
+"""What a checkpoint contains, as data. It is written last, so its presence means that the rest is complete."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import asdict, dataclass
 
 from paceline.errors import CheckpointError
 
-FORMAT = 2
+FORMAT = 3
 FILE = "manifest.json"
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint is not what was written; told to the user as a plain CheckpointError, or passed over."""
+    """A checkpoint is not what was written. The user sees a plain CheckpointError, or it is skipped."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Describes one checkpoint.
+    """Description of one checkpoint.
 
     Attributes:
-        step: steps done when it was taken; the position from which training goes on.
+        step: steps done; training resumes at this position.
         order: length, batch, microbatches, seed and drop_last of the data order.
-        tensors: type and shape of each tensor by name.
+        tensors: dtype and shape of each tensor by name.
         fingerprint: SHA-256 of all tensors, checked on loading.
-        extra: SHA-256 of everything else in the state, checked on loading.
-        numerics: what decides the bits besides the script: exact, threads, cpu.
+        extra: SHA-256 of the rest of the state, checked on loading.
+        numerics: what affects the bits besides the script: exact, threads, cpu.
         versions: of Python and the libraries.
         time: when the state was taken, in seconds since 1970.
     """
@@ -43,13 +43,13 @@ class Manifest:
     format: int = FORMAT
 
     def to_json(self) -> str:
-        """As text, with the SHA-256 of itself."""
+        """As JSON with its own SHA-256."""
         values = asdict(self)
         return json.dumps({**values, "checksum": _checksum(values)}, indent=1)
 
 
 def parse(text: str, where: object) -> Manifest:
-    """The manifest that :meth:`Manifest.to_json` wrote; ``where`` names it in errors.
+    """Parse what :meth:`Manifest.to_json` wrote; ``where`` names it in errors.
 
     Raises:
         Damaged: it is not what was written.
@@ -62,9 +62,12 @@ def parse(text: str, where: object) -> Manifest:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(f"{where} is damaged: {error}.") from None
     if known != FORMAT:
-        raise CheckpointError(f"{where} has format {known}; this version reads format {FORMAT}.")
+        raise CheckpointError(
+            f"{where} has format {known}, and this version of Paceline reads format {FORMAT}. Resume with the version "
+            f"that wrote it, or start a new run."
+        )
     if checksum != _checksum(values):
-        raise DamagedError(f"{where} is damaged: it does not have the hash that stands in it.")
+        raise DamagedError(f"{where} is damaged: its checksum does not match.")
     return Manifest(**values)  # type: ignore[arg-type]
 
 
@@ -73,23 +76,23 @@ def _checksum(values: Mapping[str, object]) -> str:
 
 
 def newest_first(names: Iterable[str]) -> list[str]:
-    """The names of checkpoints in this order; other names are left out."""
+    """Sort the names of checkpoints, and leave out other names."""
     return sorted((name for name in names if step_of(name) >= 0), key=step_of, reverse=True)
 
 
 def step_of(name: str) -> int:
-    """The number of steps in the name of a checkpoint's directory; -1 for another name."""
+    """The number of steps in the name of a checkpoint; -1 for another name."""
     number = name.removeprefix("step-")
     return int(number) if number != name and number.isdecimal() else -1
 
 
 def name_of(step: int) -> str:
-    """The directory name of a checkpoint: ``step-000500`` after 500 steps."""
+    """The name of a checkpoint: ``step-000500`` after 500 steps."""
     return f"step-{step:06d}"
 
 
 def first_difference(saved: Mapping[str, object], now: Mapping[str, object]) -> str:
-    """The first key whose values differ, in words; empty if there is none."""
+    """Describe the first key whose values differ; empty if there is none."""
     for key in [*saved, *(key for key in now if key not in saved)]:
         if saved.get(key) != now.get(key):
             return f"{key} was {saved.get(key)!r} and is now {now.get(key)!r}"

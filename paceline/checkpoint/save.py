@@ -1,4 +1,4 @@
-"""Writing one checkpoint, and removing those that are to go: only after the new one is in its place."""
+"""Write a checkpoint, and remove old ones once it is complete."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ _log = logging.getLogger("paceline")
 
 
 def save(storage: Storage, snapshot: Snapshot) -> Path | str:
-    """Write a checkpoint; called by one worker.
+    """Write a checkpoint; one worker calls this.
 
     Args:
-        storage: where the checkpoints of the run are.
+        storage: of the run.
         snapshot: the state.
 
     Returns:
-        where the checkpoint is; one of the same state that is there already is left as it is.
+        the location of the checkpoint. An existing one of the same state is left as it is.
 
     Raises:
-        CheckpointError: it could not be written; the checkpoints before are untouched.
+        CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
     name = manifests.name_of(snapshot.step)
     manifest = snapshot.manifest()
     try:
-        if _is_there(storage, name, manifest):
+        if _exists(storage, name, manifest):
             return storage.location(name)
         writer = storage.begin(name, snapshot.bytes)
         files.write(writer, {**snapshot.tensors, files.EXTRA: snapshot.extra})
@@ -47,34 +47,34 @@ def save(storage: Storage, snapshot: Snapshot) -> Path | str:
 
 
 def retain(storage: Storage, newest: str, keep: int, keep_hours: float | None) -> None:
-    """Remove checkpoints before the newest one: all but ``keep``, and those that are too old. The newest stays."""
+    """Remove all checkpoints but the newest ``keep``, and of these the old ones. The newest stays in any case."""
     try:
         earlier = [name for name in storage.complete() if manifests.step_of(name) < manifests.step_of(newest)]
-        for place, name in enumerate(earlier, 1):
-            if place >= keep or (keep_hours is not None and _hours(storage, name) > keep_hours):
+        for index, name in enumerate(earlier, 1):
+            if index >= keep or (keep_hours is not None and _hours(storage, name) > keep_hours):
                 storage.remove(name)
-    except Exception as error:  # noqa: BLE001 - a checkpoint too many is no reason to end a run
+    except Exception as error:  # noqa: BLE001 - an extra checkpoint is no reason to end a run
         _log.warning("Old checkpoints in %s could not be removed: %s", storage.location(), files.reason_of(error))
 
 
 def _hours(storage: Storage, name: str) -> float:
-    """How long ago the state was taken; 0 for one that does not tell."""
+    """The age of a checkpoint; 0 if it is unknown."""
     try:
         return (time.time() - manifests.parse(storage.manifest(name), storage.location(name)).time) / 3600
     except CheckpointError:
         return 0.0
 
 
-def _is_there(storage: Storage, name: str, manifest: Manifest) -> bool:
-    """Whether this state is saved already; what is damaged under its name is set aside."""
+def _exists(storage: Storage, name: str, manifest: Manifest) -> bool:
+    """Whether this state is saved already. Sets a damaged checkpoint of this name aside."""
     if name not in storage.complete():
         return False
     try:
-        there = manifests.parse(storage.manifest(name), storage.location(name))
+        existing = manifests.parse(storage.manifest(name), storage.location(name))
     except DamagedError:
         storage.set_aside(name)
         return False
-    if (there.fingerprint, there.extra) != (manifest.fingerprint, manifest.extra):
+    if (existing.fingerprint, existing.extra) != (manifest.fingerprint, manifest.extra):
         raise CheckpointError(
             f"{storage.location(name)} holds another state of step {manifest.step}, from another session or run. "
             f"Give each its own checkpoint.directory."
@@ -89,8 +89,8 @@ def _failed(storage: Storage, name: str, error: Exception) -> CheckpointError:
         storage.abandon(name)
         before = storage.complete()
         kept = f"The last good one is {storage.location(before[0])}. " if before else "There is no earlier one. "
-    except Exception as second:  # noqa: BLE001 - the first error is the one to tell
-        _log.warning("What was written of %s could not be removed: %s", storage.location(name), second)
+    except Exception as second:  # noqa: BLE001 - the first error is the one to report
+        _log.warning("The partial checkpoint %s could not be removed: %s", storage.location(name), second)
     return CheckpointError(
         f"The checkpoint of step {manifests.step_of(name)} could not be written to {storage.location()}: {reason}. "
         f"{kept}Free some space or choose another folder with checkpoint.directory."

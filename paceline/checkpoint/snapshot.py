@@ -1,4 +1,4 @@
-"""The state at one step, as it goes into a checkpoint; and the host memory where it waits to be written."""
+"""The state at one step, as it goes into a checkpoint, and the host buffers it waits in to be written."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.checkpoint.tensors import fingerprint, hash_of
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What one checkpoint is made of.
+    """The content of one checkpoint.
 
     Attributes:
         step: steps done.
         tensors: the tensors by name.
-        extra: what is no tensor, as bytes.
+        extra: the rest of the state, pickled.
         order, numerics, versions: as in the manifest.
         time: when it was taken, in seconds since 1970.
     """
@@ -35,11 +35,11 @@ class Snapshot:
 
     @property
     def bytes(self) -> int:
-        """The size of all tensors."""
+        """Size of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in (*self.tensors.values(), self.extra))
 
     def manifest(self) -> Manifest:
-        """The description; computes the hashes, about a second for a gigabyte."""
+        """Describe the snapshot; hashing takes about a second per gigabyte."""
         kinds: dict[str, list[Any]] = {
             name: [str(value.dtype), list(value.shape)] for name, value in self.tensors.items()
         }
@@ -56,27 +56,27 @@ class Snapshot:
 
 
 class HostBuffers:
-    """Host memory for one state; the same memory is used for each save."""
+    """Host memory for one state, reused by each save."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, torch.Tensor] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
 
     def copy(self, snapshot: Snapshot) -> Snapshot:
-        """The same snapshot in this memory, so that training may change the original; valid until the next call.
+        """Copy a snapshot, so that training may change the original. The copy is valid until the next call.
 
-        From a GPU, all copies go to pinned memory at once, and are waited for together.
+        Copies from a GPU go to pinned memory, all at once, with one wait at the end.
         """
-        staged: dict[str, torch.Tensor] = {}
+        copies: dict[str, torch.Tensor] = {}
         devices = set()
         for name, value in snapshot.tensors.items():
-            place = self._kept.get(name)
-            if place is None or place.shape != value.shape or place.dtype != value.dtype:
-                place = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
-            place.copy_(value, non_blocking=value.is_cuda)
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            buffer.copy_(value, non_blocking=value.is_cuda)
             if value.is_cuda:
                 devices.add(value.device)
-            staged[name] = place
+            copies[name] = buffer
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
-        self._kept = staged
-        return replace(snapshot, tensors=staged)
+        self._buffers = copies
+        return replace(snapshot, tensors=copies)

@@ -14,7 +14,7 @@ from paceline.errors import CheckpointError
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of the optimizer's state as ``optimizer/<parameter>/<key>``; numbers become tensors."""
+    """Yield the tensors of the optimizer state as ``optimizer/<parameter>/<key>``; numbers become tensors."""
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             if isinstance(value, torch.Tensor | int | float | bool):
@@ -22,7 +22,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[st
 
 
 def check_savable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state is more than tensors and numbers of its parameters.
+    """Refuse an optimizer whose state is more than tensors and numbers per parameter.
 
     Raises:
         CheckpointError: names the first such value.
@@ -33,13 +33,13 @@ def check_savable(optimizer: Optimizer) -> None:
             if isinstance(owner, nn.Parameter) and isinstance(value, torch.Tensor | int | float | bool | None):
                 continue
             raise CheckpointError(
-                f"The state of {type(optimizer).__name__} cannot be saved, or given to another worker: {key!r} is a "
+                f"The state of {type(optimizer).__name__} cannot be saved or sent to another worker: {key!r} is a "
                 f"{type(value).__name__}, neither a tensor nor a number of a parameter."
             )
 
 
 def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of the state by name, in one order for all workers."""
+    """All tensors of the state by name, in the same order on all workers."""
     state = {f"parameter/{name}": value.detach() for name, value in model.named_parameters()}
     state.update({f"buffer/{name}": value.detach() for name, value in model.named_buffers()})
     state.update(optimizer_state(model, optimizer))
@@ -47,14 +47,14 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Ten
 
 
 def hash_of(tensor: torch.Tensor) -> bytes:
-    """SHA-256 over type, shape and the bytes of the elements in row-major order."""
+    """SHA-256 of dtype, shape and the elements in row-major order."""
     digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
 def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
-    """SHA-256 over the names and hashes of all tensors, as 64 hex digits."""
+    """SHA-256 of the names and hashes of all tensors, as 64 hex digits."""
     digest = hashlib.sha256()
     for name in sorted(state):
         digest.update(name.encode() + b"\0" + hash_of(state[name]))
@@ -62,7 +62,7 @@ def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
 
 
 def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, torch.Tensor]) -> None:
-    """Give the optimizer a copy of the tensors that :func:`optimizer_state` named."""
+    """Copy the tensors of :func:`optimizer_state` into the optimizer."""
     parameters = dict(model.named_parameters())
     group_of = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     loaded: dict[torch.Tensor, Any] = {}
@@ -73,16 +73,16 @@ def load_optimizer_state(model: nn.Module, optimizer: Optimizer, state: Mapping[
         group = group_of[parameters[name]]
         on_host = key == "step" and value.ndim == 0 and not (group.get("fused") or group.get("capturable"))
         device = value.device if on_host else parameters[name].device
-        there = optimizer.state.get(parameters[name], {}).get(key)
-        if _fits(there, value, device):
-            loaded.setdefault(parameters[name], {})[key] = there.copy_(value)
+        existing = optimizer.state.get(parameters[name], {}).get(key)
+        if _fits(existing, value, device):
+            loaded.setdefault(parameters[name], {})[key] = existing.copy_(value)
         else:
             loaded.setdefault(parameters[name], {})[key] = value.to(device, copy=True)
     optimizer.state.clear()
     optimizer.state.update(loaded)
 
 
-def _fits(there: Any, value: torch.Tensor, device: torch.device) -> bool:
-    """Whether a tensor can take the value as it is; memory that is in use already is filled faster than new one."""
-    same = isinstance(there, torch.Tensor) and there.dtype == value.dtype and there.shape == value.shape
-    return same and there.device == device and there.is_contiguous()
+def _fits(existing: Any, value: torch.Tensor, device: torch.device) -> bool:
+    """Whether a value can be copied into an existing tensor, which is faster than to allocate a new one."""
+    same = isinstance(existing, torch.Tensor) and existing.dtype == value.dtype and existing.shape == value.shape
+    return same and existing.device == device and existing.is_contiguous()

@@ -1,4 +1,4 @@
-"""What belongs to the state of a run: taken for a checkpoint, compared with one, and put back."""
+"""The state of a run: snapshot, comparison with a checkpoint, restore."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint import files, load, manifest
-from paceline.checkpoint.load import Content
+from paceline.checkpoint import files, manifest
+from paceline.checkpoint.load import Content, check_model
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.snapshot import Snapshot
 from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.errors import CheckpointError
 
 
-class Updating(Protocol):
-    """What updates the model, as far as it has a state."""
+class StatefulUpdate(Protocol):
+    """The parts of an update that have a state."""
 
     optimizer: Optimizer
     schedule: LRScheduler | None
 
 
 class TrainingState:
-    """The state of a run: what is saved and restored.
+    """The state of a run, which is saved and restored.
 
     Args:
         model: the model.
         update: its optimizer and schedule.
-        order: what decides the order of samples; a checkpoint of another order is refused.
-        numerics: what decides the bits; must be the same with ``exact``.
+        order: what determines the order of samples; a checkpoint of another order is refused.
+        numerics: what affects the bits; must be the same with ``exact``.
         versions: of Python and the libraries.
-        books: what the strategy remembers.
+        strategy_state: of the strategy; changed in location.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        update: Updating,
+        update: StatefulUpdate,
         order: dict[str, int],
         numerics: dict[str, object],
         versions: dict[str, str],
@@ -51,14 +51,14 @@ class TrainingState:
         self._order = order
         self._numerics = numerics
         self._versions = versions
-        self._books = strategy_state
+        self._strategy_state = strategy_state
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
         return named_tensors(self._model, self._update.optimizer)
 
     def snapshot(self, step: int) -> Snapshot:
-        """The state after so many steps, as it is now: the tensors are those that training goes on with.
+        """The state after ``step`` steps, not copied: training goes on to change the tensors.
 
         Raises:
             CheckpointError: the optimizer has a state that cannot be saved.
@@ -68,7 +68,7 @@ class TrainingState:
         return Snapshot(step, self.tensors(), extra, self._order, self._numerics, self._versions)
 
     def _extra(self) -> dict[str, Any]:
-        """What is no tensor: the optimizer's groups and the schedule."""
+        """What is not a tensor: parameter groups, schedule, strategy state."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._update.optimizer.param_groups
@@ -78,30 +78,30 @@ class TrainingState:
             "optimizer": type(self._update.optimizer).__name__,
             "groups": groups,
             "schedule": None if schedule is None else schedule.state_dict(),
-            "books": dict(self._books),
+            "strategy_state": dict(self._strategy_state),
         }
 
-    def check(self, place: Path | str, saved: Manifest) -> None:
-        """Refuse a checkpoint that is of something else.
+    def check(self, location: Path | str, saved: Manifest) -> None:
+        """Refuse a checkpoint that does not fit this run.
 
         Raises:
-            CheckpointError: it is of another model, another order of samples, or other numerics with ``exact``.
+            CheckpointError: of another model, another order of samples, or with ``exact`` of other numerics.
         """
-        load.check_model(saved, self._model, place)
-        self._check_same(place, saved)
+        check_model(saved, self._model, location)
+        self._check_same(location, saved)
 
-    def put(self, place: Path | str, content: Content) -> int:
-        """Take over a checkpoint that was read; returns its step.
+    def restore(self, location: Path | str, content: Content) -> int:
+        """Load a checkpoint, and return its step.
 
         Raises:
             CheckpointError: it is of another optimizer or schedule.
         """
-        self._check_update(place, content.extra)
-        self.take(content.tensors, content.extra)
+        self._check_update(location, content.extra)
+        self.load(content.tensors, content.extra)
         return content.manifest.step
 
-    def take(self, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
-        """Take over the state of another worker, or of a checkpoint, of the same model and update."""
+    def load(self, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+        """Load the state of a checkpoint or of another worker, with the same model and update."""
         with torch.no_grad():
             for name, value in self.tensors().items():
                 if not name.startswith("optimizer/"):
@@ -112,10 +112,10 @@ class TrainingState:
             group.update(values)
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(extra["schedule"])
-        self._books.clear()
-        self._books.update(extra.get("books", {}))
+        self._strategy_state.clear()
+        self._strategy_state.update(extra["strategy_state"])
 
-    def _check_update(self, place: Path | str, extra: dict[str, Any]) -> None:
+    def _check_update(self, location: Path | str, extra: dict[str, Any]) -> None:
         schedule = extra["schedule"]
         saved = {"the optimizer": extra["optimizer"], "the number of its groups": len(extra["groups"])}
         saved["a schedule"] = "none" if schedule is None else "given"
@@ -124,15 +124,17 @@ class TrainingState:
         here["a schedule"] = "none" if self._update.schedule is None else "given"
         difference = manifest.first_difference(saved, here)
         if difference:
-            raise CheckpointError(f"{place} was made with another update: {difference}. Use the same, or start anew.")
+            raise CheckpointError(
+                f"{location} was made with another update: {difference}. Use the same one, or start a new run."
+            )
 
-    def _check_same(self, place: Path | str, saved: Manifest) -> None:
+    def _check_same(self, location: Path | str, saved: Manifest) -> None:
         difference = manifest.first_difference(saved.order, self._order)
         if difference:
             raise CheckpointError(
-                f"{place} was made with another order of samples: {difference}. A position in the data has no meaning "
-                f"then; use the same value. (With batch_per_worker on another number of workers: set batch to the "
-                f"product of that run, scale_lr to none and warmup_steps to 0.)"
+                f"{location} was made with another order of samples: {difference}. A position in the data has no "
+                f"meaning then; use the same value. (With batch_per_worker on another number of workers: set batch to "
+                f"the product of that run, scale_lr to none and warmup_steps to 0.)"
             )
         if not self._numerics["exact"]:
             return
@@ -140,5 +142,5 @@ class TrainingState:
         difference = difference or manifest.first_difference(saved.versions, self._versions)
         if difference:
             raise CheckpointError(
-                f"{place} cannot be continued with the same bits: {difference}. Use the same value, or exact=False."
+                f"{location} cannot be resumed with the same bits: {difference}. Use the same value, or exact=False."
             )

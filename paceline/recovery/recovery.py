@@ -166,7 +166,7 @@ class Recovery:
     def _take_over(self, received: StateBytes) -> Progress:
         progress: Progress
         extra, progress = received.rest
-        self._state.take(dict(received.tensors), files.from_tensor(extra))
+        self._state.load(dict(received.tensors), files.from_tensor(extra))
         return replace(progress, received=progress.steps)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:

@@ -155,7 +155,7 @@ def attempts(told: Told, tmp_path_factory: pytest.TempPathFactory) -> list[dict[
         ("another optimizer", ["optimizer"]),
         ("named", ["step-000006", "damaged"]),
         ("all", ["step-000006 is damaged", "step-000004 is damaged", "step-000002 is damaged", "Remove them"]),
-        ("newer format", ["format 99", "format 2"]),
+        ("newer format", ["format 99", "format 3"]),
     ],
 )
 def test_refused(attempts: list[dict[str, Any]], attempt: str, words: list[str]) -> None:

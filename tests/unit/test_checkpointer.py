@@ -99,7 +99,7 @@ def test_what_is_saved_is_the_state_when_it_was_due(tmp_path: Path, held: thread
         assert (one.checkpointer.last is None) == (step == 1)
     one.train()
     one.checkpointer.finish()
-    assert one.checkpointer.last == (one.checkpointer._folder.location("step-000002"), 2)  # type: ignore[union-attr]
+    assert one.checkpointer.last == (one.checkpointer._storage.location("step-000002"), 2)  # type: ignore[union-attr]
     for step, weight in enumerate(weights, 1):
         again = Made(f"{store}{tmp_path}/elsewhere")
         assert again.checkpointer.resume(again.state, f"{store}{tmp_path}/saved/step-00000{step}") == step
@@ -230,7 +230,7 @@ def test_a_damaged_one_is_reported_and_passed_over(tmp_path: Path, caplog: pytes
     (told,) = one.events.named("checkpoint-damaged")
     assert told["path"] == str(tmp_path / "step-000002") and "is damaged and cannot be read" in told["reason"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert told["reason"] in line and "now called" in line
+    assert told["reason"] in line and "renamed it to" in line
     one.train()
     one.save(2)
     assert {path.name for path in tmp_path.iterdir()} == {
@@ -250,8 +250,8 @@ def test_one_that_cannot_be_read_in_the_way_of_a_save_is_set_aside(tmp_path: Pat
 @pytest.mark.parametrize("resume", ["auto", None])
 def test_a_folder_that_cannot_be_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: Any) -> None:
     one = Made(tmp_path)
-    monkeypatch.setattr(one.checkpointer._folder, "complete", fail)
-    with pytest.raises(CheckpointError, match="cannot be looked into: the disk is gone"):
+    monkeypatch.setattr(one.checkpointer._storage, "complete", fail)
+    with pytest.raises(CheckpointError, match="cannot be listed: the disk is gone"):
         one.checkpointer.resume(one.state, resume)
 
 

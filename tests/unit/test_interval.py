@@ -50,34 +50,34 @@ def train(interval: Interval, clock: Clock, steps: range, seconds: float) -> lis
 def test_follows_what_is_measured() -> None:
     clock = Clock()
     interval = Interval(24 * HOUR, clock)
-    interval.begun(0)
-    assert interval.news() is None
+    interval.reset(0)
+    assert interval.decision() is None
     assert train(interval, clock, range(1, FIRST + 1), 0.5) == [FIRST]
     clock.now += 0.05
-    interval.begun(FIRST)
-    interval.measured(stall=0.05, total=2.0)
+    interval.reset(FIRST)
+    interval.add_save(stall=0.05, total=2.0)
     expected = math.ceil(best_interval(0.05, 24 * HOUR) / 0.5)
     assert interval.steps == expected
-    news = interval.news()
-    assert news is not None and news["text"] == (
+    decision = interval.decision()
+    assert decision is not None and decision["text"] == (
         f"checkpoint every {expected} steps (93 s): a save stalls training for 0.05 s, "
         f"one failure in 24 h expected (Young/Daly)"
     )
-    assert interval.news() is None, "told once"
+    assert interval.decision() is None, "announced once"
     due = train(interval, clock, range(FIRST + 1, FIRST + expected + 3), 0.5)
     assert due[0] == FIRST + expected
     train(interval, clock, range(200, 300), 0.1)  # the steps have become faster
     assert interval.steps > 4 * expected
-    assert interval.news() is not None
+    assert interval.decision() is not None
 
 
 def test_no_save_begins_before_the_one_before_has_ended() -> None:
     clock = Clock()
     interval = Interval(60.0, clock)
-    interval.begun(40)
+    interval.reset(40)
     train(interval, clock, range(41, 44), 1.0)
-    interval.measured(stall=0.01, total=30.0)
+    interval.add_save(stall=0.01, total=30.0)
     assert interval.steps == 30
-    news = interval.news()
-    assert news is not None and str(news["text"]).endswith("and takes 30 s, which is the least")
+    decision = interval.decision()
+    assert decision is not None and str(decision["text"]).endswith("and takes 30 s, the lower bound")
     assert not interval.due(69) and interval.due(70)

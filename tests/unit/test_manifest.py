@@ -46,7 +46,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def test_another_format_is_not_called_damaged() -> None:
-    with pytest.raises(CheckpointError, match=r"format 99.*format 2") as caught:
+    with pytest.raises(CheckpointError, match=r"format 99.*format 3") as caught:
         manifest.parse(json.dumps(json.loads(TEXT) | {"format": 99}), "here")
     assert not isinstance(caught.value, DamagedError)
 
