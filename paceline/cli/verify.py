@@ -1,4 +1,4 @@
-"""``paceline verify``: train a few steps at several sizes and compare everything that was computed."""
+"""``paceline verify``: train a few steps on several numbers of workers, and compare everything computed."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from paceline.verify.run_trace import RunTrace
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
-MORE_HELP = """ Options may also stand after the script; what follows -- is the script's own.
+MORE_HELP = """ Options may also follow the script; what follows -- is passed to the script.
 
-Exit code: 0 when all sizes train the same (up to rounding, unless exact is on), 1 when not.
+Exit code: 0 if all sizes train the same (up to rounding, unless exact is set), else 1.
 """
 
 
@@ -50,7 +50,7 @@ def command(
     base = Request(script, tuple(arguments or ()), settings=settings, plan=plan)
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as directory:
         found = [_run(base, size, steps, Path(directory)) for size in sizes]
-    raise typer.Exit(_tell(found))
+    raise typer.Exit(_print_result(found))
 
 
 def _sizes(text: str, steps: int) -> list[int]:
@@ -90,31 +90,31 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     return Size(workers, read(traces / "trace.jsonl"), result.seconds)
 
 
-def _tell(sizes: list[Size]) -> int:
+def _print_result(sizes: list[Size]) -> int:
     from paceline.cli import table
     from paceline.verify.compare import compare
 
     reference, *others = sizes
     found = [(size, compare(reference.trace, size.trace)) for size in others]
     exact = all(size.trace.exact for size in sizes)
-    rows = [("workers", "verdict", "fingerprint", "seconds"), _row(reference, "reference")]
-    rows += [_row(size, comparison.verdict) for size, comparison in found]
+    rows = [("workers", "result", "fingerprint", "seconds"), _row(reference, "reference")]
+    rows += [_row(size, comparison.result) for size, comparison in found]
     print("\n".join(table.lines(rows)))
     print()
     causes: dict[str, list[str]] = {}
     for size, comparison in found:
-        if comparison.verdict != "identical":
+        if comparison.result != "identical":
             causes.setdefault(comparison.cause, []).append(f"  {_workers(size.workers)}: {_where(comparison)}")
     for cause, where in causes.items():
         print("\n".join([*where, cause]))
     if not causes:
         print(f"The same bits in {len(reference.trace.records) - 1} steps at every size.")
-    verdicts = {comparison.verdict for _, comparison in found}
-    return 1 if "different" in verdicts or (exact and "rounding" in verdicts) else 0
+    results = {comparison.result for _, comparison in found}
+    return 1 if "different" in results or (exact and "rounding" in results) else 0
 
 
-def _row(size: Size, verdict: str) -> tuple[str, ...]:
-    return (str(size.workers), verdict, size.trace.fingerprint(), f"{size.seconds:.1f}")
+def _row(size: Size, result: str) -> tuple[str, ...]:
+    return (str(size.workers), result, size.trace.fingerprint(), f"{size.seconds:.1f}")
 
 
 def _workers(count: int) -> str:
@@ -123,10 +123,10 @@ def _workers(count: int) -> str:
 
 def _where(comparison: Comparison) -> str:
     parts = []
-    if comparison.bits is not None:
-        parts.append(f"the first different bits are in the {comparison.bits}")
-    place = comparison.beyond
-    if place is not None:
-        values = f" ({place.reference} against {place.other})" if place.reference is not None else ""
-        parts.append(f"more than rounding in the {place}{values}")
+    if comparison.first is not None:
+        parts.append(f"the bits first differ in the {comparison.first}")
+    beyond = comparison.beyond
+    if beyond is not None:
+        values = f" ({beyond.reference} against {beyond.other})" if beyond.reference is not None else ""
+        parts.append(f"more than rounding in the {beyond}{values}")
     return "; ".join(parts)

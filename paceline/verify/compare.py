@@ -1,17 +1,17 @@
-"""Did two runs train the same? Compares what they recorded step by step, and says why they part. No torch.
+"""Did two runs train the same? Compares their traces step by step. No torch here.
 
-Two runs that add the same numbers in another order differ by rounding. How much that may be:
+Two runs that add the same numbers in another order differ by rounding. The limits:
 
-* In step 0 the weights are equal, so its loss and gradient differ by the rounding of sums only: some epsilon,
-  of which cancellation makes tens, seldom hundreds. The limit is a thousand.
-* From step 1 on the weights differ by rounding, and a few activations near zero fall on the other side of a
-  ReLU. When a share s of the activations flips, the gradient moves by about sqrt(s), so the measure is the
-  square root of epsilon. Training amplifies what is there: the limit doubles every five steps.
-* Adam turns a gradient that is nothing but rounding (a bias before a normalisation) into a full step, so
-  weights are held against how far they have moved.
+* In step 0 the weights are equal, so loss and gradient differ by the rounding of sums only: some epsilon, times tens
+  and seldom hundreds where sums cancel. The limit is a thousand.
+* From step 1 on the weights differ by rounding, and a few activations near zero fall on the other side of a ReLU. When
+  a share s of the activations flips, the gradient moves by about sqrt(s), so the unit is the square root of epsilon.
+  Training amplifies differences: the limit doubles every five steps.
+* Adam turns a gradient that is nothing but rounding (a bias before a normalisation) into a full step, so weights are
+  compared with how far they have moved.
 
-Tried on small MLPs, CNNs and transformers, SGD and Adam, float32 and bfloat16, 30 steps, four orders: no
-false alarm. Found: a gradient off by 0.1 % in step 0 or 5 % in step 7, half a batch in the statistics, noise.
+Tried on small MLPs, CNNs and transformers, SGD and Adam, float32 and bfloat16, 30 steps, four orders: no false alarm.
+Found: a gradient off by 0.1 % in step 0 or 5 % in step 7, batch statistics of half a batch, noise.
 """
 
 from __future__ import annotations
@@ -25,56 +25,60 @@ from paceline.verify import causes
 from paceline.verify.difference import Difference, Kind
 from paceline.verify.run_trace import RunTrace, StepTrace, TensorSketch
 
-Verdict = Literal["identical", "rounding", "different"]
+Result = Literal["identical", "rounding", "different"]
 
 _FIRST_STEP = 1e3  # times epsilon
-_LATER_LOSS = 3.0  # times the square root of epsilon, doubling every _DOUBLING steps
-_LATER_TENSORS = 30.0
+_FIRST_STEP_CEILING = 0.02  # bfloat16: a thousand epsilon would allow anything
+_LATER_LOSS, _LATER_TENSORS = 3.0, 30.0  # times the square root of epsilon, doubling every _DOUBLING steps
 _DOUBLING = 5
-_CEILING = 0.25
-_FIRST_CEILING = 0.02  # bfloat16: a thousand epsilon would allow anything
-_OF_MOVEMENT = 0.1  # the part of their way that weights may differ by
-_OF_OPTIMIZER = 0.1
-_SMALL = 0.1  # a tensor much smaller than the largest one is held against this part of the largest
+_LATER_CEILING = 0.25
+_STATE = 0.1  # of the distance that weights have moved, or of the norm of an optimizer's tensors
+_SMALL = 0.1  # in step 0 a small tensor is compared with this part of the largest one
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What :func:`compare` found."""
+    """The result of :func:`compare`.
 
-    verdict: Verdict
-    bits: Difference | None = None  # the first place where bits differ
-    beyond: Difference | None = None  # the first place that differs by more than rounding
+    Attributes:
+        result: how the runs compare.
+        first: the first difference.
+        beyond: the first difference that rounding does not explain.
+        cause: the likely cause, in words.
+    """
+
+    result: Result
+    first: Difference | None = None
+    beyond: Difference | None = None
     cause: str = ""
 
 
 def compare(reference: RunTrace, other: RunTrace) -> Comparison:
     """Compare two runs that should have trained the same."""
-    places = list(_places(reference, other))
-    if not places:
+    differences = list(_differences(reference, other))
+    if not differences:
         return Comparison("identical")
-    beyond = next((place for place in places if place.beyond), None)
+    first = differences[0]
+    beyond = next((one for one in differences if one.beyond), None)
     if beyond is not None:
-        return Comparison("different", places[0], beyond, causes.of_difference(reference, other, places[0], beyond))
-    return Comparison("rounding", places[0], None, causes.of_rounding(reference, other))
+        return Comparison("different", first, beyond, causes.of_difference(reference, other, first, beyond))
+    return Comparison("rounding", first, None, causes.of_rounding(reference, other))
 
 
-def _places(reference: RunTrace, other: RunTrace) -> Iterator[Difference]:
-    """Every place where the two differ, in the order in which a step computes."""
-    movement = 0.0
-    start = reference.records[0].state
+def _differences(reference: RunTrace, other: RunTrace) -> Iterator[Difference]:
+    """Every difference, in the order in which a step computes."""
+    epsilon, start, moved = reference.epsilon, reference.records[0].state, 0.0
     for one, two in zip(reference.records, other.records, strict=False):
-        limits = _Limits(reference.epsilon, one.step)
         for kind, value, twin in _numbers(one, two):
             if value != twin and not _both_nan(value, twin):
-                beyond = kind != "loss" or _apart(value, twin) > limits.loss * _scale(value, reference)
-                yield Difference(one.step, kind, "", value, twin, beyond)
-        yield from _tensors("gradient", one.step, one.gradient, two.gradient, limits)
-        movement = max(movement, _distance(start, one.state, "parameter/"))
+                limit = _limit(epsilon, one.step, _LATER_LOSS) * _loss_scale(value, reference)
+                yield Difference(one.step, kind, "", value, twin, kind != "loss" or _gap(value, twin) > limit)
+        yield from _tensors("gradient", one.step, one.gradient, two.gradient, epsilon)
+        moved = max(moved, _distance(start, one.state, "parameter/"))
         for kind in ("parameter", "buffer", "optimizer"):
             for slot in sorted(_slots(one.state, kind) | _slots(two.state, kind)):
                 mine, theirs = _part(one.state, kind, slot), _part(two.state, kind, slot)
-                yield from _tensors(kind, one.step, mine, theirs, limits, movement)
+                yield from _tensors(kind, one.step, mine, theirs, epsilon, moved)
     short, long = sorted((len(reference.records), len(other.records)))
     if short != long:
         yield Difference(short - 1, "end", "", len(reference.records) - 1, len(other.records) - 1, True)
@@ -88,16 +92,11 @@ def _numbers(one: StepTrace, two: StepTrace) -> tuple[tuple[Kind, float | None, 
     )
 
 
-class _Limits:
-    """How far rounding may carry two runs apart by a step; see the top of this file."""
-
-    def __init__(self, epsilon: float, step: int) -> None:
-        self.epsilon = epsilon
-        growth = math.sqrt(epsilon) * 2.0 ** (max(0, step) / _DOUBLING)
-        first = min(_FIRST_CEILING, _FIRST_STEP * epsilon)
-        self.step = step
-        self.loss = first if step <= 0 else min(_CEILING, _LATER_LOSS * growth)
-        self.tensors = first if step <= 0 else min(_CEILING, _LATER_TENSORS * growth)
+def _limit(epsilon: float, step: int, later: float) -> float:
+    """How far rounding may separate two runs by a step, as a part of the value; see the top of this file."""
+    if step <= 0:
+        return min(_FIRST_STEP_CEILING, _FIRST_STEP * epsilon)
+    return min(_LATER_CEILING, later * math.sqrt(epsilon) * math.pow(2.0, step / _DOUBLING))
 
 
 def _tensors(
@@ -105,48 +104,49 @@ def _tensors(
     step: int,
     mine: Mapping[str, TensorSketch],
     theirs: Mapping[str, TensorSketch],
-    limits: _Limits,
-    movement: float = 0.0,
+    epsilon: float,
+    moved: float = 0.0,
 ) -> Iterator[Difference]:
-    """The tensors of one kind whose bits differ."""
+    """The tensors of one kind whose bits differ, those beyond rounding first."""
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
         yield Difference(step, kind, missing[0], missing[0] in mine, missing[0] in theirs, True)
-    apart = {
-        name: _apart(mine[name].projection, theirs[name].projection)
+    gaps = {
+        name: _gap(mine[name].projection, theirs[name].projection)
         for name in mine
         if name in theirs and mine[name].hash != theirs[name].hash
     }
-    if not apart:
+    if not gaps:
         return
-    far = _too_far(kind, mine, apart, limits, movement)
-    for name in sorted(apart, key=lambda name: name not in far):
-        yield Difference(step, kind, name, mine[name].hash, theirs[name].hash, name in far)
+    beyond = _beyond_rounding(kind, step, mine, gaps, epsilon, moved)
+    for name in sorted(gaps, key=lambda name: name not in beyond):
+        yield Difference(step, kind, name, mine[name].hash, theirs[name].hash, name in beyond)
 
 
-def _too_far(
-    kind: Kind, mine: Mapping[str, TensorSketch], apart: Mapping[str, float], limits: _Limits, movement: float
+def _beyond_rounding(
+    kind: Kind, step: int, mine: Mapping[str, TensorSketch], gaps: Mapping[str, float], epsilon: float, moved: float
 ) -> set[str]:
-    """The tensors further apart than rounding explains: each for itself, or the worst for all together."""
-    if limits.step < 0:
-        return set(apart)  # nothing has been computed yet
+    """The tensors that differ by more than rounding: each by itself in step 0, later the worst if all together do."""
+    if step < 0:
+        return set(gaps)  # nothing has been computed yet
+    limit = _limit(epsilon, step, _LATER_TENSORS)
     norms = [tensor.norm for tensor in mine.values()]
-    if limits.step == 0 and kind in ("gradient", "buffer"):
+    if step == 0 and kind in ("gradient", "buffer"):
         small = _SMALL * max(norms)
-        return {name for name in apart if apart[name] > limits.tensors * max(mine[name].norm, small)}
-    whole = math.hypot(*norms)
+        return {name for name in gaps if gaps[name] > limit * max(mine[name].norm, small)}
+    norm = math.hypot(*norms)
     allowed = {
-        "gradient": limits.tensors * whole,
-        "buffer": limits.tensors * whole,
-        "parameter": _OF_MOVEMENT * movement + 10 * limits.epsilon * whole,
-        "optimizer": _OF_OPTIMIZER * whole,
+        "gradient": limit * norm,
+        "buffer": limit * norm,
+        "parameter": _STATE * moved + 10 * epsilon * norm,
+        "optimizer": _STATE * norm,
     }[kind]
-    worst = max(apart, key=lambda name: apart[name])
-    return {worst} if math.hypot(*apart.values()) > allowed else set()
+    worst = max(gaps, key=lambda name: gaps[name])
+    return {worst} if math.hypot(*gaps.values()) > allowed else set()
 
 
 def _slots(state: Mapping[str, TensorSketch], kind: Kind) -> set[str]:
-    """What an optimizer keeps (``/exp_avg``, ...): each is compared for itself. Other kinds have one part."""
+    """The slots of an optimizer (``/exp_avg``, ...), each compared by itself. Other kinds have one."""
     return {_slot(name) for name in state if name.startswith(f"{kind}/")}
 
 
@@ -167,7 +167,7 @@ def _distance(start: Mapping[str, TensorSketch], now: Mapping[str, TensorSketch]
     return math.hypot(*(now[name].projection - start[name].projection for name in names))
 
 
-def _apart(one: float | None, two: float | None) -> float:
+def _gap(one: float | None, two: float | None) -> float:
     if one is None or two is None:
         return 0.0 if one is two else math.inf
     if _both_nan(one, two) or one == two:
@@ -180,7 +180,7 @@ def _both_nan(one: float | None, two: float | None) -> bool:
     return one is not None and two is not None and math.isnan(one) and math.isnan(two)
 
 
-def _scale(loss: float | None, reference: RunTrace) -> float:
-    """What a loss is held against: itself, but not less than a part of the first one."""
+def _loss_scale(loss: float | None, reference: RunTrace) -> float:
+    """What a difference in loss is compared with: the loss, but at least 1 % of the first one."""
     first = next((record.loss for record in reference.records if record.loss is not None), 0.0)
     return max(abs(loss or 0.0), 0.01 * abs(first))

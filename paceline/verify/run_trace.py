@@ -1,4 +1,4 @@
-"""What a run recorded of each step, read back: the file that ``paceline.verify.trace_writer`` wrote. No torch here.
+"""The trace of a run, as :mod:`paceline.verify.trace_writer` wrote it. No torch here.
 
 One JSON object per line. The first describes the run and the state before step 0; each later one describes a
 step. A tensor is its hash, its norm, and its dot product with a fixed vector of random signs.
@@ -18,7 +18,7 @@ from paceline.errors import InputError
 
 @dataclass(frozen=True)
 class TensorSketch:
-    """A tensor in three numbers: equal hashes are equal bits; the projections of different tensors differ."""
+    """A tensor in three numbers: equal bits have equal hashes, and different tensors have different projections."""
 
     hash: str
     norm: float
@@ -27,7 +27,7 @@ class TensorSketch:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step: what went in, the gradient it used, and the state it left behind."""
+    """One step: its input, its gradient, and the state after it."""
 
     step: int
     loss: float | None = None
@@ -39,7 +39,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """A whole run: the first record is the state before step 0."""
+    """A run; the first record is the state before step 0."""
 
     records: tuple[StepTrace, ...]
     epsilon: float = 2.0**-23
@@ -48,16 +48,16 @@ class RunTrace:
     batch: int | None = None
 
     def fingerprint(self) -> str:
-        """A short hash over the last state."""
+        """A short hash of the last state."""
         last = {name: tensor.hash for name, tensor in self.records[-1].state.items()}
         return hashlib.sha256(json.dumps(last, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read(path: Path) -> RunTrace:
-    """Read the file of one run.
+    """Read the trace of one run.
 
     Raises:
-        InputError: there is no such file, or it is not the record of a run.
+        InputError: there is no such file, or it is not a trace.
     """
     try:
         lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -71,10 +71,10 @@ def read(path: Path) -> RunTrace:
         )
     except FileNotFoundError:
         raise InputError(
-            "The script recorded nothing: it must call paceline.start and train with session.batches and session.step."
+            "The script left no trace: it must call paceline.start and train with session.batches and session.step."
         ) from None
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} is not the record of a run: {error!r}.") from None
+        raise InputError(f"{path} is not the trace of a run: {error!r}.") from None
 
 
 def _record(line: Mapping[str, Any]) -> StepTrace:

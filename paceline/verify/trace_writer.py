@@ -1,4 +1,4 @@
-"""The state after each step as hashes and two numbers for each tensor, for ``paceline verify`` to compare."""
+"""Record the state after each step, as a hash and two numbers per tensor, for ``paceline verify``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.step.job import Job
 
 
 class TraceWriter:
-    """Writes ``trace.jsonl``: the state before the first step, then after each one."""
+    """Write ``trace.jsonl``: the state before the first step and after each one."""
 
     def __init__(self, wanted: env.Trace, job: Job, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self.steps = wanted.steps

@@ -60,7 +60,7 @@ def together(*changes: Change) -> Change:
 
 
 def test_identical() -> None:
-    assert compare(recorded(), recorded()).verdict == "identical"
+    assert compare(recorded(), recorded()).result == "identical"
 
 
 @pytest.mark.parametrize(
@@ -78,8 +78,8 @@ def test_identical() -> None:
 )
 def test_rounding(change: Change) -> None:
     found = compare(recorded(), recorded(change))
-    assert found.verdict == "rounding"
-    assert found.bits is not None
+    assert found.result == "rounding"
+    assert found.first is not None
     assert "exact=true" in found.cause
 
 
@@ -93,11 +93,11 @@ def test_rounding_with_exact_and_with_other_threads() -> None:
     ("change", "place", "cause"),
     [
         (off("state", "parameter/w", 1e-9, first=-1), "parameter w before step 0", "torch.manual_seed"),
-        (lambda one: replace(one, samples=7), "samples before step 0", "number of samples"),
+        (lambda one: replace(one, samples=7), "samples before step 0", "numbers of samples"),
         (lambda one: replace(one, learning_rate=0.2), "learning rate before step 0", "scale_lr"),
-        (loss_off(0.1), "loss of step 0", "which worker computes it"),
+        (loss_off(0.1), "loss of step 0", "the worker that computes it"),
         (loss_off(0.1, first=4), "loss of step 4", "data set"),
-        (off("gradient", "w", 1e-2), "gradient w of step 0", "losses agree but the gradients"),
+        (off("gradient", "w", 1e-2), "gradient w of step 0", "losses agree, but the gradients"),
         (off("gradient", "w", 0.2, first=4), "gradient w of step 4", "short last batch"),
         (off("state", "parameter/w", 0.1), "parameter w of step 0", "update does not"),
         (off("state", "optimizer/w/exp_avg", 0.5), "optimizer w/exp_avg of step 0", "update does not"),
@@ -106,7 +106,7 @@ def test_rounding_with_exact_and_with_other_threads() -> None:
 )
 def test_different(change: Change, place: str, cause: str) -> None:
     found = compare(recorded(), recorded(change))
-    assert found.verdict == "different"
+    assert found.result == "different"
     assert str(found.beyond) == place
     assert cause in found.cause
 
@@ -125,7 +125,7 @@ def test_a_sudden_difference_after_rounding_is_told_from_drift() -> None:
 def test_other_batch_other_length_other_names() -> None:
     assert "batch_per_worker" in compare(recorded(batch=8), recorded(lambda one: replace(one, samples=9))).cause
     shorter = compare(recorded(), recorded(steps=9))
-    assert (shorter.verdict, str(shorter.beyond)) == ("different", "end of step 9")
+    assert (shorter.result, str(shorter.beyond)) == ("different", "end of step 9")
     unnamed = compare(recorded(), recorded(lambda one: replace(one, gradient={})))
     assert "in one run only" in unnamed.cause
 
@@ -134,8 +134,8 @@ def test_not_a_number() -> None:
     def nan(one: StepTrace) -> StepTrace:
         return replace(one, loss=math.nan, gradient={"w": TensorSketch("nan", math.nan, math.nan)})
 
-    assert compare(recorded(nan), recorded(nan)).verdict == "identical"
-    assert compare(recorded(), recorded(nan)).verdict == "different"
+    assert compare(recorded(nan), recorded(nan)).result == "identical"
+    assert compare(recorded(), recorded(nan)).result == "different"
 
 
 def test_the_fingerprint_is_of_the_last_state() -> None:

@@ -24,16 +24,16 @@ if rank == 0:
 """
 
 
-def verdicts(out: str) -> list[str]:
+def results(out: str) -> list[str]:
     rows = out.split("\n\n")[0].splitlines()
-    assert rows[0].split() == ["workers", "verdict", "fingerprint", "seconds"]
+    assert rows[0].split() == ["workers", "result", "fingerprint", "seconds"]
     return [" ".join(row.split()[:2]) for row in rows[1:]]
 
 
 def test_identical(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     result = paceline("verify", script(TRACES), "--workers", "1,2", "--steps", 3, "--", "none")
     assert result.code == 0
-    assert verdicts(result.out) == ["1 reference", "2 identical"]
+    assert results(result.out) == ["1 reference", "2 identical"]
     assert "The same bits in 3 steps at every size." in result.out
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
@@ -42,16 +42,16 @@ def test_identical(paceline: Paceline, script: Script, tmp_path: Path) -> None:
 def test_rounding(paceline: Paceline, script: Script, arguments: list[str], code: int) -> None:
     result = paceline("verify", "--workers", "1,2,3", "--steps", 4, script(TRACES), *arguments)
     assert result.code == code
-    assert verdicts(result.out) == ["1 reference", "2 rounding", "3 rounding"]
-    assert "the first different bits are in the loss of step 0" in result.out
+    assert results(result.out) == ["1 reference", "2 rounding", "3 rounding"]
+    assert "the bits first differ in the loss of step 0" in result.out
 
 
 def test_different(paceline: Paceline, script: Script) -> None:
     result = paceline("verify", "--workers=2,1", script(TRACES), "wrong", "--steps=2")
     assert result.code == 1
-    assert verdicts(result.out) == ["2 reference", "1 different"]
+    assert results(result.out) == ["2 reference", "1 different"]
     assert "more than rounding in the loss of step 0 (1.5 against 1.0)" in result.out
-    assert "the forward pass depends on which worker computes it" in result.out
+    assert "the forward pass depends on the worker that computes it" in result.out
 
 
 def test_the_scripts_own_options_pass_through(paceline: Paceline, script: Script) -> None:
