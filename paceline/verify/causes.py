@@ -20,7 +20,7 @@ _BATCH = (
     "step over all workers."
 )
 _SAMPLES = "The steps use different numbers of samples: the data set or the batch depends on the number of workers."
-_RATE = "The learning rate depends on the number of workers: scale_lr is set, or the script computes it from the world size."
+_RATE = "The learning rate depends on the number of workers: scale_lr is set, or the script uses the world size."
 _FORWARD = (
     "The weights are equal but the loss is not, so the forward pass depends on the worker that computes it: a random "
     "generator of its own (only the global ones of torch, random and numpy are seeded), the time, the rank, or a "
