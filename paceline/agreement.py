@@ -1,4 +1,4 @@
-"""Do all workers train the same thing? Compared once, before the first step."""
+"""Compare what the workers are about to train, before the first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CURES = {
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries that decide the numbers."""
+    """Return the versions of Python and of the libraries that decide the numbers."""
     found = {"python": platform.python_version()}
     for name in ("torch", "numpy", "paceline"):
         try:
@@ -39,7 +39,7 @@ def versions() -> dict[str, str]:
 
 
 def code_hashes() -> dict[str, str]:
-    """SHA-256 of the script and of the modules imported from its folder, by file name."""
+    """Return the SHA-256 of the script and of the modules imported from its folder, by file name."""
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:
         return {}
@@ -64,10 +64,10 @@ def check(world: World, facts: Mapping[str, object]) -> None:
     Raises:
         DisagreementError: names the first fact that differs, the workers and their values, and the cure.
     """
-    told = world.gather(dict(facts), "start")
-    keys = dict.fromkeys(key for values in told for key in values)
+    everyone = world.gather(dict(facts), "start")
+    keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:
-        values = [one.get(key, "nothing") for one in told]
+        values = [own.get(key, "nothing") for own in everyone]
         if any(value != values[0] for value in values):
             each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise DisagreementError(f"The workers do not agree on {key}: {each}. {_CURES[key.split()[0]]}")

@@ -1,4 +1,4 @@
-"""Measuring a model on a data set: each sample exactly once, on any number of workers."""
+"""Measure a model on a data set: each sample exactly once, on any number of workers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _EPOCH = -1
 
 
 def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], data: Any) -> tuple[float, int]:
-    """The mean of ``forward(model, samples)`` over a data set.
+    """Return the mean of ``forward(model, samples)`` over a data set.
 
     The data set is cut into chunks that do not depend on the number of workers, and each chunk is computed by one
     worker; so the result has the same bits on any number of workers (with as many threads each).
@@ -34,7 +34,7 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
         data: a map-style data set.
 
     Returns:
-        the mean, and what the workers told each other of the world (``comm.world``).
+        the mean, and the notice of the workers (``comm.world``): whether the world is to change.
 
     Raises:
         InputError: the data set has no length or no samples, the value is no number, or a weight of the model changed.
@@ -69,17 +69,17 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
         for module, mode in training.items():
             module.training = mode
     fault_points.reach("in evaluate", steps)
-    told = job.world.gather((pairs, job.world.notice(), hashes), "evaluate")
-    _check_alike([hashes for *_, hashes in told])
-    everyone = [pair for pairs, *_ in told for pair in pairs]
-    count = math.fsum(pair[1] for pair in everyone)
+    everyone = job.world.gather((pairs, job.world.notice(), hashes), "evaluate")
+    _check_alike([hashes for *_, hashes in everyone])
+    pairs = [pair for pairs, *_ in everyone for pair in pairs]
+    count = math.fsum(pair[1] for pair in pairs)
     if count == 0:
-        raise InputError("The metric counted nothing in the whole data set: its counts add up to 0.")
-    return math.fsum(pair[0] for pair in everyone) / count, max(notice for _, notice, _ in told)
+        raise InputError("The metric counted nothing in the whole data set: the sum of its counts is 0.")
+    return math.fsum(pair[0] for pair in pairs) / count, max(notice for _, notice, _ in everyone)
 
 
 def _hashes(job: Job) -> dict[str, bytes]:
-    """Of the weights, if they are to have the same bits everywhere."""
+    """Return the hashes of the weights, if they are to have the same bits everywhere."""
     if not job.settings.exact or job.world.size == 1:
         return {}
     return {name: hash_of(value) for name, value in job.compute.model.named_parameters()}
@@ -90,9 +90,9 @@ def _check_alike(hashes: Sequence[dict[str, bytes]]) -> None:
         for name, value in others.items():
             if value != hashes[0][name]:
                 raise DisagreementError(
-                    f"The parameter {name!r} is not the same on rank {rank} as on rank 0 any more. Look for code that "
-                    f"changes weights on some ranks only, or in the forward pass (through .data), where each worker "
-                    f"has other samples; or an optimizer that does not do the same everywhere."
+                    f"The parameter {name!r} on rank {rank} differs from rank 0's. Look for code that changes weights "
+                    f"on some ranks only, or in the forward pass (through .data), where each worker has other "
+                    f"samples; or an optimizer that does not do the same everywhere."
                 )
 
 

@@ -1,9 +1,8 @@
 """What happens, as records: one JSON object per line, one file per rank.
 
-A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (how often the workers were started
-anew), and what belongs to the event: ``step``, ``seconds``, ``bytes``, ... Training hands a record over in about a
-microsecond; a thread writes it. A full disk or a closed file loses records, never a step: the number lost stands in the
-last record.
+A record has ``time`` (seconds since 1970), ``event``, ``rank``, ``generation`` (how often the workers have changed) and
+the fields of its event: ``step``, ``seconds``, ``bytes``, ... Adding a record takes about a microsecond; a thread
+writes it. A full disk or a closed file loses records, never a step: the last record says how many.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class EventLog:
             self._thread.start()
 
     def move(self, rank: int, generation: int) -> None:
-        """From now on this worker has another rank, and its records go into that rank's file."""
+        """Write to the file of another rank from now on."""
         self.rank, self.generation = rank, generation
 
     def mark(self, event: str, **fields: object) -> None:

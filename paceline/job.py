@@ -1,4 +1,4 @@
-"""From the arguments of ``start`` to a job that workers agree on."""
+"""Build the job from the arguments of ``start``, with the facts on which all workers must agree."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Components:
 
 
 def report_config(resolved: Resolved, path: Path) -> None:
-    """Write the settings for ``paceline config``."""
+    """Write the settings and where each comes from, for ``paceline config``."""
     values = resolved.settings.model_dump(mode="json")
     for name in GROUPS:
         values.update({f"{name}.{key}": value for key, value in values.pop(name).items()})
@@ -157,7 +157,7 @@ def _check_model(model: Any, sparse: bool) -> None:
 
 
 def _check_schedule(schedule: LRScheduler | None) -> None:
-    """Refuse one whose steps need an argument: a metric, mostly."""
+    """Refuse a schedule whose steps need an argument, mostly a metric."""
     if schedule is None:
         return
     needs = [
@@ -167,14 +167,14 @@ def _check_schedule(schedule: LRScheduler | None) -> None:
     ]
     if needs:
         raise InputError(
-            f"{type(schedule).__name__} cannot be the schedule: its step() needs {' and '.join(needs)}, and here it is "
-            f"called without arguments, after each update. Use a schedule that goes by the number of updates, such as "
+            f"{type(schedule).__name__} cannot be the schedule: its step() needs {' and '.join(needs)}, but "
+            f"it is called without arguments, after each update. Use a schedule over the number of updates, such as "
             f"torch.optim.lr_scheduler.CosineAnnealingLR, or LambdaLR with a function of your own."
         )
 
 
 def numerics(settings: Settings) -> dict[str, object]:
-    """What decides the bits of a step besides the script and the versions."""
+    """Return what decides the bits of a step besides the script and the versions."""
     return {
         "exact": settings.exact,
         "threads": torch.get_num_threads(),
@@ -184,7 +184,7 @@ def numerics(settings: Settings) -> dict[str, object]:
 
 
 def summary(job: Job) -> list[str]:
-    """What was applied that the script did not spell out, in sentences."""
+    """Return what was applied that the script did not spell out, in sentences."""
     order, world, settings = job.order, job.world, job.settings
     sentences = [
         f"{world.size} worker{'s' if world.size > 1 else ''} on {world.device.type}, strategy {settings.strategy}"
@@ -197,9 +197,9 @@ def summary(job: Job) -> list[str]:
 
 
 def warnings(job: Job) -> list[str]:
-    """What somebody has set that does nothing, in sentences."""
+    """Return which settings were given but have no effect, in sentences."""
     keys = registry.without_effect(job.settings, job.given)
-    return [f"set, but without effect as strategy {job.settings.strategy} is set: {', '.join(keys)}"] if keys else []
+    return [f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}"] if keys else []
 
 
 def _order(data: Any, settings: Settings, workers: int) -> Order:
@@ -244,7 +244,7 @@ def _forward(given: Components) -> Forward:
 
 
 def _threads(settings: Settings, who: env.Identity) -> int:
-    """Threads of this worker: they change the bits, so with ``exact`` their number must not follow the workers."""
+    """Return the threads of this worker; they change the bits, so with ``exact`` they do not depend on the workers."""
     if settings.threads:
         return settings.threads
     if settings.exact:
@@ -275,7 +275,7 @@ def _facts(
 
 
 def _describe(value: object) -> str:
-    """A value that equal workers tell alike; of an object, whose text may hold an address, only the kind."""
+    """Return a value as text, the same on equal workers; of an object, whose repr may hold an address, its class."""
     plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
     return str(value) if isinstance(value, plain) else type(value).__name__
 
@@ -283,7 +283,7 @@ def _describe(value: object) -> str:
 def _keep_memory() -> None:
     """Let the C library keep freed memory.
 
-    Otherwise a large tensor is a mapping of its own, which goes back to the kernel when freed: every gradient of every
+    Otherwise each large tensor is a mapping of its own, which returns to the kernel when freed: every gradient of every
     step then costs its page faults again, a tenth of a step on the CPU.
     """
     if sys.platform != "linux":

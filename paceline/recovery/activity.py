@@ -22,23 +22,23 @@ class Activity:
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def begin(self, what: str, busy: bool = False) -> None:
-        """Something else begins; ``busy`` if it may well take long."""
+        """Begin something else; ``busy`` if it may well take long."""
         self._now = what, time.monotonic(), busy
 
     def step_done(self, seconds: float) -> None:
-        """A step took so long."""
+        """Count a step that took so long."""
         self._step_seconds.append(seconds)
 
     def status(self, step: int) -> dict[str, Any]:
-        """The fields of :class:`paceline.coordinator.hang_detection.Place` that a worker knows of itself."""
+        """Return what the coordinator needs for hang detection."""
         what, since, busy = self._now
-        awaited, asked = self._world.awaited
-        if awaited:
-            what, since = self._world.doing(), asked
+        awaited = self._world.awaited
+        if awaited.ranks:
+            what, since = self._world.doing(), awaited.since
         return {
             "step": step,
             "doing": what,
-            "waits": bool(awaited) or what == RE_FORMING,
+            "waits": bool(awaited.ranks) or what == RE_FORMING,
             "busy": busy,
             "since": time.monotonic() - since,
             "step_seconds": median(self._step_seconds) if self._step_seconds else None,

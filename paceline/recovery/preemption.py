@@ -1,6 +1,6 @@
-"""The notice that a machine is about to be taken away: finish the step, hand over, leave.
+"""The notice that a machine is about to be taken away: finish the step and leave.
 
-Spot machines, Slurm and Kubernetes send SIGTERM, or SIGUSR1 on wish, some time before they kill.
+Spot machines, Slurm and Kubernetes send SIGTERM, or SIGUSR1 if asked to, some time before they kill.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 
 
 def catch_notices(world: World) -> None:
-    """From now on such a signal makes this worker leave after its step; more of them change nothing.
+    """Let such a signal make this worker leave after its step.
 
-    They often come twice: to all processes of a machine, and from the launcher that passes its own on. Signals that the
-    script handles itself stay as they are.
+    Signals often come twice, to all processes of a machine and from the launcher that passes its own on; the second
+    changes nothing. Signals that the script handles itself stay as they are.
     """
     if threading.current_thread() is not threading.main_thread():
         return

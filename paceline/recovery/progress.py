@@ -36,5 +36,5 @@ class Progress:
 
     @property
     def key(self) -> tuple[int, int, int]:
-        """To compare workers: the largest is the furthest."""
+        """Return what orders workers: the one with the largest key is the furthest."""
         return self.steps, sum(map(len, self.evaluations.values())), self.tie_break

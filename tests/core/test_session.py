@@ -66,7 +66,7 @@ tell(notes=session.step(batch).notes)
 
 def test_settings_without_effect_are_named(ranks: Callable[..., list[Any]], tmp_path: Path) -> None:
     everyone = ranks(HEAD + UNREAD, 2, tmp_path)
-    note = "set, but without effect as strategy allreduce is set: server.mode, server.count"
+    note = "set, but without effect with strategy allreduce: server.mode, server.count"
     assert [one.code for one in everyone] == [0, 0]
     assert all(note in one.out for one in everyone)
     assert [one.err.count(note) for one in everyone] == [1, 0]

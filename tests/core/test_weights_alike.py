@@ -76,7 +76,7 @@ print("done", flush=True)
 """
     for one in ranks(HEAD + body, 3, tmp_path, deadline=60):
         assert (one.code, one.out.strip()) == (3, "alike True")
-        assert "DisagreementError: The parameter '2.weight' is not the same on rank 2 as on rank 0" in message(one)
+        assert "DisagreementError: The parameter '2.weight' on rank 2 differs from rank 0's" in message(one)
 
 
 COUPLED = """
