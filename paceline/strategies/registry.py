@@ -17,7 +17,7 @@ from paceline.strategies.data_parallel import backup_workers, local_sgd, work_st
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.parameter_server import hogwild
 from paceline.strategies.parameter_server import strategy as parameter_server
-from paceline.strategies.parameter_server.async_steps import SingleAsync
+from paceline.strategies.parameter_server.last_worker import LastWorker
 from paceline.strategies.pipeline import strategy as pipeline
 from paceline.strategies.single import Single
 
@@ -65,7 +65,7 @@ _ENTRIES: dict[str, Entry] = {
         capabilities=backup_workers.capabilities,
         validate=backup_workers.validate,
     ),
-    "hogwild": Entry(hogwild.HogWild, alone=SingleAsync, capabilities=hogwild.capabilities),
+    "hogwild": Entry(hogwild.build, alone=LastWorker, capabilities=hogwild.capabilities),
     "local-sgd": Entry(local_sgd.LocalSgd, capabilities=local_sgd.capabilities),
     "parameter-server": Entry(
         parameter_server.build,

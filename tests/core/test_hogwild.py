@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 import paceline
-from paceline.checkpoint.tensors import fingerprint, tensors_of
+from paceline.checkpoint.tensors import fingerprint, named_tensors
 from paceline.data.order import Order
 from subjects import tell
 
@@ -48,13 +48,13 @@ HERE = (
     + """
 import time
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
-arrive = AsyncSteps._arrive
+arrive = AsyncSteps._enter
 def arrive_late(strategy, step):  # when the other worker has taken the step
     while strategy._claims.look().top <= step:
         time.sleep(0.001)
     return arrive(strategy, step)
 if os.environ.get("RANK", "0") != "0":
-    AsyncSteps._arrive = arrive_late
+    AsyncSteps._enter = arrive_late
 bag = model()
 held = list(bag.parameters())
 session = paceline.start(
@@ -81,7 +81,7 @@ for step in range(12):
     steps.zero_grad()
     functional.cross_entropy(bag(features), target).backward()
     steps.step()
-tell(fingerprint=fingerprint(tensors_of(bag, steps)))
+tell(fingerprint=fingerprint(named_tensors(bag, steps)))
 """
 )
 
@@ -156,7 +156,7 @@ import time
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.step.fusion import Fusion
 rank = int(os.environ["RANK"])
-arrive, obstacle = AsyncSteps._arrive, Fusion._obstacle
+arrive, obstacle = AsyncSteps._enter, Fusion._obstacle
 def arrive_late(strategy, step):  # so that rank 1 takes step 1
     while step == 1 - rank and strategy._claims.look().top <= step:
         time.sleep(0.001)
@@ -166,7 +166,7 @@ def find_out_late(joining, pieces, pairs):  # when the other worker has changed 
     while rank and strategy._claims.look().version <= 1:
         time.sleep(0.001)
     return obstacle(joining, pieces, pairs)
-AsyncSteps._arrive, Fusion._obstacle = arrive_late, find_out_late
+AsyncSteps._enter, Fusion._obstacle = arrive_late, find_out_late
 session = paceline.start(
     model=model(), optimizer=optimizer, loss=functional.cross_entropy, data=data, batch=32, strategy="hogwild",
     timeout_seconds=30,

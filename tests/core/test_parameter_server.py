@@ -179,12 +179,12 @@ import counted, json, os
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from subjects import tell
 known = []
-set_out = AsyncSteps._set_out
+set_out = AsyncSteps._start
 def watched(strategy, step):
     notice = set_out(strategy, step)
     known.append(strategy._claims.look().newest >= 0)
     return notice
-AsyncSteps._set_out = watched
+AsyncSteps._start = watched
 session = counted.start(
     **json.loads(os.environ["GIVEN"]), checkpoint={"directory": os.environ["SAVED"], "every": 6}, resume="auto"
 )
@@ -263,7 +263,7 @@ def test_an_evaluation_of_one_rank_is_found_when_another_goes_on(
 ) -> None:
     everyone = ranks(EVALUATED_ALONE, 3, tmp_path, environment={"GIVEN": json.dumps(given)})
     assert [one.code for one in everyone] == [3, 5, 5], [one.err for one in everyone]
-    assert "different places: rank 0 settling after step 5, " in everyone[0].err
+    assert "different places: rank 0 synchronizing after step 5, " in everyone[0].err
     assert re.search(r", (rank [12]|another one) at step \d", everyone[0].err)
 
 

@@ -140,7 +140,7 @@ def compute_and_die(strategy, step):
     if worker == "2":
         crew.wait_until(made.exists, "an update to be made")
         os.kill(os.getpid(), signal.SIGKILL)
-    compute(strategy, step)
+    return compute(strategy, step)
 
 Update.apply, AsyncSteps._compute = apply_and_wait, compute_and_die
 """
@@ -169,7 +169,7 @@ def compute_and_die(strategy, step):
         look = strategy._claims.look
         crew.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to settle")
         os.kill(os.getpid(), signal.SIGKILL)
-    compute(strategy, step)
+    return compute(strategy, step)
 
 AsyncSteps._compute = compute_and_die
 """

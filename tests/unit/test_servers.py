@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from paceline.settings import Settings
-from paceline.strategies.parameter_server.async_steps import remarks_on_servers, servers_among
+from paceline.strategies.parameter_server.async_server import servers_among, warnings_of_servers
 
 
 @pytest.mark.parametrize(
@@ -16,5 +16,5 @@ def test_fewer_workers_than_servers_asked_for(workers: int, dedicated: bool, ser
     settings = Settings.model_validate({"server": {"count": 3, "dedicated": dedicated}})
     job: Any = SimpleNamespace(settings=settings, world=SimpleNamespace(size=workers))
     assert servers_among(settings, workers) == servers
-    said = "".join(remarks_on_servers(job))
+    said = "".join(warnings_of_servers(job))
     assert (f"{workers} workers are left" in said and "server.count = 3" in said) == (servers < 3)

@@ -1,94 +1,122 @@
-"""What asynchronous strategies share: each step is computed by one worker, and nobody waits for the others.
+"""The loop of asynchronous strategies: each step is computed by one worker, and nobody waits for the others.
 
 ::
 
-    worker 0   claim 0 ▓▓▓ update   claim 3 ▓▓▓ update   claim 4 ▓▓▓ update ┐
-    worker 1   claim 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ update                         ┼ settle
-    worker 2   claim 2 ▓▓▓▓▓ update   claim 5 ▓▓▓▓▓ update                  ┘
+    worker 0   claim 0 ▓▓▓ push   claim 3 ▓▓▓ push   claim 4 ▓▓▓ push ┐
+    worker 1   claim 1 ▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓ push                     ┼ synchronize
+    worker 2   claim 2 ▓▓▓▓▓ push   claim 5 ▓▓▓▓▓ push                ┘
 
-Every worker's loop comes to every step, and takes the lowest one that nobody computes yet; when there is none up to its
-own it goes on. So there are as many updates, and each sample is used as often, as in one process, and a slow worker
-computes fewer steps. To *settle* is to wait until all steps are done, and to take over the same state: before an
+Every worker's loop comes to every step, and claims the lowest one that nobody computes yet; when there is none up to
+its own it goes on. So there are as many updates, and each sample is used as often, as in one process, and a slow worker
+computes fewer steps. To *synchronize* is to wait until all steps are done, and to take over the same state: before an
 evaluation, a checkpoint, and at the end.
+
+Where the weights are, and who updates them, is the business of a :class:`Server`.
 """
 
 from __future__ import annotations
 
-import math
-from abc import abstractmethod
-from collections import Counter
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.shm.histogram import Histogram
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import ConfigError, DisagreementError
-from paceline.settings import Settings
 from paceline.step.checks import Part, mean_loss
 from paceline.step.commit import judge, located_here
 from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
-from paceline.strategies.single import Single
+from paceline.strategies.parameter_server.last_worker import STATE, newest_result, restored
+from paceline.strategies.parameter_server.staleness import Staleness
 
-BOOK = "asynchronous"
+
+@dataclass(frozen=True)
+class Shared:
+    """What the loop and its server both use."""
+
+    job: Job
+    memory: SharedMemory
+    claims: StepClaims
+    staleness: Staleness
+    batch: FullBatch
 
 
-class SingleAsync(Single):
-    """One worker, after others: first it computes the steps that they had claimed and not done."""
+@dataclass(frozen=True)
+class Gradients:
+    """The mean gradients of a step, which lie in ``.grad``.
 
-    def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        book = self._job.strategy_state.get(BOOK, {})
-        outcome = self._catch_up(book)
-        if step < book.get("top", 0):  # done before, or just now
-            return outcome or outcome_of(_with_newest(ClaimTable(), book), self._job)
-        return self._note(step, super().step(step, pieces))
+    Attributes:
+        step: its number.
+        parts: the losses of its pieces.
+        buffers: the means of the buffers that the forward pass changes.
+    """
 
-    def synchronize(self, steps: int) -> None:
-        self._catch_up(self._job.strategy_state.get(BOOK, {}))
+    step: int
+    parts: list[Part]
+    buffers: list[torch.Tensor]
 
-    def _catch_up(self, book: dict[str, Any]) -> StepResult | None:
-        outcome = None
-        while book.get("open"):
-            missed = book["open"][0]
-            outcome = self._note(missed, super().step(missed, self._job.feed.load(missed, self.pieces(missed))))
-            del book["open"][0]
-        return outcome
 
-    def _note(self, step: int, outcome: StepResult) -> StepResult:
-        if outcome.applied:
-            self._job.events.mark("update", step=step, delay=0, learning_rate=outcome.learning_rate)
-        newest = step, outcome.loss, float(outcome.norm), outcome.learning_rate, outcome.applied
-        self._job.strategy_state.setdefault(BOOK, {})["newest"] = list(newest)
-        return outcome
+class Server(ABC):
+    """Where the weights are between the steps.
+
+    Attributes:
+        computes: whether this worker computes steps; else it only serves.
+    """
+
+    computes = True
+
+    def __init__(self, shared: Shared) -> None:
+        self._job, self._memory, self._claims = shared.job, shared.memory, shared.claims
+        self._staleness, self._batch = shared.staleness, shared.batch
+
+    @abstractmethod
+    def begin(self, version: int) -> None:
+        """Start from the state that all workers have, after so many updates; rank 0 comes first."""
+
+    @abstractmethod
+    def pull(self, step: int) -> None:
+        """Get the weights for a step."""
+
+    @abstractmethod
+    def push(self, gradients: Gradients) -> StepResult | None:
+        """Apply gradients and close their step; None: they came too late, and the step is free again."""
+
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until those who compute have come so far."""
+        self._memory.until(ready, lambda: self._claims.look().owners())
+
+    def flush(self, table: ClaimTable) -> None:  # noqa: B027 - most have nothing left
+        """Nobody computes any more: write what only this worker has where all can read it."""
+
+    @abstractmethod
+    def restore(self, table: ClaimTable, complete: bool) -> None:
+        """Take over the newest state; not complete: what there is of it after a loss."""
 
 
 class AsyncSteps(Strategy):
-    """Claims steps, and settles."""
+    """Claim steps, compute them with the weights of a server, and push the gradients to it."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, server: Callable[[Shared], Server]) -> None:
         self._job = job
         self._memory = shared_memory_of(job)
         self._claims = StepClaims(job.world, self._memory)
         self._flag = self._memory.reserve(2)
-        self._times = 0
-        self._together = True
-        self._mine: int | None = None
+        self._batch = FullBatch(job)
+        self._staleness = Staleness(self._memory, job.world.rank, job.strategy_state.get(STATE, {}))
+        job.warnings.extend(_warnings(job))
+        self._server = server(Shared(job, self._memory, self._claims, self._staleness, self._batch))
+        self._warned = len(job.warnings)
+        self._starts = 0
+        self._synchronized = True
+        self._claimed: int | None = None
         self._top = 0
-        self._newest: StepResult | None = None
-        self._whole = FullBatch(job)
-        self._delays = Histogram(self._memory, job.world.rank)
-        self._rounds = Histogram(self._memory, job.world.rank)
-        book = job.strategy_state.get(BOOK, {})
-        self._before = [Counter(dict(book.get(name, []))) for name in ("delays", "rounds")]
-        job.warnings.extend(remarks_of(job))
-        self._told = len(job.warnings)
 
     def pieces(self, step: int) -> list[range]:
         """None: which step this worker will compute is not known before."""
@@ -96,131 +124,91 @@ class AsyncSteps(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         self._job.world.check()
-        notice = self._set_out(step) if self._together else 0
-        self._newest = None
-        stops = self._arrive(step)
-        self._work(step)
-        outcome = self._newest or self._known()
+        notice = self._start(step) if self._synchronized else 0
+        stops = self._enter(step)
+        result = self._work(step) or self._newest()
         if stops:
             notice = max(notice, self._claims.look().notice)
         if not notice:
-            return outcome
+            return result
         self.synchronize(step + 1)
-        return replace(outcome, notice=notice)
+        return replace(result, notice=notice)
 
     def synchronize(self, steps: int) -> None:
-        if self._together:
-            if not self._job.strategy_state.get(BOOK, {}).get("open"):
+        if self._synchronized:
+            if not self._job.strategy_state.get(STATE, {}).get("open"):
                 return
-            self._set_out(steps)  # a worker was lost as they settled: what it had taken is free again
+            self._start(steps)  # a worker was lost as they synchronized: what it had claimed is free again
         self._drain(steps)
         self._await_others(steps)
-        self._leave_state(self._claims.look())
-        self._meet("settling after", steps - 1, None)
+        self._server.flush(self._claims.look())
+        self._gather("synchronizing after", steps - 1, None)
         table = self._claims.look()
-        self._take_state(table, settled=True)
-        self._remember(table)
-        self._tell_staleness()
-        self._together = True
+        self._server.restore(table, complete=True)
+        self._save_state(table)
+        self._report_staleness()
+        self._synchronized = True
 
     def close(self) -> None:
-        if not self._together:
+        if not self._synchronized:
             table = self._claims.close()
             while True:  # one update may have been on its way
-                self._take_state(table, settled=False)
+                self._server.restore(table, complete=False)
                 before, table = table, self._claims.last()
                 if table.version == before.version:
                     break
-            self._remember(table)
-            self._together = True
-        self._whole.take_gradients()
+            self._save_state(table)
+            self._synchronized = True
+        self._batch.take_gradients()
 
-    # What a strategy does in its own way.
+    # Synchronized: before the first step, and when all are done.
 
-    @abstractmethod
-    def _publish(self, version: int) -> None:
-        """Rank 0: put the state where all see it; it is that after so many updates."""
-
-    @abstractmethod
-    def _take_up(self, version: int) -> None:
-        """The state is there; what this worker has is the same."""
-
-    @abstractmethod
-    def _pull(self, step: int) -> None:
-        """Get the weights for a step."""
-
-    @abstractmethod
-    def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
-        """Bring in the gradients of a step, which are in ``.grad``; then :meth:`_finish` it."""
-
-    def _leave_state(self, table: ClaimTable) -> None:
-        """Nobody computes any more: put what only this worker has where all see it."""
-
-    @abstractmethod
-    def _take_state(self, table: ClaimTable, settled: bool) -> None:
-        """Take over the newest state; after a loss, what there is of it."""
-
-    # Together: before the first step, and when all has been settled.
-
-    def _set_out(self, step: int) -> int:
-        """Start from the same state; returns what the workers tell each other of the world."""
-        notices = self._meet("at", step, self._job.world.notice())
-        book = self._job.strategy_state.get(BOOK, {})
-        version = int(book.get("version", 0))
-        self._times += 1
-        self._top = max(step, int(book.get("top", 0)))
+    def _start(self, step: int) -> int:
+        """Start from the same state; returns the newest notice that a worker has."""
+        notices = self._gather("at", step, self._job.world.notice())
+        state = self._job.strategy_state.get(STATE, {})
+        version = int(state.get("version", 0))
+        self._starts += 1
+        self._top = max(step, int(state.get("top", 0)))
         if self._job.world.rank == 0:
-            self._publish(version)
-            table = ClaimTable(self._top, dict.fromkeys(book.get("open", []), FREE), version)
-            self._claims.begin(_with_newest(table, book))
-            self._memory.announce(self._flag, self._times)
+            self._server.begin(version)
+            table = ClaimTable(self._top, dict.fromkeys(state.get("open", []), FREE), version)
+            self._claims.begin(restored(table, state))
+            self._memory.announce(self._flag, self._starts)
         else:
-            self._memory.wait(self._flag, self._times, ranks=(0,))
-        self._take_up(version)
-        self._together = False
+            self._memory.wait(self._flag, self._starts, ranks=(0,))
+            self._server.begin(version)
+        self._synchronized = False
         return max(map(int, notices))
 
-    def _meet(self, where: str, step: int, value: Any) -> list[Any]:
-        told = self._job.world.gather((where, step, value), "step")
-        if any(other[:2] != (where, step) for other in told):
-            raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(told)])
-        return [value for *_, value in told]
+    def _gather(self, where: str, step: int, value: Any) -> list[Any]:
+        found = self._job.world.gather((where, step, value), "step")
+        if any(other[:2] != (where, step) for other in found):
+            raise _different([f"rank {rank} {place} step {number}" for rank, (place, number, _) in enumerate(found)])
+        return [value for *_, value in found]
 
-    def _remember(self, table: ClaimTable) -> None:
-        """Write down what the next workers, and a checkpoint, must know."""
-        delays, rounds = (sorted(map(list, count.items())) for count in self._staleness())
-        self._job.strategy_state[BOOK] = {
+    def _save_state(self, table: ClaimTable) -> None:
+        """Keep what the next workers, and a checkpoint, must know."""
+        self._job.strategy_state[STATE] = {
             "top": table.top,
             "open": sorted(table.open),
             "version": table.version,
-            "delays": delays,
-            "rounds": rounds,
+            **self._staleness.state(),
             "newest": [table.newest, table.loss, table.norm, table.rate, table.applied],
         }
 
-    def _staleness(self) -> list[dict[int, int]]:
-        """How often each delay, and each number of rounds behind, has been so far."""
-        tallies = self._delays, self._rounds
-        return [dict(before + tally.total()) for before, tally in zip(self._before, tallies, strict=True)]
-
-    def _tell_staleness(self) -> None:
-        delays, rounds = self._staleness()
-        if not delays:
+    def _report_staleness(self) -> None:
+        summary = self._staleness.summary()
+        if not summary:
             return
         if self._job.world.rank == 0:
+            delays, rounds = self._staleness.counts()
             self._job.events.mark("staleness", delays=delays, rounds=rounds)
-        updates = sum(delays.values())
-        mean = math.fsum(late * count for late, count in delays.items()) / updates
-        text = (
-            f"{updates} updates so far: {mean:.2g} others between weights and update on average, {max(delays)} at most"
-        )
-        if rounds:
-            text += f"; weights at most {max(rounds)} rounds behind"
-        self._job.warnings[self._told :] = [text]
+        self._job.warnings[self._warned :] = [summary]
 
-    # Apart.
+    # Not synchronized.
 
-    def _arrive(self, step: int) -> bool:
+    def _enter(self, step: int) -> bool:
         """This worker's loop has come to a step; whether all stop at its end, to act on a notice."""
         notice = self._job.world.notice()
         table = self._claims.look()
@@ -230,131 +218,106 @@ class AsyncSteps(Strategy):
                     if table.stop < 0:
                         table.stop = table.top + 1
                     table.notice = max(table.notice, notice)
-                self._offer(table, step)
+                if self._server.computes:
+                    table.offer(step)
+                    self._claimed = table.take(self._job.world.rank)
         return 0 <= table.stop <= step
 
-    def _offer(self, table: ClaimTable, step: int) -> None:
-        table.offer(step)
-        self._mine = table.take(self._job.world.rank)
+    def _work(self, step: int) -> StepResult | None:
+        """Compute what is free, or serve until the workers are beyond a step; the result of the last update here."""
+        if not self._server.computes:
+            self._server.wait(lambda: self._claims.look().top > step)
+        newest = None
+        while self._claimed is not None:
+            newest = self._compute(self._claimed) or newest
+        return newest
 
-    def _work(self, step: int) -> None:
-        """Compute what is free up to this step."""
-        while self._mine is not None:
-            self._compute(self._mine)
-
-    def _known(self) -> StepResult:
-        """The newest outcome that all know; until the first step of all is done, this waits for it."""
+    def _newest(self) -> StepResult:
+        """The newest result that all know; until the first step of all is done, this waits for it."""
 
         def is_known() -> bool:
             table = self._claims.look()
             return table.newest >= 0 or not table.open
 
-        self._wait_until(is_known)
-        return outcome_of(self._claims.look(), self._job)
+        self._server.wait(is_known)
+        return newest_result(self._claims.look(), self._job)
 
-    def _wait_until(self, ready: Callable[[], bool]) -> None:
-        """Until those who compute have come so far."""
-        self._memory.until(ready, lambda: self._claims.look().owners())
-
-    def _compute(self, step: int) -> None:
-        self._job.world.check()
-        pieces = self._job.feed.load(step, self._whole.pieces(step))
-        self._pull(step)
-        parts, changed = self._whole.gradients(step, pieces)
-        self._push(step, pieces, parts, changed)
+    def _compute(self, step: int) -> StepResult | None:
+        """Compute a step and claim the next one; None: its gradients came too late."""
+        job = self._job
+        job.world.check()
+        pieces = job.feed.load(step, self._batch.pieces(step))
+        self._server.pull(step)
+        parts, buffers = self._batch.gradients(step, pieces)
+        result = judge(job, step, parts, lambda bad: located_here(job, step, pieces, bad))
+        if result is None:
+            result = self._server.push(Gradients(step, parts, buffers))
+            with self._claims.change() as table:
+                self._claimed = table.take(job.world.rank)
+        else:  # skipped
+            with self._claims.change() as table:
+                finish(table, step, result)
+                self._claimed = table.take(job.world.rank)
+        return result
 
     def _drain(self, steps: int) -> None:
         """Until all steps before this one are done."""
+        if not self._server.computes:
+            self._server.wait(lambda: self._is_drained(steps))
+            return
         while True:
-            self._memory.until(
-                lambda: self._is_drained(steps) or self._claims.look().has_free, lambda: self._claims.look().owners()
-            )
+            self._server.wait(lambda: self._is_drained(steps) or self._claims.look().has_free)
             with self._claims.change() as table:
-                self._mine = table.take(self._job.world.rank)
-            if self._mine is None and not table.open:
+                self._claimed = table.take(self._job.world.rank)
+            if self._claimed is None and not table.open:
                 return
             self._work(steps)
 
     def _await_others(self, steps: int) -> None:
-        """Until all workers settle; so one that does not is found before it needs this one."""
+        """Until all workers synchronize; so one that does not is found before it needs this one."""
         announced, arrived = self._memory.announced, self._flag + 1
-        self._memory.announce(arrived, self._times)
+        self._memory.announce(arrived, self._starts)
         ranks = range(self._job.world.size)
         self._memory.until(
-            lambda: self._is_drained(steps) and announced(arrived, self._times, ranks),
-            lambda: [rank for rank in ranks if not announced(arrived, self._times, [rank])],
+            lambda: self._is_drained(steps) and announced(arrived, self._starts, ranks),
+            lambda: [rank for rank in ranks if not announced(arrived, self._starts, [rank])],
         )
 
     def _is_drained(self, steps: int) -> bool:
         """Whether no step is open.
 
         Raises:
-            DisagreementError: another worker's loop is beyond the step after which this one settles.
+            DisagreementError: another worker's loop is beyond the step after which this one synchronizes.
         """
         table = self._claims.look()
         if table.top > max(steps, self._top):
-            here = f"rank {self._job.world.rank} settling after step {steps - 1}"
+            here = f"rank {self._job.world.rank} synchronizing after step {steps - 1}"
             taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)
             ahead = [f"rank {rank} at step {step}" for rank, step in taken]
             raise _different([here, *(ahead or [f"another one at step {table.top - 1}"])])
         return not table.open
 
-    def _judge(self, step: int, pieces: list[Piece], parts: list[Part]) -> StepResult | None:
-        return judge(self._job, step, parts, lambda bad: located_here(self._job, step, pieces, bad))
 
-    def _apply(
-        self,
-        step: int,
-        parts: list[Part],
-        changed: list[torch.Tensor],
-        done: int,
-        factor: float = 1.0,
-        norm: torch.Tensor | None = None,
-    ) -> StepResult:
-        """Make the update here, after so many steps; the gradients were judged."""
-        job = self._job
-        job.compute.buffers.accept(changed)
-        seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        norm, rate = job.update.apply(done, factor, norm)
-        return StepResult(mean_loss(parts, job.settings.exact), norm, rate)
-
-    def _finish(self, table: ClaimTable, step: int, outcome: StepResult) -> None:
-        """The step is done; look for the next one that is free."""
-        self._close_step(table, step, outcome)
-        self._mine = table.take(self._job.world.rank)
-
-    def _close_step(self, table: ClaimTable, step: int, outcome: StepResult) -> None:
-        """The step is done, with this outcome."""
-        del table.open[step]
-        table.newest, table.applied = step, outcome.applied
-        table.loss, table.norm, table.rate = outcome.loss, float(outcome.norm), outcome.learning_rate
-        table.version += outcome.applied
-        self._newest = outcome
+def finish(table: ClaimTable, step: int, result: StepResult) -> None:
+    """Close a step with its result."""
+    del table.open[step]
+    table.newest, table.applied = step, result.applied
+    table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
+    table.version += result.applied
 
 
-def _different(places: list[str]) -> DisagreementError:
-    return DisagreementError(
-        f"The workers are at different places: {', '.join(places)}. Every worker must take the same batches from "
-        f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
-    )
-
-
-def _with_newest(table: ClaimTable, book: dict[str, Any]) -> ClaimTable:
-    """The table with the newest outcome that was written down."""
-    if "newest" in book:
-        table.newest, table.loss, table.norm, table.rate, table.applied = book["newest"]
-    return table
-
-
-def outcome_of(table: ClaimTable, job: Job) -> StepResult:
-    """The newest outcome that all know, for a worker that did not compute the step."""
-    if table.newest < 0:
-        return StepResult(math.nan, math.nan, job.update.learning_rate)
-    return StepResult(table.loss, table.norm, table.rate, applied=table.applied)
+def update(
+    job: Job, gradients: Gradients, done: int, factor: float = 1.0, norm: torch.Tensor | None = None
+) -> StepResult:
+    """Update the weights of this process, after so many steps."""
+    job.compute.buffers.accept(gradients.buffers)
+    seed_torch(seed_of(UPDATE, job.settings.seed, gradients.step))
+    norm, rate = job.update.apply(done, factor, norm)
+    return StepResult(mean_loss(gradients.parts, job.settings.exact), norm, rate)
 
 
 def shared_memory_of(job: Job) -> SharedMemory:
-    """The memory of workers on one machine.
+    """The shared memory of workers on one machine.
 
     Raises:
         ConfigError: they are on several, or on GPUs.
@@ -367,27 +330,21 @@ def shared_memory_of(job: Job) -> SharedMemory:
     return job.world.shared_memory
 
 
-def servers_among(settings: Settings, workers: int) -> int:
-    """How many servers there are among so many workers: as many as are set, or as they can be."""
-    return min(settings.server.count, workers - settings.server.dedicated)
+def _different(places: list[str]) -> DisagreementError:
+    return DisagreementError(
+        f"The workers are at different places: {', '.join(places)}. Every worker must take the same batches from "
+        f"session.batches, and evaluate and save after the same ones; look for code that only some ranks run."
+    )
 
 
-def remarks_on_servers(job: Job) -> list[str]:
-    """What is to be said if these are fewer."""
-    count, wanted = servers_among(job.settings, job.world.size), job.settings.server.count
-    if count == wanted:
-        return []
-    return [f"{job.world.size} workers are left, of which {count} can serve: not server.count = {wanted}"]
-
-
-def remarks_of(job: Job) -> list[str]:
-    """What an asynchronous strategy does not promise."""
+def _warnings(job: Job) -> list[str]:
+    """What asynchronous training does not promise."""
     warnings = [
-        f"strategy {job.settings.strategy} promises no exact bits: what comes out depends on who was faster; the loss "
-        f"of a report is that of the newest step that its worker knows of"
+        f"strategy {job.settings.strategy} promises no exact bits: the result depends on which worker was faster; the "
+        f"loss of a report is that of the newest step that its worker knows of"
     ]
     if job.compute.buffers.live:
         warnings.append(
-            "running statistics, as of batch norm, are those of the last update: updates of others are lost"
+            "running statistics, as of batch norm, are those of the last update: updates of other workers are lost"
         )
     return warnings

@@ -13,11 +13,11 @@ That is rare where gradients are sparse (``nn.Embedding(sparse=True)``): they to
 A worker computes its first step with the weights that all set out with, in its own memory: there they stay still while
 it finds out whether it may compute microbatches in one pass (``step.fusion``).
 
-The optimizer's state is each worker's own; when they settle, all take that of rank 0. Buffers are each worker's own
-while it computes; the last update's win.
+The optimizer's state is each worker's own; when they synchronize, all take that of rank 0. Buffers are each worker's
+own while it computes; the last update's win.
 
-When a worker is lost, the others part only when none of them is in the middle of an update: so the weights that they
-take with them have each update that the table says is made, and no other.
+When a worker is lost, the others read the weights only when none of them is in the middle of an update: so these have
+each update that the claims say is made, and no other.
 """
 
 from __future__ import annotations
@@ -26,12 +26,15 @@ import torch
 
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.shard import Shard
-from paceline.data.feed import Piece
 from paceline.settings import Settings
-from paceline.step.checks import Part
-from paceline.step.job import Job
+from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities
-from paceline.strategies.parameter_server.async_steps import AsyncSteps
+from paceline.strategies.parameter_server.async_steps import AsyncSteps, Gradients, Server, Shared, finish, update
+
+
+def build(job: Job) -> AsyncSteps:
+    """The asynchronous loop on shared weights."""
+    return AsyncSteps(job, SharedWeights)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -39,78 +42,78 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(exact=False, replicated=False, sparse_gradients=True)
 
 
-class HogWild(AsyncSteps):
-    """All workers update the same memory."""
+class SharedWeights(Server):
+    """Let all workers update the same weights."""
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job)
-        update, model = job.update, job.compute.model
+    def __init__(self, shared: Shared) -> None:
+        super().__init__(shared)
+        trained, model = self._job.update, self._job.compute.model
         names = [name for name, _ in model.named_buffers()]
-        self._shard = Shard(self._memory, model, update.parameters, names, update.optimizer, update.schedule)
+        self._shard = Shard(self._memory, model, trained.parameters, names, trained.optimizer, trained.schedule)
         self._private: list[torch.Tensor] = []
-        self._scheduled = self._pulled = 0
+        self._updates = 0  # that the schedule knows of
+        self._pulled: int | None = None
+        self._checked = False
 
-    def _publish(self, version: int) -> None:
-        self._shard.write(0)
+    def begin(self, version: int) -> None:
+        if self._job.world.rank == 0:
+            self._shard.write(0)
+        self._updates = version
+        self._pulled = None
+        self._checked = False
 
-    def _take_up(self, version: int) -> None:
-        self._scheduled = self._pulled = version
-
-    def _pull(self, step: int) -> None:
-        if self._private:
+    def pull(self, step: int) -> None:
+        if self._pulled is None:  # the first step: with the weights in this worker's own memory
+            self._pulled = self._updates
+        else:
+            self._share()
             self._pulled = self._claims.look().version
         self._shard.read_buffers(0)
 
     def _share(self) -> None:
         """From now on the model's parameters lie in shared memory; they stay the same objects."""
+        if self._private:
+            return
         self._private = [parameter.data for parameter in self._shard.parameters]
         for parameter, shared in zip(self._shard.parameters, self._shard.views(0), strict=True):
             parameter.data = shared
 
-    def _push(self, step: int, pieces: list[Piece], parts: list[Part], changed: list[torch.Tensor]) -> None:
-        first = not self._private
-        if first:
-            self._share()
-        skipped = self._judge(step, pieces, parts)
-        if skipped is not None:
-            with self._claims.change() as table:
-                self._finish(table, step, skipped)
-            return
+    def push(self, gradients: Gradients) -> StepResult:
+        self._share()
+        assert self._pulled is not None
         with self._claims.updating() as table:
             self._schedule_to(table.version)
-            outcome = self._apply(step, parts, changed, table.done)
-            self._scheduled += 1
-            if first:
+            result = update(self._job, gradients, table.done)
+            self._updates += 1
+            if not self._checked:
                 self._shard.check_states()
+                self._checked = True
             self._shard.write_buffers(0)
-            self._claims.made(step)
+            self._claims.made(gradients.step)
             with self._claims.change() as table:
                 delay = table.version - self._pulled
-                self._finish(table, step, outcome)
-            self._delays.add(delay)
+                finish(table, gradients.step, result)
+            self._staleness.add(delay)
+        age = {"pulled": self._pulled, "delay": delay}
         self._job.events.mark(
-            "update",
-            step=step,
-            version=table.version,
-            pulled=self._pulled,
-            delay=delay,
-            learning_rate=outcome.learning_rate,
+            "update", step=gradients.step, version=table.version, learning_rate=result.learning_rate, **age
         )
+        return result
 
     def _schedule_to(self, version: int) -> None:
         """Let the schedule catch up with the updates of others."""
-        self._job.update.advance_after(version - self._scheduled)
-        self._scheduled = max(self._scheduled, version)
+        self._job.update.advance_after(version - self._updates)
+        self._updates = max(self._updates, version)
 
-    def _leave_state(self, table: ClaimTable) -> None:
+    def flush(self, table: ClaimTable) -> None:
         self._schedule_to(table.version)
         if self._job.world.rank == 0:
             self._shard.write_states(0)
 
-    def _take_state(self, table: ClaimTable, settled: bool) -> None:
-        """The parameters go back into this worker's own memory: others may write into the shared one."""
+    def restore(self, table: ClaimTable, complete: bool) -> None:
+        """Move the parameters back into this worker's own memory: others may write into the shared one."""
         self._schedule_to(table.version)
         for parameter, private in zip(self._shard.parameters, self._private, strict=False):
             parameter.data = private
         self._private = []
-        self._shard.read(0, states=settled)
+        self._shard.read(0, states=complete)

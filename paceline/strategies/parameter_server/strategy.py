@@ -11,10 +11,9 @@
     bounded    as async, but who starts round r waits until all steps of the rounds up to r - s - 1 are applied
                (stale synchronous parallel: Ho et al. 2013, NIPS 26); a round is a step of each worker
 
-The parameters are cut into ``server.count`` shards of whole tensors. With ``server.dedicated`` the first workers are
-the servers and compute nothing; else whoever brings a gradient does the work of the servers itself. The modes are files
-of their own: ``strategies.parameter_server.async_server`` (async and bounded),
-``strategies.parameter_server.sync_server`` (sync).
+The parameters are cut into ``server.count`` shards of whole tensors. With ``server.dedicated`` the first ranks are the
+servers and compute nothing; else whoever pushes a gradient does the work of the servers itself. Beside this file:
+``sync_server`` (sync), ``async_server`` and ``dedicated_server`` (async and bounded), with the loop of ``async_steps``.
 """
 
 from __future__ import annotations
@@ -28,8 +27,10 @@ from paceline.step.job import Job
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel import backup_workers
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
-from paceline.strategies.parameter_server.async_server import DedicatedShards, SharedShards
-from paceline.strategies.parameter_server.async_steps import SingleAsync, servers_among
+from paceline.strategies.parameter_server.async_server import InlineServer, servers_among
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
+from paceline.strategies.parameter_server.dedicated_server import DedicatedServer
+from paceline.strategies.parameter_server.last_worker import LastWorker
 from paceline.strategies.parameter_server.sync_server import SyncServer, SyncServerWithBackup
 
 
@@ -37,12 +38,12 @@ def build(job: Job) -> Strategy:
     """The strategy of the mode that is set."""
     if job.settings.server.mode == "sync":
         return SyncServerWithBackup(job) if job.settings.backup.workers else SyncServer(job)
-    return DedicatedShards(job) if job.settings.server.dedicated else SharedShards(job)
+    return AsyncSteps(job, DedicatedServer if job.settings.server.dedicated else InlineServer)
 
 
 def build_alone(job: Job) -> Strategy:
-    """A single worker that is left does what others have left undone."""
-    return BackupWorkers(job) if job.settings.backup.workers else SingleAsync(job)
+    """The strategy of a single worker: it also does what workers before it have not done."""
+    return BackupWorkers(job) if job.settings.backup.workers else LastWorker(job)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

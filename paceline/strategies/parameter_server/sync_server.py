@@ -33,7 +33,8 @@ from paceline.step.optimizer import Update
 from paceline.step.optimizer_probe import check_drawn
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
-from paceline.strategies.parameter_server.async_steps import remarks_on_servers, servers_among, shared_memory_of
+from paceline.strategies.parameter_server.async_server import servers_among, warnings_of_servers
+from paceline.strategies.parameter_server.async_steps import shared_memory_of
 
 _NORMS = 3
 """The tag of the servers' notes."""
@@ -47,7 +48,7 @@ class SyncServer(AllReduce):
         self._served = Served(job)
         self._before: tuple[int, list[tuple[torch.Tensor, torch.Tensor]]] = (0, [])
         super().__init__(replace(job, update=cast(Update, self._served)))
-        job.warnings.extend(remarks_on_servers(job))
+        job.warnings.extend(warnings_of_servers(job))
 
     def _exchange_of(self, job: Job) -> BucketedReduction | None:
         homes = list(self._served.homes.values())[::-1]

@@ -1,0 +1,68 @@
+"""What trains when a single worker is there, or left, after asynchronous steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from paceline.comm.assignment.step_claims import ClaimTable
+from paceline.data.feed import Piece
+from paceline.step.job import Job, StepResult
+from paceline.strategies.base import Strategy
+from paceline.strategies.single import Single
+
+STATE = "asynchronous"
+"""The key of the strategy state of all asynchronous strategies."""
+
+
+class LastWorker(Strategy):
+    """One worker, after others: first it computes the steps that they had claimed and not done."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._single = Single(job)
+
+    def pieces(self, step: int) -> list[range]:
+        return self._single.pieces(step)
+
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+        state = self._job.strategy_state.get(STATE, {})
+        result = self._catch_up()
+        if step < state.get("top", 0):  # done before, or just now
+            return result or newest_result(restored(ClaimTable(), state), self._job)
+        return self._compute(step, pieces)
+
+    def synchronize(self, steps: int) -> None:
+        self._catch_up()
+
+    def close(self) -> None:
+        self._single.close()
+
+    def _catch_up(self) -> StepResult | None:
+        result, claimed = None, self._job.strategy_state.get(STATE, {}).get("open", [])
+        while claimed:
+            result = self._compute(claimed[0], self._job.feed.load(claimed[0], self.pieces(claimed[0])))
+            del claimed[0]
+        return result
+
+    def _compute(self, step: int, pieces: list[Piece]) -> StepResult:
+        result = self._single.step(step, pieces)
+        if result.applied:
+            self._job.events.mark("update", step=step, delay=0, learning_rate=result.learning_rate)
+        newest = [step, result.loss, float(result.norm), result.learning_rate, result.applied]
+        self._job.strategy_state.setdefault(STATE, {})["newest"] = newest
+        return result
+
+
+def restored(table: ClaimTable, state: dict[str, Any]) -> ClaimTable:
+    """The table with the newest result of the strategy's state."""
+    if "newest" in state:
+        table.newest, table.loss, table.norm, table.rate, table.applied = state["newest"]
+    return table
+
+
+def newest_result(table: ClaimTable, job: Job) -> StepResult:
+    """The newest result that all know, for a worker that did not compute the step."""
+    if table.newest < 0:
+        return StepResult(math.nan, math.nan, job.update.learning_rate)
+    return StepResult(table.loss, table.norm, table.rate, applied=table.applied)
