@@ -21,8 +21,9 @@ from typing import Protocol
 
 from paceline.comm.assignment.store import Store
 from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.step_header import check_steps
 from paceline.comm.world import World
-from paceline.errors import DisagreementError, WorkerSilent, name_ranks
+from paceline.errors import WorkerSilent, name_ranks
 
 _NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 
@@ -72,20 +73,6 @@ def quorum_for(world: World) -> Quorum:
     if world.shared_memory is not None:
         return SharedMemoryQuorum(world, world.shared_memory)
     return StoreQuorum(world) if world.size > 1 else SingleQuorum()
-
-
-def check_steps(begun: list[int], last: int, step: int) -> None:
-    """All workers begin the same steps: another one has begun this step, or the one that this worker began last.
-
-    Raises:
-        DisagreementError: names them.
-    """
-    if any(other not in (last, step) for other in begun):
-        told = ", ".join(f"rank {rank} at step {other}" for rank, other in enumerate(begun))
-        raise DisagreementError(
-            f"The workers are not at the same step: {told}. Every worker must take the same batches from "
-            f"session.batches; look for a loop that leaves or skips early on some ranks only."
-        )
 
 
 class SingleQuorum:
@@ -142,7 +129,7 @@ class SharedMemoryQuorum:
         self._groups, self._needed = groups, needed
         with self._lock:
             self._begun[self._world.rank] = step
-            check_steps(list(self._begun), self._last, step)
+            check_steps(self._begun, (self._last, step))
             self._last = step
             if self._step[0] != step:  # the first one here
                 self._step[0], self._count[0] = step, 0
@@ -223,7 +210,7 @@ class StoreQuorum:
     def _check_steps(self, step: int) -> None:
         keys = [self._store.key("begun", rank) for rank in range(self._world.size)]
         told = self._store.ask(lambda store: store.multi_get(keys))
-        check_steps(list(map(int, told)), self._before, step)
+        check_steps([*map(int, told)], (self._before, step))
 
     def start(self, group: int) -> None:
         pass

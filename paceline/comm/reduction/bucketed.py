@@ -92,15 +92,16 @@ class BucketedReduction:
         """How many tensors there are."""
         return len(self._tensors)
 
-    def begin(self, nodes: list[list[Node]], divisor: Divisor) -> None:
+    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
         """Start a step.
 
         Args:
             nodes: for each rank, the nodes whose sums it holds, from left to right.
             divisor: what the sums are divided by; asked for when the first bucket has left.
+            check: refuses workers at different steps, whose parts would never come; called before any is waited for.
         """
         self._nodes = nodes
-        self._divisor = divisor
+        self._divisor, self._check = divisor, check
         self._left = self._done = 0
         self._add_flats(max(map(len, nodes)))
         for bucket in self._buckets:
@@ -165,7 +166,9 @@ class BucketedReduction:
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
         self._done += 1
-        divisor = self._divisor()  # refuses workers at different steps, whose parts would never come
+        if self._check is not None:
+            self._check()
+        divisor = self._divisor()
         with self._awaiting(bucket):
             self._await_parts(bucket)
             self._deliver(bucket, self._mean(bucket, divisor))

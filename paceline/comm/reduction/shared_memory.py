@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from paceline.comm.reduction.bucketed import Bucket, BucketedReduction, Divisor
@@ -38,9 +40,9 @@ class SharedMemoryReduction(BucketedReduction):
         self._seen: list[list[list[torch.Tensor]]] = [[] for _ in self._buckets]
         """For each bucket and each of its flats, that flat of every rank."""
 
-    def begin(self, nodes: list[list[Node]], divisor: Divisor) -> None:
+    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
         self._steps += 1
-        super().begin(nodes, divisor)
+        super().begin(nodes, divisor, check)
 
     def _add_flats(self, count: int) -> None:
         while len(self._buckets[0].flats) < count:

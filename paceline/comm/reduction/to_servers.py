@@ -46,7 +46,8 @@ class PushReduction(SharedMemoryReduction):
             super()._reduce(bucket)
         else:
             self._done += 1
-            self._divisor()  # refuses workers at different steps
+            if self._check is not None:
+                self._check()
 
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
         self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)

@@ -96,7 +96,7 @@ class EnvRendezvous:
         except dist.DistError as error:
             raise StartError(
                 f"Rank {self.rank} lost the meeting point at {address} before all workers were there: "
-                f"{reason_of(error)}. See rank 0's log for the cause."
+                f"{reason_of(error)}. See the log of rank 0 for the cause."
             ) from error
 
 

@@ -289,7 +289,7 @@ class SharedMemory:
             gone = self.gone(rank)
             if gone and self._flags[rank][slot] < value:
                 lost = WorkerLost(
-                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See rank {rank}'s log for the cause."
+                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See the log of rank {rank} for the cause."
                 )
                 lost.ranks = (rank,)
                 raise self._waiting.explain(lost)

@@ -19,9 +19,10 @@ from time import perf_counter
 
 import torch
 
+from paceline.comm.all_gather import AllGather, PendingGather
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.shared_memory import reduction_for
-from paceline.comm.step_header import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Note, Notes
+from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
@@ -55,8 +56,8 @@ class AllReduce(Strategy):
         self._reducer = Reducer(job, job.update.parameters, self._exchange_of(job))
         self._statistics: BucketedReduction | None = None
         most = self._most_pieces()
-        self._losses = Notes(job.world, LOSSES, ROW_BYTES * (most + HEADER))
-        self._missing = Notes(job.world, MISSING, (most + 1) * len(self._parameters))
+        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(most))
+        self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(self._parameters))
 
     def _exchange_of(self, job: Job) -> BucketedReduction | None:
         """What brings the gradients together, the last parameter's first; none: the usual exchange."""
@@ -94,54 +95,56 @@ class AllReduce(Strategy):
             pairs.append(computed.pair)
             statistics.push(piece.microbatches.start, [*computed.buffers])
             if piece is pieces[-1]:
-                losses = self._tell_losses(step, layout, pairs, perf_counter() - begin)
-                self._reducer.last(piece.microbatches.start, losses)
+                header = self._send_header(step, layout, pairs, perf_counter() - begin)
+                self._reducer.last(piece.microbatches.start, header)
             computed.total.backward()
             if piece is not pieces[-1]:
                 self._reducer.push(piece.microbatches.start)
         if not pieces:
-            losses = self._tell_losses(step, layout, pairs, 0.0)
-            self._reducer.nothing(losses)
+            header = self._send_header(step, layout, pairs, 0.0)
+            self._reducer.nothing(header)
         without = self._reducer.written()
-        losses.results()  # refuses workers at other steps, whose next note may have another size
-        missing = self._tell_missing(layout, without)
+        header.check()  # the next tensor of a worker at another step may have another size
+        missing = self._gather_missing(layout, without)
         self._reducer.finish()
-        self.seconds = losses.seconds
-        parts = _put_together(layout, losses, _without_gradient(layout, missing.wait()))
+        self.seconds = header.seconds
+        parts = _put_together(layout, header, _without_gradient(layout, missing.wait()))
         self._joining.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
         means = self._mean_statistics(step, nodes, [values for _, values in statistics.nodes()])
-        return conclude(job, step, pieces, parts, means, losses.notice)
+        return conclude(job, step, pieces, parts, means, header.notice)
 
     def close(self) -> None:
         self._reducer.close()
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _tell_losses(self, step: int, layout: list[list[range]], pairs: list[torch.Tensor], seconds: float) -> Losses:
+    def _send_header(
+        self, step: int, layout: list[list[range]], pairs: list[torch.Tensor], seconds: float
+    ) -> StepHeader:
         starts = [piece.start for piece in layout[self._job.world.rank]]
-        return Losses(self._losses, step, starts, pairs, self._job.world.device, seconds)
+        return StepHeader(self._headers, step, starts, pairs, self._job.world.device, seconds)
 
-    def _parts(self, layout: list[list[range]], losses: Losses, missing: list[list[int]]) -> list[Part]:
+    def _parts(self, layout: list[list[range]], header: StepHeader, missing: list[list[int]]) -> list[Part]:
         """What all workers know of the pieces that each has computed, once the losses are known.
 
         Args:
             layout: the pieces of each rank.
-            losses: of all pieces; they say whether there is more to tell.
+            header: of all pieces; they say whether there is more to tell.
             missing: for each piece of this worker the places of the parameters to which it gave no gradient.
         """
         without = [frozenset[int]()] * sum(map(len, layout))
-        if losses.missing:
-            without = _without_gradient(layout, self._tell_missing(layout, missing).wait())
-        return _put_together(layout, losses, without)
+        if header.missing:
+            without = _without_gradient(layout, self._gather_missing(layout, missing).wait())
+        return _put_together(layout, header, without)
 
-    def _tell_missing(self, layout: list[list[range]], missing: list[list[int]]) -> Note:
+    def _gather_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
         """Tell the others to which parameters this worker's pieces gave no gradient."""
         rows, device = max(map(len, layout)), self._job.world.device
         own = torch.zeros(rows, len(self._parameters), dtype=torch.uint8, device=device)
         for row, places in enumerate(missing):
             if places:
                 own[row, places] = 1
-        return self._missing.send(own)
+        return self._missing.start(own)
 
     def _samples_of(self, step: int) -> int:
         """How many samples make the update."""
@@ -170,12 +173,12 @@ class AllReduce(Strategy):
         return [self._statistics.mean(member) for member in range(len(examples))]
 
 
-def _put_together(layout: list[list[range]], losses: Losses, without: list[frozenset[int]]) -> list[Part]:
+def _put_together(layout: list[list[range]], header: StepHeader, without: list[frozenset[int]]) -> list[Part]:
     owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
     known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
     return [
         Part(piece, rank, loss, count, places)
-        for ((piece, rank), places), (_, _, loss, count) in zip(known, losses.results(), strict=True)
+        for ((piece, rank), places), (_, _, loss, count) in zip(known, header.losses(), strict=True)
     ]
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from paceline.comm.assignment.quorum import quorum_for
-from paceline.comm.step_header import Losses
+from paceline.comm.step_header import StepHeader
 from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
@@ -202,15 +202,15 @@ class BackupWorkers(AllReduce):
         layout = [[range(place, place + 1) for place in own] for own in held]
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         pairs = [pair for group in sorted(counted.results) for pair in counted.results[group].pairs]
-        losses = Losses(self._losses, step, held[job.world.rank], pairs, job.world.device)
-        self._reducer.at_once(nodes, counted.gradients(), losses)
+        header = StepHeader(self._headers, step, held[job.world.rank], pairs, job.world.device)
+        self._reducer.at_once(nodes, counted.gradients(), header)
         self._reducer.finish()
         missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
-        parts = [self._named(step, groups, part) for part in self._parts(layout, losses, missing)]
+        parts = [self._named(step, groups, part) for part in self._parts(layout, header, missing)]
         used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
         self._samples = sum(len(job.order.parts_of(origin)[number]) for origin, number in used)
         means = self._mean_statistics(step, nodes, counted.statistics())
-        return conclude(job, step, [], parts, means, losses.notice)
+        return conclude(job, step, [], parts, means, header.notice)
 
     def _named(self, step: int, groups: BackupShares, part: Part) -> Part:
         """A part that is known by its place in the step, by the name that its microbatch has in its batch."""

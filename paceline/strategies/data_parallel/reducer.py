@@ -7,7 +7,7 @@ from torch import nn
 
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.shared_memory import reduction_for
-from paceline.comm.step_header import Losses
+from paceline.comm.step_header import StepHeader
 from paceline.errors import InputError
 from paceline.schedule.tree import Node
 from paceline.step.accumulate import Accumulator, Values, add_one
@@ -62,25 +62,25 @@ class Reducer:
         self._missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)
 
-    def last(self, microbatch: int, losses: Losses) -> None:
+    def last(self, microbatch: int, header: StepHeader) -> None:
         """From now on gradients leave while they are computed."""
         self._kept, self._nearest = self._sums.before_last(microbatch)
-        self._exchange.begin(self._nodes, losses.count)
+        self._exchange.begin(self._nodes, header.count, header.check)
         self._waiting = set(range(len(self._parameters)))
         self._armed = True
 
-    def at_once(self, nodes: list[list[Node]], sums: list[Values], losses: Losses) -> None:
+    def at_once(self, nodes: list[list[Node]], sums: list[Values], header: StepHeader) -> None:
         """Send sums that are complete already; ``nodes`` are what each rank sends, ``sums`` are of this worker's."""
-        self._exchange.begin(nodes, losses.count)
+        self._exchange.begin(nodes, header.count, header.check)
         for place in reversed(range(len(self._parameters))):
             for slot, values in zip(self._exchange.slots(self._member(place)), sums, strict=True):
                 if add_one(values[place], None, slot) is None:
                     slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
             self._exchange.written(self._member(place))
 
-    def nothing(self, losses: Losses) -> None:
+    def nothing(self, header: StepHeader) -> None:
         """This worker has no microbatch in this step; it still adds up its part of the others' gradients."""
-        self._exchange.begin(self._nodes, losses.count)
+        self._exchange.begin(self._nodes, header.count, header.check)
         for member in range(len(self._parameters)):
             self._exchange.written(member)
 

@@ -23,7 +23,7 @@ import time
 import torch
 
 from paceline.comm.assignment.leases import Lease, leases_for
-from paceline.comm.step_header import Losses
+from paceline.comm.step_header import StepHeader
 from paceline.data.feed import Piece
 from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
@@ -101,30 +101,30 @@ class WorkStealing(AllReduce):
         pieces, pairs = computed.sorted()
         starts = [piece.microbatches.start for piece in pieces]
         missing = [computed.missing[start] for start in starts]
-        losses = Losses(
-            self._losses, step, starts, pairs, job.world.device, computed.seconds, missing=any(map(len, missing))
+        header = StepHeader(
+            self._headers, step, starts, pairs, job.world.device, computed.seconds, missing=any(map(len, missing))
         )
         if not job.settings.exact:  # one sum of each worker, so nobody needs to know who holds what
             nothing: Values = [None] * len(self._parameters)
             one_each = [[Node(0, rank)] for rank in range(job.world.size)]
-            self._reducer.at_once(one_each, computed.gradients.values() or [nothing], losses)
-        held = self._held(losses, step)
+            self._reducer.at_once(one_each, computed.gradients.values() or [nothing], header)
+        held = self._held(header, step)
         if job.settings.exact:
             nodes = [nodes_of(own) for own in held]
-            self._reducer.at_once(nodes, computed.gradients.values(), losses)
+            self._reducer.at_once(nodes, computed.gradients.values(), header)
         else:
             nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         self._reducer.finish()
-        parts = self._parts([[range(one, one + 1) for one in own] for own in held], losses, missing)
+        parts = self._parts([[range(one, one + 1) for one in own] for own in held], header, missing)
         means = self._mean_statistics(step, nodes, computed.statistics.values())
-        self.seconds = losses.seconds
-        if self._pace.observe(losses.seconds, [len(own) for own in held]):
+        self.seconds = header.seconds
+        if self._pace.observe(header.seconds, [len(own) for own in held]):
             job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
-        return conclude(job, step, pieces, parts, means, losses.notice)
+        return conclude(job, step, pieces, parts, means, header.notice)
 
-    def _held(self, losses: Losses, step: int) -> list[list[int]]:
+    def _held(self, header: StepHeader, step: int) -> list[list[int]]:
         """The microbatches whose results each rank holds."""
-        results = losses.results()
+        results = header.losses()
         numbers = [result.start for result in results]
         assert numbers == list(range(len(self._job.order.parts_of(step)))), f"step {step} has results of {numbers}"
         held: list[list[int]] = [[] for _ in range(self._job.world.size)]

@@ -21,10 +21,10 @@ from typing import cast
 import torch
 from torch import nn
 
+from paceline.comm.all_gather import AllGather
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.to_servers import PushReduction
 from paceline.comm.servers.shard import Shard, cut
-from paceline.comm.step_header import Notes
 from paceline.data.feed import Piece
 from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
@@ -111,7 +111,7 @@ class Served:
         self.check_frozen = update.check_frozen
         self._servers = range(count)
         self._flag = self._memory.reserve(1)
-        self._norms = Notes(job.world, _NORMS, 8 * len(update.parameters))
+        self._norms = AllGather(job.world, _NORMS, 8 * len(update.parameters))
         self.version = 0
         self._kept = False
         self._has_states = True
@@ -163,7 +163,7 @@ class Served:
         norms = torch._foreach_norm([cast(torch.Tensor, parameter.grad) for _, parameter in given]) if given else []
         for (place, _), norm in zip(given, norms, strict=True):
             own[place] = norm
-        tables = self._norms.send(own).wait()
+        tables = self._norms.start(own).wait()
         known = [
             tables[self.homes[name]][place].to(parameter.dtype)
             for place, (name, parameter) in enumerate(self.parameters.items())

@@ -18,8 +18,9 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.tensors import check_savable
+from paceline.comm.all_gather import AllGather
 from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
-from paceline.comm.step_header import HEADER, LOSSES, MISSING, ROW_BYTES, Losses, Notes
+from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
@@ -49,9 +50,8 @@ class Synchronous(Strategy, Hooks):
         self._plans: dict[int, Schedule] = {}
         self._updated = False
         self._parameters = job.update.parameters
-        rows = job.order.microbatches + HEADER
-        self._losses = Notes(job.world, LOSSES, ROW_BYTES * rows)
-        self._norms = Notes(job.world, MISSING, 8 * len(self._parameters))
+        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(job.order.microbatches))
+        self._norms = AllGather(job.world, MISSING_TAG, 8 * len(self._parameters))
         self._lay_out(None)
 
     def _lay_out(self, cut: Partition | None) -> None:
@@ -96,8 +96,8 @@ class Synchronous(Strategy, Hooks):
         exact = job.settings.exact
         pairs = self._executor.losses
         starts, missing = sorted(pairs), any(self._without.values())
-        losses = Losses(
-            self._losses,
+        header = StepHeader(
+            self._headers,
             step,
             starts,
             [pairs[start] for start in starts],
@@ -107,13 +107,13 @@ class Synchronous(Strategy, Hooks):
         )
         self._executor.finish()
         self._add_tied()
-        losses.results()
-        parts = self._parts(losses)
-        self._mean_gradients(losses)
+        header.check()
+        parts = self._parts(header)
+        self._mean_gradients(header)
         statistics = self._mean_statistics(step)
-        skipped = judge(job, step, parts, lambda bad: bad.microbatches, losses.notice)
+        skipped = judge(job, step, parts, lambda bad: bad.microbatches, header.notice)
         if skipped is not None:
-            self._heed(losses.notice)
+            self._heed(header.notice)
             return skipped
         loss, norm = mean_loss(parts, exact), self._norm()  # so all know that all have their mean gradients
         job.compute.buffers.accept(statistics)  # from here on the step is done: all have what the update needs
@@ -127,9 +127,9 @@ class Synchronous(Strategy, Hooks):
             if first:
                 check_drawn(job)
             self.staged.tied.send_weights()
-            self._watch(losses.seconds)
-            self._heed(losses.notice)
-        return StepResult(loss, norm, rate, notice=losses.notice)
+            self._watch(header.seconds)
+            self._heed(header.notice)
+        return StepResult(loss, norm, rate, notice=header.notice)
 
     def _run(self, step: int, pieces: list[Piece]) -> None:
         """Carry out the forward and backward passes."""
@@ -223,15 +223,15 @@ class Synchronous(Strategy, Hooks):
                 values: Values = [gradient if own == name else None for own in self.staged.updated[stage]]
                 self._sums[stage].push(0, values)
 
-    def _parts(self, losses: Losses) -> list[Part]:
+    def _parts(self, header: StepHeader) -> list[Part]:
         without: dict[int, Counter[str]] = defaultdict(Counter)
-        if losses.missing:
+        if header.missing:
             for told in self._job.world.gather(self._without, "step"):
                 for microbatch, names in told.items():
                     without[microbatch].update(names)
         return [
             Part(range(start, start + 1), rank, loss, count, self._nowhere(without[start]))
-            for start, rank, loss, count in losses.results()
+            for start, rank, loss, count in header.losses()
         ]
 
     def _nowhere(self, without: Counter[str]) -> frozenset[int]:
@@ -252,13 +252,13 @@ class Synchronous(Strategy, Hooks):
             shares.append(exact)
         return shares
 
-    def _mean_gradients(self, losses: Losses) -> None:
+    def _mean_gradients(self, header: StepHeader) -> None:
         if not self._job.settings.exact and self._shares()[self.staged.replicas.rank]:
             for stage, names in self.staged.updated.items():
                 alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
                 self._sums[stage].push(0, [alone.get(name) for name in names])
         sums = _side_by_side(self._sums[stage].values() for stage in self.staged.local)
-        means = self._total(self._exchange, sums, lambda: losses.count() * self._scale)
+        means = self._total(self._exchange, sums, lambda: header.count() * self._scale)
         for name, value in zip(self._own, means, strict=True):
             self._parameters[name].grad = value
 
@@ -314,7 +314,7 @@ class Synchronous(Strategy, Hooks):
         for place, parameter in enumerate(self._parameters.values()):
             if parameter.grad is not None and self.staged.replicas.rank == 0:
                 own[place] = torch.linalg.vector_norm(parameter.grad).double()
-        told = torch.stack([one.cpu() for one in self._norms.send(own.to(job.world.device)).wait()])
+        told = torch.stack([one.cpu() for one in self._norms.start(own.to(job.world.device)).wait()])
         mine = told != _NOT_MINE
         given = mine.any(0)
         norms = told.where(mine, 0.0).sum(0)[given]

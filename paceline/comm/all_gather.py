@@ -1,0 +1,92 @@
+"""All-gather of one small tensor of each worker, while other things go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.world import Message, World
+
+
+class PendingGather:
+    """An all-gather under way."""
+
+    def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
+        self._finish = finish
+        self._gathered: list[torch.Tensor] | None = None
+
+    def wait(self) -> list[torch.Tensor]:
+        """Wait for the tensors of all workers, in the order of ranks.
+
+        Raises:
+            WorkerLost: another worker went away or stayed silent.
+        """
+        if self._gathered is None:
+            self._gathered = self._finish()
+        return self._gathered
+
+
+class AllGather:
+    """All-gathers of one kind, one after the other: through shared memory if there is any.
+
+    Args:
+        world: the workers.
+        tag: of messages over the network; each kind has its own.
+        size: bytes of the largest tensor.
+    """
+
+    def __init__(self, world: World, tag: int, size: int) -> None:
+        self.world = world
+        self._tag = tag
+        self.size = size
+        self._shared = _SharedBlocks(world.shared_memory, size) if world.shared_memory else None
+
+    def start(self, own: torch.Tensor) -> PendingGather:
+        """Send a tensor to all other workers, which send one of the same shape."""
+        if self._shared is not None:
+            return PendingGather(partial(self._shared.read, own, self._shared.write(self.world.rank, own)))
+        gathered = [own if rank == self.world.rank else torch.empty_like(own) for rank in range(self.world.size)]
+        sends = [Message(own, peer, self._tag) for peer in self.world.others]
+        receives = [Message(gathered[peer], peer, self._tag) for peer in self.world.others]
+        transfers = self.world.post(sends, receives)
+
+        def finish() -> list[torch.Tensor]:
+            for transfer in transfers:
+                transfer.wait()
+            return gathered
+
+        return PendingGather(finish)
+
+
+class _SharedBlocks:
+    """Two blocks of each worker, used in turns.
+
+    Two are enough: a worker writes again only after a reduction in which all others took part, and they read this one
+    before they did.
+    """
+
+    def __init__(self, memory: SharedMemory, size: int) -> None:
+        self._memory = memory
+        self._blocks = memory.share(size), memory.share(size)
+        self._flag = memory.reserve(1)
+        self._written = 0
+
+    def write(self, rank: int, own: torch.Tensor) -> int:
+        """Write a tensor; returns its number."""
+        self._written += 1
+        block = self._blocks[self._written % 2][rank]
+        torch.frombuffer(block, dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))
+        self._memory.announce(self._flag, self._written)
+        return self._written
+
+    def read(self, example: torch.Tensor, number: int) -> list[torch.Tensor]:
+        """Copy what each worker wrote, once all have."""
+        self._memory.wait(self._flag, number)
+        count = example.numel()
+        return [
+            torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone()
+            for block in self._blocks[number % 2]
+        ]
