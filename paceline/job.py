@@ -29,7 +29,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
-from paceline.step.checks import refused_as_sparse
+from paceline.step.checks import sparse_gradients
 from paceline.step.forward import Compute, Forward, loss_of, recompute
 from paceline.step.job import Job
 from paceline.step.optimizer import Update, scaling_of
@@ -153,7 +153,7 @@ def _check_model(model: Any, sparse: bool) -> None:
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
-            raise refused_as_sparse(f"{name!r} gives")
+            raise sparse_gradients(f"{name!r} gives")
 
 
 def _check_schedule(schedule: LRScheduler | None) -> None:

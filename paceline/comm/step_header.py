@@ -11,8 +11,8 @@ import torch
 from paceline.comm.all_gather import AllGather
 from paceline.errors import DisagreementError
 
-HEADER_TAG, MISSING_TAG = 1, 2
-"""Tags of the step header, and of the table of missing gradients that may follow it."""
+HEADER_TAG, MISSING_TAG, NORMS_TAG = 1, 2, 3
+"""Tags of the step header, of the table of missing gradients that may follow it, and of the norms of gradients."""
 
 _ROWS, _ROW_BYTES = 3, 24
 """Rows before those of the pieces; bytes of each row, of three float64."""

@@ -184,8 +184,8 @@ class Recovery:
         compute = self._job.compute
         buffers = compute.buffers
         changing = list(buffers.agreed) if buffers.settled else None
-        everyone = self._job.world.gather((compute.joins, changing), RE_FORMING)
-        compute.joins = next((joins for joins, _ in everyone if joins is not None), None)
+        everyone = self._job.world.gather((self._job.learned.fusible, changing), RE_FORMING)
+        self._job.learned.fusible = next((fusible for fusible, _ in everyone if fusible is not None), None)
         known = [changing for _, changing in everyone if changing is not None]
         if known:
             buffers.settle(name for names in known for name in names)

@@ -13,7 +13,7 @@ from paceline.schedule.tree import Node, total
 
 
 class Part(NamedTuple):
-    """The outcome of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
+    """What is known of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
     and the places of the parameters to which they gave no gradient.
 
     ``origin``: the step to whose batch the microbatches belong, if it is another one than that which uses them.
@@ -46,7 +46,7 @@ def not_finite(parts: Sequence[Part]) -> Part | None:
     return next((part for part in parts if not math.isfinite(part.loss)), None)
 
 
-def refusal(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
+def non_finite(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
     """The error for a piece whose loss is not finite, and the microbatches of it to which that goes back."""
     return NonFiniteLoss(
         f"The loss is {part.loss} at step {step}, {_named(microbatches, part.origin)}, computed by rank {part.rank}. "
@@ -85,10 +85,10 @@ def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) 
     """
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
-            raise refused_as_sparse(f"The parameter {name!r} gets")
+            raise sparse_gradients(f"The parameter {name!r} gets")
 
 
-def refused_as_sparse(what: str) -> InputError:
+def sparse_gradients(what: str) -> InputError:
     """The error for a module that gives, or a parameter or value that gets, sparse gradients."""
     return InputError(
         f"{what} sparse gradients, which several workers, now or later, cannot average with this strategy: use "

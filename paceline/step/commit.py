@@ -1,64 +1,73 @@
-"""The end of a synchronous step, the same on every worker: judge it, then update the model or not."""
+"""The end of a synchronous step, the same on every worker: check it, then update the model or skip it."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 from paceline.data.feed import Piece, split_piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, refusal, unused
+from paceline.step.checks import Part, check_gradients, mean_loss, non_finite, not_finite, unused
 from paceline.step.job import Job, StepResult
 
+Apply: TypeAlias = Callable[[int], tuple[torch.Tensor, float]]
+"""Updates the model from the mean gradients in ``.grad``, as :meth:`Update.apply`."""
 
-def conclude(
-    job: Job, step: int, pieces: list[Piece], parts: list[Part], statistics: list[torch.Tensor], notice: int = 0
+
+def commit(
+    job: Job,
+    step: int,
+    pieces: list[Piece],
+    parts: list[Part],
+    statistics: list[torch.Tensor],
+    notice: int = 0,
+    apply: Apply | None = None,
 ) -> StepResult:
-    """Judge a step whose mean gradients are in ``.grad``, and update the model.
+    """Check a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
         job: what is trained.
         step: its number.
         pieces: what this worker computed.
-        parts: the outcome of all pieces of all workers, in the order of microbatches.
+        parts: what is known of all pieces of all workers, in the order of microbatches.
         statistics: the means of the buffers that the forward pass changes.
         notice: what the workers told each other of the world.
+        apply: makes the update; None: this worker makes all of it.
 
     Raises:
         NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
         InputError: a parameter has a gradient from some microbatches only, and the run is to stop.
     """
-    skipped = judge(job, step, parts, lambda bad: _located(job, step, pieces, bad), notice)
+    skipped = skip(job, step, parts, lambda bad: _locate(job, step, pieces, bad), notice)
     if skipped is not None:
         return skipped
     job.compute.buffers.accept(statistics)
     loss = mean_loss(parts, job.settings.exact)
     seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
-    norm, rate = job.update.apply(step)
+    norm, rate = (apply or job.update.apply)(step)
     return StepResult(loss, norm, rate, notice=notice)
 
 
-def judge(
-    job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0
-) -> StepResult | None:
-    """Whether a step whose mean gradients are in ``.grad`` is to be left out: then its outcome.
+def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> StepResult | None:
+    """The result of a step that is to be left out, as a loss is not finite; None if it is sound.
 
     Args:
         job: what is trained.
-        step: its number.
-        parts: the outcome of all pieces.
-        locate: the microbatches to which a loss that is not finite goes back.
-        notice: for the outcome.
+        step: its number; its mean gradients are in ``.grad``.
+        parts: what is known of all pieces.
+        locate: the microbatches of a piece to which a loss that is not finite goes back.
+        notice: for the result.
 
     Raises:
-        NonFiniteLoss, InputError: see :func:`conclude`.
+        NonFiniteLoss, InputError: see :func:`commit`.
     """
     bad = not_finite(parts)
     if bad is not None:
         job.compute.buffers.reset()
-        error = refusal(bad, locate(bad), step)
+        error = non_finite(bad, locate(bad), step)
         if job.settings.nonfinite == "stop":
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
@@ -80,16 +89,16 @@ def _leave_out_unused(job: Job, parts: list[Part]) -> None:
             parameter.grad = None
 
 
-def _located(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+def _locate(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
     """The one microbatch of a piece whose loss is not finite; the worker that has the data looks, and tells all."""
     if len(bad.microbatches) == 1:
         return bad.microbatches
-    found = located_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
+    found = locate_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
     located: range = job.world.gather(found, "step")[bad.rank]
     return located
 
 
-def located_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
+def locate_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
     """The one microbatch of a piece of this worker whose loss is not finite, or all of them."""
     (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
     for part in split_piece(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():

@@ -22,12 +22,14 @@ class ForwardResult(NamedTuple):
     """The forward pass of a piece, ready for its backward pass.
 
     ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it
-    is to be divided by. ``buffers``: what the piece made of the buffers, times its samples.
+    is to be divided by. ``buffers``: what the piece made of the buffers, times its samples. ``drew``: whether it drew
+    random numbers, if that was watched.
     """
 
     total: torch.Tensor
     pair: torch.Tensor
     buffers: list[torch.Tensor]
+    drew: bool = False
 
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -52,22 +54,24 @@ class Compute:
         self._autocast = autocast
         self._largest = largest
         self._weights = dict(model.named_parameters())
-        self.joins: bool | None = None  # whether neighbouring microbatches are computed in one pass; none: not known
-        self.watches_random = False
-        self.drew_random = False
 
-    def forward_pass(self, piece: Piece, step: int) -> ForwardResult:
-        """The forward pass of a piece, with the random numbers and buffers that belong to it."""
+    def forward_pass(self, piece: Piece, step: int, watch_draws: bool = False) -> ForwardResult:
+        """The forward pass of a piece, with the random numbers and buffers that belong to it.
+
+        Args:
+            piece: its microbatches.
+            step: to which they belong.
+            watch_draws: whether to find out if it draws random numbers.
+        """
         self.buffers.reset()
         seed_all(seed_of(STEP, self._seed, step, piece.microbatches.start))
-        before = generator_states() if self.watches_random else None
+        before = generator_states() if watch_draws else None
         total, count = self._loss(piece)
-        if before is not None and not same_states(before, generator_states()):
-            self.drew_random = True
+        drew = before is not None and not same_states(before, generator_states())
         buffers = self.buffers.collect(piece.samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        return ForwardResult(total, _pair(total, count), buffers)
+        return ForwardResult(total, _pair(total, count), buffers, drew)
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
         """The same two numbers without gradients, and without keyed random numbers."""

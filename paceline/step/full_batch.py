@@ -22,18 +22,18 @@ class FullBatch:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._joining = Fusion(job, alone=True)
+        self._fusion = Fusion(job, together=False)
         self._parameters = list(job.update.parameters.values())
 
     def pieces(self, step: int, share: range | None = None) -> list[range]:
         """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
-        return self._joining.pieces(range(len(self._job.order.parts_of(step))) if share is None else share)
+        return self._fusion.pieces(range(len(self._job.order.parts_of(step))) if share is None else share)
 
     def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[Part], list[torch.Tensor]]:
         """Put the mean gradients into ``.grad``.
 
         Returns:
-            the outcome of each piece, and the means of the buffers that the forward pass changes.
+            what is known of each piece, and the means of the buffers that the forward pass changes.
         """
         job, exact = self._job, self._job.settings.exact
         gradients, statistics = Accumulator(exact), Accumulator(exact)
@@ -43,7 +43,7 @@ class FullBatch:
         job.update.check_frozen()
         for piece in pieces:
             job.world.check()
-            computed = job.compute.forward_pass(piece, step)
+            computed = self._fusion.forward(piece, step)
             computed.total.backward()
             values = self.take_gradients()
             if not job.sparse:
@@ -64,7 +64,7 @@ class FullBatch:
             torch._foreach_div_(given, count)
         for parameter, value in zip(self._parameters, means, strict=True):
             parameter.grad = value
-        self._joining.decide(pieces, table)
+        self._fusion.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
         return parts, [value.div_(samples) for value in self._changed(statistics.total())]
 

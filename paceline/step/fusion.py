@@ -15,6 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.data.feed import Piece
+from paceline.step.forward import ForwardResult
 from paceline.step.job import Job
 
 _log = logging.getLogger("paceline")
@@ -23,28 +24,33 @@ _TOLERANCE_AUTOCAST = 1e-3
 
 
 class Fusion:
-    """Decides after the first step, for all workers alike, whether microbatches are joined into larger pieces.
+    """Decides after the first step whether microbatches are fused: computed in one pass.
 
     Args:
         job: what is trained.
-        apart: never join them.
-        alone: the steps of this worker are its own; it asks nobody.
+        together: whether the workers decide alike; else each does for its own steps.
     """
 
-    def __init__(self, job: Job, apart: bool = False, alone: bool = False) -> None:
-        settings = job.settings
-        self.joined = bool(job.compute.joins) and not apart
+    def __init__(self, job: Job, together: bool = True) -> None:
+        settings, known = job.settings, job.learned.fusible
+        single = settings.exact or settings.microbatches is not None or job.collate is not None
         self._job = job
-        self._alone = alone
-        asked_apart = apart or settings.exact or settings.microbatches is not None or job.collate is not None
-        self._open = not asked_apart and job.order.microbatches > 1 and job.compute.joins is None
-        job.compute.watches_random = self._open
+        self._together = together
+        self._fused = bool(known)
+        self._open = not single and job.order.microbatches > 1 and known is None
+        self._drew = False
 
     def pieces(self, share: range) -> list[range]:
         """The pieces in which a share of microbatches is computed."""
-        if self.joined:
+        if self._fused:
             return [share] if share else []
         return [range(microbatch, microbatch + 1) for microbatch in share]
+
+    def forward(self, piece: Piece, step: int) -> ForwardResult:
+        """The forward pass of a piece; see :meth:`Compute.forward_pass`."""
+        computed = self._job.compute.forward_pass(piece, step, watch_draws=self._open)
+        self._drew |= computed.drew
+        return computed
 
     def decide(self, pieces: list[Piece], pairs: torch.Tensor) -> None:
         """After the gradients of the first step: try one pass, and compare.
@@ -56,12 +62,12 @@ class Fusion:
         if not self._open:
             return
         obstacle = self._obstacle(pieces, pairs)
-        told = [obstacle] if self._alone else self._job.world.gather(obstacle, "step")
-        obstacles = [reason for reason in told if reason]
-        self._open = self._job.compute.watches_random = False
-        self.joined = self._job.compute.joins = not obstacles
+        everyone = self._job.world.gather(obstacle, "step") if self._together else [obstacle]
+        obstacles = [reason for reason in everyone if reason]
+        self._open = False
+        self._fused = self._job.learned.fusible = not obstacles
         text = (
-            f"microbatches stay apart: {obstacles[0]}"
+            f"microbatches are computed one by one: {obstacles[0]}"
             if obstacles
             else "each worker computes its microbatches in one pass"
         )
@@ -70,21 +76,21 @@ class Fusion:
 
     def _obstacle(self, pieces: list[Piece], pairs: torch.Tensor) -> str:
         compute = self._job.compute
-        if compute.drew_random:
+        if self._drew:
             return "the forward pass draws random numbers"
         if compute.buffers.live:
             return "the forward pass changes buffers"
         if len(pieces) < 2:
             return ""
-        whole = _concatenated([piece.data for piece in pieces])
-        if whole is None:
-            return "the data are not tensors that can be put together"
-        joined = compute.loss_only(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), whole))
-        apart = pairs.sum(0)
+        data = _concatenated([piece.data for piece in pieces])
+        if data is None:
+            return "the data are not tensors that can be concatenated"
+        fused = compute.loss_only(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data))
+        single = pairs.sum(0)
         tolerance = self._tolerance()
-        if torch.allclose(joined, apart.to(joined.device), rtol=tolerance, atol=0.0):
+        if torch.allclose(fused, single.to(fused.device), rtol=tolerance, atol=0.0):
             return ""
-        return f"the loss in one pass is {_mean(joined):.9g} instead of {_mean(apart):.9g}"
+        return f"the loss in one pass is {_mean(fused):.9g} instead of {_mean(single):.9g}"
 
     def _tolerance(self) -> float:
         if self._job.settings.autocast:

@@ -17,6 +17,16 @@ from paceline.step.forward import Compute
 from paceline.step.optimizer import Update
 
 
+@dataclass
+class Learned:
+    """What the first step has found out; it outlives the strategy, and workers that join take it over.
+
+    ``fusible``: whether neighbouring microbatches may be computed in one pass (``step.fusion``); None: not known yet.
+    """
+
+    fusible: bool | None = None
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to be trained, and with whom.
@@ -38,6 +48,7 @@ class Job:
     collate: Callable[[list[Any]], Any] | None = None
     strategy_state: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    learned: Learned = field(default_factory=Learned)
     given: tuple[str, ...] = ()
     sparse: bool = False
     divides_update: bool = False

@@ -63,7 +63,7 @@ def probe_optimizer(job: Job) -> None:
                 )
 
 
-def check_drawn(job: Job) -> None:
+def check_draws(job: Job) -> None:
     """Refuse, after the first update, an optimizer that draws random numbers; all workers call this together.
 
     Raises:

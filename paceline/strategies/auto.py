@@ -45,7 +45,7 @@ class Auto(Strategy):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._steals = job.order.microbatches >= 2 * job.world.size
-        self._inner: AllReduce = AllReduce(job)
+        self._inner: AllReduce | WorkStealing = AllReduce(job)
         self._patience = 1
         self._windows = 0
         self._usual = 0.0
@@ -111,7 +111,7 @@ class Auto(Strategy):
         measured: float = self._job.world.gather(fmean(self._seconds[1:]), "step")[0]
         return measured
 
-    def _change(self, step: int, kind: type[AllReduce], name: str, told: str) -> None:
+    def _change(self, step: int, kind: type[AllReduce] | type[WorkStealing], name: str, told: str) -> None:
         self._inner.close()
         said = len(self._job.warnings)
         self._inner = kind(self._job)

@@ -60,8 +60,8 @@ _ENTRIES: dict[str, Entry] = {
     "allreduce": Entry(AllReduce),
     "auto": Entry(auto.Auto, capabilities=auto.capabilities),
     "backup": Entry(
-        backup_workers.BackupWorkers,
-        alone=backup_workers.BackupWorkers,  # it still owes the epoch what came too late before
+        backup_workers.build,
+        alone=backup_workers.build_alone,
         capabilities=backup_workers.capabilities,
         validate=backup_workers.validate,
     ),

@@ -14,10 +14,10 @@ from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.step.commit import conclude
+from paceline.step.commit import commit
 from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
-from paceline.step.optimizer_probe import check_drawn
+from paceline.step.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 
 
@@ -33,9 +33,9 @@ class Single(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         parts, changed = self._whole.gradients(step, pieces)
-        outcome = conclude(self._job, step, pieces, parts, changed, self._job.world.notice())
-        check_drawn(self._job)
-        return outcome
+        result = commit(self._job, step, pieces, parts, changed, self._job.world.notice())
+        check_draws(self._job)
+        return result
 
     def close(self) -> None:
         self._whole.take_gradients()

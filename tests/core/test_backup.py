@@ -29,7 +29,7 @@ late = json.loads(os.environ["LATE"])
 
 def await_the_others():
     strategy = session._loop.strategy
-    contributors = getattr(strategy, "_mode", strategy)._contributors
+    contributors = getattr(strategy, "_workers", strategy)._contributors
     until = time.monotonic() + 30
     while not contributors._enough():
         assert time.monotonic() < until

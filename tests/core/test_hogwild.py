@@ -161,11 +161,11 @@ def arrive_late(strategy, step):  # so that rank 1 takes step 1
     while step == 1 - rank and strategy._claims.look().top <= step:
         time.sleep(0.001)
     return arrive(strategy, step)
-def find_out_late(joining, pieces, pairs):  # when the other worker has changed the weights
+def find_out_late(fusion, pieces, pairs):  # when the other worker has changed the weights
     strategy = session._loop.strategy
     while rank and strategy._claims.look().version <= 1:
         time.sleep(0.001)
-    return obstacle(joining, pieces, pairs)
+    return obstacle(fusion, pieces, pairs)
 AsyncSteps._enter, Fusion._obstacle = arrive_late, find_out_late
 session = paceline.start(
     model=model(), optimizer=optimizer, loss=functional.cross_entropy, data=data, batch=32, strategy="hogwild",
@@ -173,15 +173,15 @@ session = paceline.start(
 )
 for batch in session.batches(epochs=3):
     session.step(batch)
-tell(parts=session._job.order.microbatches, joins=session._job.compute.joins, fingerprint=session.fingerprint())
+tell(parts=session._job.order.microbatches, fusible=session._job.learned.fusible, fingerprint=session.fingerprint())
 """
 )
 
 
-def test_updates_of_others_do_not_keep_microbatches_apart(told: Told, tmp_path: Path) -> None:
+def test_microbatches_are_fused_in_spite_of_updates_of_others(told: Told, tmp_path: Path) -> None:
     everyone = told(UPDATED_MEANWHILE, 2, tmp_path, environment={"OPTIMIZER": "SGD"})
     assert everyone[0] == everyone[1]
-    assert everyone[0]["parts"] > 1 and everyone[0]["joins"] is True
+    assert everyone[0]["parts"] > 1 and everyone[0]["fusible"] is True
 
 
 SCHEDULED = """

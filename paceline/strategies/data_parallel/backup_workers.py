@@ -25,7 +25,6 @@ import torch
 from torch import nn
 
 from paceline.comm.assignment.quorum import quorum_for
-from paceline.comm.step_header import StepHeader
 from paceline.data.feed import Piece
 from paceline.data.order import Order
 from paceline.errors import ConfigError
@@ -33,11 +32,14 @@ from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, d
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.accumulate import Values, add
-from paceline.step.checks import Part, check_dense
-from paceline.step.commit import conclude
+from paceline.step.checks import Part
+from paceline.step.commit import Apply, commit
 from paceline.step.job import Job, StepResult
-from paceline.strategies.base import Capabilities, check_shares
+from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.data_parallel.results import Results
+from paceline.strategies.single import Single
 
 _BOOK = "backup"
 _FEW = 4
@@ -71,11 +73,30 @@ def validate(settings: Settings, model: nn.Module, order: Order, workers: int, l
         )
 
 
-class BackupWorkers(AllReduce):
-    """All-reduce over the first workers to finish."""
+def build(job: Job) -> Strategy:
+    """Without backup workers plain all-reduce."""
+    return AllReduce(job) if job.settings.backup.workers == 0 else BackupWorkers(job)
 
-    def __init__(self, job: Job) -> None:
-        super().__init__(job, apart=job.settings.backup.workers != 0)
+
+def build_alone(job: Job) -> Strategy:
+    """A single worker that is left still owes the epoch what came too late before."""
+    return Single(job) if job.settings.backup.workers == 0 else BackupWorkers(job)
+
+
+class BackupWorkers(Strategy):
+    """All-reduce over the first workers to finish.
+
+    Args:
+        job: what is trained.
+        reducer: brings the gradients together; None: on all workers.
+        apply: makes the update; None: each worker makes the same.
+    """
+
+    def __init__(self, job: Job, reducer: Reducer | None = None, apply: Apply | None = None) -> None:
+        self._job = job
+        self._reducer = reducer or Reducer(job, overlap=False)
+        self._results = Results(job, 2 * job.order.microbatches)  # the last step of an epoch owes less than one more
+        self._apply = apply
         size, order = job.world.size, job.order
         wanted = _spare(job.settings)
         self._spare = min(wanted, size - 1)
@@ -94,40 +115,29 @@ class BackupWorkers(AllReduce):
         total = (order.steps_per_epoch - 1) * order.microbatches + last
         self._length = EpochLength(order.steps_per_epoch, order.microbatches, total)
         self._contributors = quorum_for(job.world)
-        self._samples = 0
-
-    def _most_pieces(self) -> int:
-        most = super()._most_pieces()
-        return most if self._plain else 2 * most  # what is left for the last step of an epoch is less
-
-    @property
-    def _plain(self) -> bool:
-        return self._job.settings.backup.workers == 0
 
     def pieces(self, step: int) -> list[range]:
-        """What is loaded ahead: nothing, as the microbatches of a step depend on who was late in the one before."""
-        return super().pieces(step) if self._plain else []
+        """None ahead: the microbatches of a step depend on who was late in the one before."""
+        return []
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        if self._plain:
-            return super().step(step, pieces)
         job = self._job
         progress = self._progress(step)
         groups = self._groups(progress, step)
-        self._reducer.begin([], exact=False)
+        self._reducer.clear()
         job.compute.buffers.begin()
         job.update.check_frozen()
         self._contributors.begin(step, len(groups.members), groups.needed)
         counted = self._compute(step, groups)
         agreed = self._contributors.agreed()
-        outcome = self._conclude(step, groups, agreed, counted)
+        result = self._finish(step, groups, agreed, counted)
         used = [one for group in agreed for one in groups.members[group]]
         job.strategy_state[_BOOK] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
         self._record(step, groups, agreed)
-        return outcome
+        return result
 
-    def _samples_of(self, step: int) -> int:
-        return super()._samples_of(step) if self._plain else self._samples
+    def close(self) -> None:
+        self._reducer.close()
 
     def _progress(self, step: int) -> EpochProgress:
         """How far the epoch of a step is before it."""
@@ -187,30 +197,27 @@ class BackupWorkers(AllReduce):
             computed.total.backward()
             if computed.total.device.type == "cuda":
                 torch.cuda.synchronize()  # what is only queued is not done
-            gradients: Values = [parameter.grad for parameter in self._parameters]
-            for parameter in self._parameters:
-                parameter.grad = None
-            check_dense(job.update.parameters, gradients)
-            result.add(piece.samples, computed.pair, gradients, [*computed.buffers])
+            result.add(piece.samples, computed.pair, self._reducer.take(), [*computed.buffers])
         return result
 
-    def _conclude(self, step: int, groups: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
-        """Exchange what counts, and update the model."""
+    def _finish(self, step: int, groups: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
+        """Reduce what counts, and update the model."""
         job, size = self._job, self._job.world.size
         places = _places(groups)
         held = [[place for group in agreed if agreed[group] == rank for place in places[group]] for rank in range(size)]
         layout = [[range(place, place + 1) for place in own] for own in held]
         nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         pairs = [pair for group in sorted(counted.results) for pair in counted.results[group].pairs]
-        header = StepHeader(self._headers, step, held[job.world.rank], pairs, job.world.device)
-        self._reducer.at_once(nodes, counted.gradients(), header)
+        header = self._results.send(step, held[job.world.rank], pairs)
+        self._reducer.send(nodes, counted.gradients(), header.count, header.check)
         self._reducer.finish()
         missing = [one for group in sorted(counted.results) for one in counted.results[group].missing]
-        parts = [self._named(step, groups, part) for part in self._parts(layout, header, missing)]
+        note = self._results.send_missing(layout, missing) if header.missing else None
+        parts = [self._named(step, groups, part) for part in self._results.parts(layout, header, note)]
         used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
-        self._samples = sum(len(job.order.parts_of(origin)[number]) for origin, number in used)
-        means = self._mean_statistics(step, nodes, counted.statistics())
-        return conclude(job, step, [], parts, means, header.notice)
+        samples = sum(len(job.order.parts_of(origin)[number]) for origin, number in used)
+        means = self._reducer.statistics(nodes, counted.statistics(), samples)
+        return commit(job, step, [], parts, means, header.notice, self._apply)
 
     def _named(self, step: int, groups: BackupShares, part: Part) -> Part:
         """A part that is known by its place in the step, by the name that its microbatch has in its batch."""

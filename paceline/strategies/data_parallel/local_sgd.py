@@ -37,7 +37,7 @@ from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
 from paceline.step.checks import mean_loss
-from paceline.step.commit import judge, located_here
+from paceline.step.commit import locate_here, skip
 from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
@@ -125,7 +125,7 @@ class LocalSgd(Strategy):
     def _update(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
         parts, changed = self._own().gradients(step, pieces)
-        skipped = judge(job, step, parts, lambda bad: located_here(job, step, pieces, bad))
+        skipped = skip(job, step, parts, lambda bad: locate_here(job, step, pieces, bad))
         if skipped is not None:
             job.update.advance()  # the schedule is the same for all workers
             return skipped

@@ -1,40 +1,99 @@
-"""The gradients of data parallel training on their way out."""
+"""How a synchronous step brings together what its workers have computed: gradients, buffers, and a norm.
+
+::
+
+    backward of the last microbatch    layer 3   layer 2   layer 1   layer 0
+    bucket of layers 3 and 2                        └ reduce ──────┐
+    bucket of layers 1 and 0                                       │   └ reduce ─┐
+    finish                                                         └─────────────┴─ .grad = mean
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from functools import reduce
+from itertools import chain
 
 import torch
 from torch import nn
 
-from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.all_gather import AllGather
+from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
 from paceline.comm.reduction.shared_memory import reduction_for
-from paceline.comm.step_header import StepHeader
+from paceline.comm.step_header import NORMS_TAG, StepHeader
+from paceline.comm.subgroup import Subgroup
+from paceline.comm.world import World
 from paceline.errors import InputError
-from paceline.schedule.tree import Node
-from paceline.step.accumulate import Accumulator, Values, add_one
+from paceline.schedule.tree import Node, total
+from paceline.step.accumulate import Accumulator, Values, add, add_one
 from paceline.step.checks import check_dense
 from paceline.step.job import Job
 
-_GRADIENT_TAGS = 1 << 12
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
+_NOT_HERE = -1.0
+"""In place of the norm of a gradient that this worker does not have."""
 
 
 class Reducer:
-    """The gradients on their way out: each leaves as soon as the last microbatch has given its part.
+    """Means over workers: of the gradients of a step, and of the buffers that its forward passes change.
 
-    Call ``begin``, ``push`` after the backward pass of each microbatch but the last, ``last`` before that of the last,
-    ``written`` and ``finish`` after it.
+    To overlap with the last backward pass call ``begin``, ``push`` after the backward pass of each microbatch but the
+    last, ``last`` before that of the last, and ``written`` after it; a worker without a microbatch calls ``nothing``.
+    Sums that are complete already go by ``send``. In both cases ``finish`` then puts the means into ``.grad``.
+
+    Args:
+        job: what is trained.
+        parameters: those whose gradients are reduced; None: all that are trained.
+        workers: which have a part of each sum; None: all.
+        reduction: brings the gradients together, the last parameter's first; None: as fits these workers.
+        overlap: whether ``push`` and ``last`` will be used.
     """
 
-    def __init__(self, job: Job, named: dict[str, nn.Parameter], exchange: BucketedReduction | None = None) -> None:
+    def __init__(
+        self,
+        job: Job,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+        workers: World | Subgroup | None = None,
+        reduction: BucketedReduction | None = None,
+        overlap: bool = True,
+    ) -> None:
+        named = job.update.parameters if parameters is None else parameters
+        self._job = job
+        self._workers = workers or job.world
         self._names = list(named)
-        self._parameters = parameters = list(named.values())
-        self._exchange = exchange or reduction_for(
-            job.world, [value.detach() for value in reversed(parameters)], job.events, "gradients", _GRADIENT_TAGS
+        self._parameters = list(named.values())
+        self._reduction = reduction or self._reduction_of(
+            [value.detach() for value in reversed(self._parameters)], "gradients", _GRADIENT_TAGS
         )
+        self._statistics: BucketedReduction | None = None
+        self._norms: AllGather | None = None
+        self._means: Values = []
         self._armed = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(lambda _, place=place: self._ready(place))
-            for place, parameter in enumerate(parameters)
+            for place, parameter in enumerate(self._parameters if overlap else ())
         ]
+
+    def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int) -> BucketedReduction | None:
+        if isinstance(self._workers, World):
+            return reduction_for(self._workers, examples, self._job.events, name, tags)
+        if self._workers.size == 1:
+            return None
+        return BucketedReduction(self._workers, examples, self._job.events, name, tags)
+
+    def close(self) -> None:
+        """Do nothing more, and release the gradients."""
+        self._armed = False
+        for hook in self._hooks:
+            hook.remove()
+        self.clear()
+
+    def clear(self) -> None:
+        """Release the gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    # Overlapped with the backward pass.
 
     def begin(self, nodes: list[list[Node]], exact: bool) -> None:
         """Start a step; ``nodes`` are what each rank will send."""
@@ -44,48 +103,38 @@ class Reducer:
         self._missing: list[list[int]] = []
         self._kept: list[Values] = []
         self._nearest: list[Values] = []
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def close(self) -> None:
-        """Do nothing more, and let go of everything."""
-        self._armed = False
-        for hook in self._hooks:
-            hook.remove()
+        self.clear()
 
     def push(self, microbatch: int) -> None:
         """Take the gradients of a microbatch that is not the last."""
-        values: Values = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        check_dense(self._names, values)
+        values = self.take()
         self._missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)
 
+    def take(self) -> Values:
+        """The gradients in ``.grad``; there are none then."""
+        values: Values = [parameter.grad for parameter in self._parameters]
+        self.clear()
+        check_dense(self._names, values)
+        return values
+
     def last(self, microbatch: int, header: StepHeader) -> None:
-        """From now on gradients leave while they are computed."""
+        """From now on send gradients while they are computed."""
+        assert self._reduction is not None
         self._kept, self._nearest = self._sums.before_last(microbatch)
-        self._exchange.begin(self._nodes, header.count, header.check)
+        self._reduction.begin(self._nodes, header.count, header.check)
         self._waiting = set(range(len(self._parameters)))
         self._armed = True
 
-    def at_once(self, nodes: list[list[Node]], sums: list[Values], header: StepHeader) -> None:
-        """Send sums that are complete already; ``nodes`` are what each rank sends, ``sums`` are of this worker's."""
-        self._exchange.begin(nodes, header.count, header.check)
-        for place in reversed(range(len(self._parameters))):
-            for slot, values in zip(self._exchange.slots(self._member(place)), sums, strict=True):
-                if add_one(values[place], None, slot) is None:
-                    slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
-            self._exchange.written(self._member(place))
-
     def nothing(self, header: StepHeader) -> None:
         """This worker has no microbatch in this step; it still adds up its part of the others' gradients."""
-        self._exchange.begin(self._nodes, header.count, header.check)
+        assert self._reduction is not None
+        self._reduction.begin(self._nodes, header.count, header.check)
         for member in range(len(self._parameters)):
-            self._exchange.written(member)
+            self._reduction.written(member)
 
     def written(self) -> list[list[int]]:
-        """The backward pass of the last microbatch has ended: what it gave no gradient to leaves, too.
+        """The backward pass of the last microbatch has ended: also send what it gave no gradient to.
 
         Returns:
             for each microbatch the places of the parameters to which it gave no gradient.
@@ -97,15 +146,6 @@ class Reducer:
             for place in reversed(unused):
                 self._write(place, None)
         return self._missing
-
-    def finish(self) -> None:
-        """Wait for the means and put them into ``.grad``."""
-        self._exchange.finish()
-        for place, parameter in enumerate(self._parameters):
-            parameter.grad = self._exchange.mean(self._member(place))
-
-    def _member(self, place: int) -> int:
-        return len(self._parameters) - 1 - place
 
     def _ready(self, place: int) -> None:
         if self._armed:
@@ -122,14 +162,125 @@ class Reducer:
 
     def _write(self, place: int, gradient: torch.Tensor | None) -> None:
         """Add the gradient of the last microbatch to the sums before it, and hand all sums over."""
-        slots = self._exchange.slots(self._member(place))
+        assert self._reduction is not None
+        slots = self._reduction.slots(self._member(place))
         for slot, values in zip(slots, self._kept, strict=False):
-            if add_one(values[place], None, slot) is None:
-                slot.fill_(-0.0)
+            _put(slot, values[place])
         for values in self._nearest[:-1]:
             before = values[place]
             gradient = gradient if before is None else add_one(before, gradient, before)
         before = self._nearest[-1][place] if self._nearest else None
-        if add_one(before, gradient, slots[-1]) is None:
-            slots[-1].fill_(-0.0)
-        self._exchange.written(self._member(place))
+        _put(slots[-1], before, gradient)
+        self._reduction.written(self._member(place))
+
+    def _member(self, place: int) -> int:
+        return len(self._parameters) - 1 - place
+
+    # When the sums are complete.
+
+    def send(
+        self, nodes: list[list[Node]], sums: list[Values], divisor: Divisor, check: Callable[[], None] | None = None
+    ) -> None:
+        """Send complete sums.
+
+        Args:
+            nodes: of each rank, those whose sums it sends.
+            sums: of this worker's nodes.
+            divisor: what all are divided by; see :meth:`BucketedReduction.begin`, also for the next.
+            check: refuses workers at other steps.
+        """
+        if self._reduction is None:
+            self._means = _divided(nodes[0], sums, divisor)
+        else:
+            _send(self._reduction, nodes, [values[::-1] for values in sums], divisor, check)
+
+    def finish(self) -> None:
+        """Wait for the means and put them into ``.grad``."""
+        if self._reduction is None:
+            means = self._means
+        else:
+            self._reduction.finish()
+            means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]
+        for parameter, mean in zip(self._parameters, means, strict=True):
+            parameter.grad = mean
+
+    # Buffers, and the norm.
+
+    def statistics(self, nodes: list[list[Node]], sums: list[Values], samples: float) -> list[torch.Tensor]:
+        """The means of the buffers that the forward passes change, as running statistics.
+
+        Args:
+            nodes: for each rank the nodes whose sums it has.
+            sums: of this worker's nodes, what :meth:`Buffers.collect` gave.
+            samples: what the sums are divided by.
+        """
+        buffers = self._job.compute.buffers
+        if not buffers.settled:
+            places = buffers.settle(chain.from_iterable(self._job.world.gather(buffers.live, "step")))
+            sums = [[values[place] for place in places] for values in sums]
+        if not buffers.live:
+            return []
+        if self._statistics is None:
+            self._statistics = self._reduction_of(buffers.examples(), "buffers", _STATISTICS_TAGS)
+        if self._statistics is None:
+            means = _divided(nodes[0], sums, lambda: samples)
+            return [mean for mean in means if mean is not None]
+        _send(self._statistics, nodes, sums, lambda: samples)
+        self._statistics.finish()
+        return [self._statistics.mean(member) for member in range(self._statistics.members)]
+
+    def norm(self, own: Container[str]) -> torch.Tensor:
+        """The global norm of mean gradients of which each worker has some: from the norm of each.
+
+        Args:
+            own: the names of the parameters whose ``.grad`` this worker answers for; no two have the same.
+        """
+        parameters, world = self._job.update.parameters, self._job.world
+        if self._norms is None:
+            self._norms = AllGather(world, NORMS_TAG, 8 * len(parameters))
+        here = torch.full((len(parameters),), _NOT_HERE, dtype=torch.float64)
+        given = {
+            place: parameter.grad
+            for place, (name, parameter) in enumerate(parameters.items())
+            if name in own and parameter.grad is not None
+        }
+        norms = torch._foreach_norm([*given.values()]) if given else []
+        for place, norm in zip(given, norms, strict=True):
+            here[place] = norm
+        everyone = torch.stack([one.cpu() for one in self._norms.start(here.to(world.device)).wait()]).amax(0)
+        known = everyone != _NOT_HERE
+        if not known.any():
+            return torch.zeros(())
+        types = [value.dtype.to_real() for value, one in zip(parameters.values(), known, strict=True) if one]
+        norms_of_all = everyone[known].to(reduce(torch.promote_types, types))
+        result: torch.Tensor = torch.linalg.vector_norm(norms_of_all).to(world.device)
+        return result
+
+
+def _put(slot: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None = None) -> None:
+    """Fill a slot with a sum; with what changes nothing when added, not even the sign of a zero, if there is none."""
+    if add_one(left, right, slot) is None:
+        slot.fill_(-0.0)
+
+
+def _send(
+    reduction: BucketedReduction,
+    nodes: list[list[Node]],
+    sums: list[Values],
+    divisor: Divisor,
+    check: Callable[[], None] | None = None,
+) -> None:
+    reduction.begin(nodes, divisor, check)
+    for member in range(reduction.members):
+        for slot, values in zip(reduction.slots(member), sums, strict=True):
+            _put(slot, values[member])
+        reduction.written(member)
+
+
+def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
+    """The means of what a single worker has."""
+    means = total(list(zip(nodes, sums, strict=True)) or [(Node(0, 0), [])], add)
+    given = [value for value in means if value is not None]
+    if given and (rest := divisor()) != 1.0:
+        torch._foreach_div_(given, rest)
+    return means

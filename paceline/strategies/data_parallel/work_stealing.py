@@ -29,11 +29,11 @@ from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
 from paceline.step.accumulate import ScatteredAccumulator, Values
-from paceline.step.checks import check_dense
-from paceline.step.commit import conclude
+from paceline.step.commit import commit
 from paceline.step.job import Job, StepResult
-from paceline.strategies.base import Capabilities
-from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.data_parallel.results import Results
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -41,12 +41,19 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(reads=("shares",))
 
 
-class WorkStealing(AllReduce):
-    """Workers that are done early take microbatches from those that are not."""
+class WorkStealing(Strategy):
+    """Workers that are done early take microbatches from those that are not.
+
+    Attributes:
+        seconds: how long each worker computed in the last step.
+    """
 
     def __init__(self, job: Job) -> None:
-        super().__init__(job, apart=True)
+        self._job = job
         total = job.order.microbatches
+        self.seconds: list[float] = [0.0] * job.world.size
+        self._reducer = Reducer(job, overlap=False)
+        self._results = Results(job, total)
         self._leases = leases_for(job.world, total)
         self._pace = SpeedShares(job.world.size, total, fits=job.settings.shares == "speed")
         if total < 4 * job.world.size:
@@ -59,7 +66,8 @@ class WorkStealing(AllReduce):
         """This worker's share, if processes load it ahead; else each microbatch is loaded when it is leased."""
         if not self._job.settings.workers_per_loader:
             return []
-        return super().pieces(step)
+        share = self._shares(step)[self._job.world.rank]
+        return [range(microbatch, microbatch + 1) for microbatch in share]
 
     def _shares(self, step: int) -> tuple[range, ...]:
         return self._pace.shares(len(self._job.order.parts_of(step)))
@@ -67,7 +75,7 @@ class WorkStealing(AllReduce):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
         computed = ComputedPieces(job, step, pieces)
-        self._reducer.begin([], job.settings.exact)
+        self._reducer.clear()
         job.compute.buffers.begin()
         job.update.check_frozen()
         self._leases.begin(step, self._shares(step), self._pace.seconds())
@@ -76,7 +84,7 @@ class WorkStealing(AllReduce):
                 seconds = time.monotonic() - self._leases.asked
                 job.events.mark("steal", step=step, seconds=seconds, **lease._asdict())
             self._compute(step, lease, computed)
-        return self._conclude(step, computed)
+        return self._finish(step, computed)
 
     def _compute(self, step: int, lease: Lease, computed: ComputedPieces) -> None:
         """Compute a microbatch, unless another worker's result is there first."""
@@ -89,38 +97,38 @@ class WorkStealing(AllReduce):
         forward.total.backward()
         if forward.total.device.type == "cuda":
             torch.cuda.synchronize()  # a microbatch that is only queued says nothing about the speed
-        gradients: Values = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-        check_dense(job.update.parameters, gradients)
+        gradients = self._reducer.take()
         if self._leases.finish(lease.microbatch):
             computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)
 
-    def _conclude(self, step: int, computed: ComputedPieces) -> StepResult:
+    def _finish(self, step: int, computed: ComputedPieces) -> StepResult:
         job = self._job
         pieces, pairs = computed.sorted()
         starts = [piece.microbatches.start for piece in pieces]
         missing = [computed.missing[start] for start in starts]
-        header = StepHeader(
-            self._headers, step, starts, pairs, job.world.device, computed.seconds, missing=any(map(len, missing))
-        )
+        header = self._results.send(step, starts, pairs, computed.seconds, missing=any(map(len, missing)))
         if not job.settings.exact:  # one sum of each worker, so nobody needs to know who holds what
-            nothing: Values = [None] * len(self._parameters)
+            nothing: Values = [None] * len(job.update.parameters)
             one_each = [[Node(0, rank)] for rank in range(job.world.size)]
-            self._reducer.at_once(one_each, computed.gradients.values() or [nothing], header)
+            self._reducer.send(one_each, computed.gradients.values() or [nothing], header.count, header.check)
         held = self._held(header, step)
         if job.settings.exact:
             nodes = [nodes_of(own) for own in held]
-            self._reducer.at_once(nodes, computed.gradients.values(), header)
+            self._reducer.send(nodes, computed.gradients.values(), header.count, header.check)
         else:
             nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         self._reducer.finish()
-        parts = self._parts([[range(one, one + 1) for one in own] for own in held], header, missing)
-        means = self._mean_statistics(step, nodes, computed.statistics.values())
+        layout = [[range(one, one + 1) for one in own] for own in held]
+        note = self._results.send_missing(layout, missing) if header.missing else None
+        parts = self._results.parts(layout, header, note)
+        means = self._reducer.statistics(nodes, computed.statistics.values(), job.order.samples_of(step))
         self.seconds = header.seconds
         if self._pace.observe(header.seconds, [len(own) for own in held]):
             job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
-        return conclude(job, step, pieces, parts, means, header.notice)
+        return commit(job, step, pieces, parts, means, header.notice)
+
+    def close(self) -> None:
+        self._reducer.close()
 
     def _held(self, header: StepHeader, step: int) -> list[list[int]]:
         """The microbatches whose results each rank holds."""

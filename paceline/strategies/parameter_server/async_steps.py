@@ -29,7 +29,7 @@ from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import ConfigError, DisagreementError
 from paceline.step.checks import Part, mean_loss
-from paceline.step.commit import judge, located_here
+from paceline.step.commit import locate_here, skip
 from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
@@ -249,7 +249,7 @@ class AsyncSteps(Strategy):
         pieces = job.feed.load(step, self._batch.pieces(step))
         self._server.pull(step)
         parts, buffers = self._batch.gradients(step, pieces)
-        result = judge(job, step, parts, lambda bad: located_here(job, step, pieces, bad))
+        result = skip(job, step, parts, lambda bad: locate_here(job, step, pieces, bad))
         if result is None:
             result = self._server.push(Gradients(step, parts, buffers))
             with self._claims.change() as table:

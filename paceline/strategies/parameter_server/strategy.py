@@ -31,13 +31,13 @@ from paceline.strategies.parameter_server.async_server import InlineServer, serv
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.strategies.parameter_server.dedicated_server import DedicatedServer
 from paceline.strategies.parameter_server.last_worker import LastWorker
-from paceline.strategies.parameter_server.sync_server import SyncServer, SyncServerWithBackup
+from paceline.strategies.parameter_server.sync_server import SyncServer
 
 
 def build(job: Job) -> Strategy:
     """The strategy of the mode that is set."""
     if job.settings.server.mode == "sync":
-        return SyncServerWithBackup(job) if job.settings.backup.workers else SyncServer(job)
+        return SyncServer(job)
     return AsyncSteps(job, DedicatedServer if job.settings.server.dedicated else InlineServer)
 
 

@@ -30,7 +30,7 @@ from paceline.data.keys import (
 )
 from paceline.errors import InputError
 from paceline.schedule.operations import Kind, Operation
-from paceline.step.checks import refused_as_sparse
+from paceline.step.checks import sparse_gradients
 from paceline.step.forward import computed_again, on_copy, pair_of, sum_and_count
 from paceline.step.job import Job
 from paceline.strategies.pipeline.links import Links
@@ -319,7 +319,7 @@ class Executor:
             attachment = self._hooks.attach(operation.microbatch, forward=False)
             gradients = [value.grad for value in saved.inputs]
             if any(value is not None and value.is_sparse for value in gradients):
-                raise refused_as_sparse(f"The output of stage {operation.stage - 1} gets")
+                raise sparse_gradients(f"The output of stage {operation.stage - 1} gets")
             self._gradients[operation.stage, operation.microbatch] = [attachment, *gradients]
 
     def _send(self, operation: Operation) -> int:

@@ -27,7 +27,7 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import drain, window
 from paceline.schedule.tree import Node
 from paceline.step.accumulate import ScatteredAccumulator, Values
-from paceline.step.checks import Part, check_dense, refusal
+from paceline.step.checks import Part, check_dense, non_finite
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Hooks
@@ -254,7 +254,7 @@ class PipeDream(Strategy, Hooks):
             return True
         step, microbatch = self._origin or (0, 0)
         part = Part(range(microbatch, microbatch + len(self._used)), job.world.rank, float(totals[0]), 0.0)
-        error = refusal(part, part.microbatches, step)
+        error = non_finite(part, part.microbatches, step)
         if job.settings.nonfinite == "stop":
             raise error
         job.events.mark("skipped", step=step, reason=str(error))

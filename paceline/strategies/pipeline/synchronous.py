@@ -7,8 +7,6 @@ bits do not depend on the cut, on the schedule, or on how many workers hold a st
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -19,27 +17,23 @@ import torch
 
 from paceline.checkpoint.tensors import check_savable
 from paceline.comm.all_gather import AllGather
-from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
-from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
+from paceline.comm.step_header import HEADER_TAG, StepHeader, header_bytes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.choice import synchronous_schedule
 from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.tree import Node, nodes_of, total
-from paceline.step.accumulate import ScatteredAccumulator, Values, add, add_one
+from paceline.schedule.tree import Node, nodes_of
+from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense, mean_loss
-from paceline.step.commit import judge
+from paceline.step.commit import skip
 from paceline.step.job import Job, StepResult
-from paceline.step.optimizer_probe import check_drawn
+from paceline.step.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
+from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.pipeline.executor import Hooks
 from paceline.strategies.pipeline.rebalance import Rebalance
 from paceline.strategies.pipeline.stages import Partition, Stages
-
-_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
-_NOT_MINE = -1.0
-"""Told for the norm of a gradient that another worker has, or nobody."""
 
 
 class Synchronous(Strategy, Hooks):
@@ -51,7 +45,6 @@ class Synchronous(Strategy, Hooks):
         self._updated = False
         self._parameters = job.update.parameters
         self._headers = AllGather(job.world, HEADER_TAG, header_bytes(job.order.microbatches))
-        self._norms = AllGather(job.world, MISSING_TAG, 8 * len(self._parameters))
         self._lay_out(None)
 
     def _lay_out(self, cut: Partition | None) -> None:
@@ -61,18 +54,13 @@ class Synchronous(Strategy, Hooks):
         self.staged = Stages(job, self._plan(enough), cut)
         self._executor = self.staged.executor(self)
         self._own = [name for names in self.staged.updated.values() for name in names]
-        examples = [self._parameters[name].detach() for name in self._own]
-        self._exchange = self._exchange_of(examples, "gradients", _GRADIENT_TAGS)
-        self._statistics: BucketedReduction | None = None
+        own = {name: self._parameters[name] for name in self._own}
+        self._reducer = Reducer(job, own, self.staged.replicas, overlap=False)
         self._rebalance: Rebalance | None = None
         partition, one_each = self.staged.partition, len(self.staged.local) == 1
         if partition.times is not None and not partition.fixed and one_each:
             seconds = [forward + backward for forward, backward in partition.times]
             self._rebalance = Rebalance(seconds, partition.bounds, self.staged.workers_of)
-
-    def _exchange_of(self, examples: list[torch.Tensor], name: str, tags: int) -> BucketedReduction | None:
-        team = self.staged.replicas
-        return BucketedReduction(team, examples, self._job.events, name, tags) if team.size > 1 else None
 
     def _plan(self, microbatches: int) -> Schedule:
         if microbatches not in self._plans:
@@ -111,7 +99,7 @@ class Synchronous(Strategy, Hooks):
         parts = self._parts(header)
         self._mean_gradients(header)
         statistics = self._mean_statistics(step)
-        skipped = judge(job, step, parts, lambda bad: bad.microbatches, header.notice)
+        skipped = skip(job, step, parts, lambda bad: bad.microbatches, header.notice)
         if skipped is not None:
             self._heed(header.notice)
             return skipped
@@ -125,7 +113,7 @@ class Synchronous(Strategy, Hooks):
         self.staged.mark_updated()
         with contextlib.suppress(WorkerLost):  # the owner of a tied parameter has it; the next step finds the loss
             if first:
-                check_drawn(job)
+                check_draws(job)
             self.staged.tied.send_weights()
             self._watch(header.seconds)
             self._heed(header.notice)
@@ -258,29 +246,8 @@ class Synchronous(Strategy, Hooks):
                 alone = {name: self._parameters[name].grad for name in names if self.staged.tied.owner_of(name) is None}
                 self._sums[stage].push(0, [alone.get(name) for name in names])
         sums = _side_by_side(self._sums[stage].values() for stage in self.staged.local)
-        means = self._total(self._exchange, sums, lambda: header.count() * self._scale)
-        for name, value in zip(self._own, means, strict=True):
-            self._parameters[name].grad = value
-
-    def _total(self, exchange: BucketedReduction | None, sums: list[Values], divisor: Divisor) -> Values:
-        """The means over the team of what its workers hold as sums of nodes."""
-        nodes = self._shares()
-        if exchange is None:
-            held = list(zip(nodes[0], sums, strict=True)) or [(Node(0, 0), [])]
-            means = total(held, add)
-            given = [value for value in means if value is not None]
-            if given and (rest := divisor()) != 1.0:
-                torch._foreach_div_(given, rest)
-            return means
-        exchange.begin(nodes, divisor)
-        members = range(exchange.members)
-        for member in members:
-            for slot, values in zip(exchange.slots(member), sums, strict=True):
-                if add_one(values[member], None, slot) is None:
-                    slot.fill_(-0.0)  # what changes nothing when added, not even the sign of a zero
-            exchange.written(member)
-        exchange.finish()
-        return [exchange.mean(member) for member in members]
+        self._reducer.send(self._shares(), sums, lambda: header.count() * self._scale)
+        self._reducer.finish()
 
     def _mean_statistics(self, step: int) -> list[torch.Tensor]:
         """The means over all samples of the buffers that the forward passes of the stages held change."""
@@ -301,29 +268,11 @@ class Synchronous(Strategy, Hooks):
             return []
         places = [names.index(name) for name in buffers.live]
         kept: list[Values] = [[values[place] for place in places] for values in _side_by_side(sums)]
-        if self._statistics is None:
-            self._statistics = self._exchange_of(buffers.examples(), "buffers", _STATISTICS_TAGS)
-        samples = float(self._job.order.samples_of(step))
-        means = self._total(self._statistics, kept, lambda: samples)
-        return [mean for mean in means if mean is not None]
+        return self._reducer.statistics(self._shares(), kept, self._job.order.samples_of(step))
 
     def _norm(self) -> torch.Tensor:
-        """The global norm of the gradients of all stages, by way of the norm of each parameter."""
-        job = self._job
-        own = torch.full((len(self._parameters),), _NOT_MINE, dtype=torch.float64)
-        for place, parameter in enumerate(self._parameters.values()):
-            if parameter.grad is not None and self.staged.replicas.rank == 0:
-                own[place] = torch.linalg.vector_norm(parameter.grad).double()
-        told = torch.stack([one.cpu() for one in self._norms.start(own.to(job.world.device)).wait()])
-        mine = told != _NOT_MINE
-        given = mine.any(0)
-        norms = told.where(mine, 0.0).sum(0)[given]
-        if not given.any():
-            return torch.zeros(())
-        having = itertools.compress(self._parameters.values(), given.tolist())
-        dtype = functools.reduce(torch.promote_types, (one.dtype.to_real() for one in having))
-        norm: torch.Tensor = torch.linalg.vector_norm(norms.to(dtype)).to(job.world.device)
-        return norm
+        """The global norm of the gradients of all stages."""
+        return self._reducer.norm(set(self._own) if self.staged.replicas.rank == 0 else ())
 
 
 def _scale_for(samples: int) -> float:

@@ -1,0 +1,71 @@
+"""What the workers of a synchronous step tell each other of its pieces."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.comm.all_gather import AllGather, PendingGather
+from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
+from paceline.step.checks import Part
+from paceline.step.job import Job
+
+
+class Results:
+    """The losses of all pieces, and the parameters to which they gave no gradient.
+
+    Args:
+        job: what is trained.
+        most: how many pieces a step has at most, over all workers.
+    """
+
+    def __init__(self, job: Job, most: int) -> None:
+        self._job = job
+        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(most))
+        self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters))
+
+    def send(
+        self, step: int, starts: list[int], pairs: list[torch.Tensor], seconds: float = 0.0, missing: bool = True
+    ) -> StepHeader:
+        """Send the header of this worker; see :class:`StepHeader`."""
+        return StepHeader(self._headers, step, starts, pairs, self._job.world.device, seconds, missing)
+
+    def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
+        """Send to which parameters this worker's pieces gave no gradient.
+
+        Args:
+            layout: the pieces of each rank.
+            missing: for each piece of this worker the places of those parameters.
+        """
+        rows = max(map(len, layout))
+        own = torch.zeros(rows, len(self._job.update.parameters), dtype=torch.uint8, device=self._job.world.device)
+        for row, places in enumerate(missing):
+            if places:
+                own[row, places] = 1
+        return self._missing.start(own)
+
+    def parts(self, layout: list[list[range]], header: StepHeader, missing: PendingGather | None) -> list[Part]:
+        """What is known of the pieces of all workers, in the order of microbatches.
+
+        Args:
+            layout: the pieces of each rank.
+            header: of the step; it holds the losses.
+            missing: which parameters got no gradient; None: each got one from every piece.
+        """
+        without = _without_gradient(layout, [] if missing is None else missing.wait())
+        owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
+        known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
+        return [
+            Part(piece, rank, loss, count, places)
+            for ((piece, rank), places), (_, _, loss, count) in zip(known, header.losses(), strict=True)
+        ]
+
+
+def _without_gradient(layout: list[list[range]], tables: list[torch.Tensor]) -> list[frozenset[int]]:
+    """For each piece of all workers the places of the parameters to which it gave no gradient."""
+    if not any(table.any() for table in tables):
+        return [frozenset()] * sum(map(len, layout))
+    return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
+
+
+def _places(flags: torch.Tensor) -> frozenset[int]:
+    return frozenset(flags.nonzero().flatten().tolist())
