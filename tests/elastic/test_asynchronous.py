@@ -203,7 +203,7 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
 
     In ``hogwild`` it is about to change the weights: those of its workers, not of those that go on without it.
     """
-    script = SCRIPT.replace("counted.start(", "counted.start(hang_seconds=1, ")
+    script = SCRIPT.replace("counted.start(", "counted.start(hang_seconds=2, ")
     plan = None
     if way == "sync":
         plan = faults.stop(rank=1, step=5, point="between reduction and update")
@@ -249,7 +249,7 @@ def wake(session):
 
 def test_a_stopped_worker_that_comes_back_in_an_update_changes_old_weights(run: Run) -> None:
     """A loss comes before: the memory of later generations is laid out alike."""
-    given = "counted.start(hang_seconds=1, optimizer=partial(Waking, lr=2.0**-6), "
+    given = "counted.start(hang_seconds=2, optimizer=partial(Waking, lr=2.0**-6), "
     script = SCRIPT.replace("counted.start(", given).replace("position == 9", "position in (9, 16)")
     script = script.replace("(batch))\n", "(batch))\n    wake(session)\n")
     ran = started(run, "hogwild", faults.kill(rank=2, step=2), *ELASTIC, script=WAKING + script)

@@ -104,7 +104,7 @@ def test_killed_and_replaced_is_no_failure(run: Run) -> None:
     ids=["stopped", "busy"],
 )
 def test_a_hang(run: Run, here: str, says: str) -> None:
-    ran = run(script(here), *FIXED, "--set", "hang_seconds=1", "--set", "timeout_seconds=10")
+    ran = run(script(here), *FIXED, "--set", "hang_seconds=2", "--set", "timeout_seconds=10")
     told = check(ran, 124, "hang", says)
     assert "\nstill waiting: ranks 0, 2 have waited" in ran.said, ran.story()
     assert ran.said.count("still waiting: ") >= 2, ran.story()
@@ -113,8 +113,8 @@ def test_a_hang(run: Run, here: str, says: str) -> None:
 
 def test_a_hang_and_too_few_are_left(run: Run) -> None:
     stop = faults.stop(rank=1, step=6)
-    ran = run(TRAIN, "-n", 3, "--elastic", "3:4", "--grace", 1, "--set", "hang_seconds=1", faults=stop)
-    check(ran, 124, "hang", r"a hang: rank 1 \(process \d+ on .*\) was late for more than 1 s: .*")
+    ran = run(TRAIN, "-n", 3, "--elastic", "3:4", "--grace", 1, "--set", "hang_seconds=2", faults=stop)
+    check(ran, 124, "hang", r"a hang: rank 1 \(process \d+ on .*\) was late for more than 2 s: .*")
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_out_of_memory(run: Run, raises: str, says: str) -> None:
 
 def test_a_rank_that_does_not_start(run: Run) -> None:
     head = "import os, time\nif os.environ['RANK'] == '1':\n    print('downloading', flush=True)\n    time.sleep(60)\n"
-    ran = run(head + TRAIN, *FIXED, "--set", "hang_seconds=1", "--set", "timeout_seconds=4")
+    ran = run(head + TRAIN, *FIXED, "--set", "hang_seconds=2", "--set", "timeout_seconds=5")
     told = check(ran, 3, "not-started", r"rank 1: did not reach paceline.start in \d+ s")
     assert re.match(
         r"still waiting: rank 1 \(process \d+\) has not reached paceline.start for \d+ s; ranks 0, 2 have; the process "

@@ -69,7 +69,7 @@ def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undi
 
 def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
     stop = faults.stop(rank=1, step=5)
-    ran = run(SCRIPT, *HYBRID, "--grace", 1, "--set", "hang_seconds=1", faults=stop)
+    ran = run(SCRIPT, *HYBRID, "--grace", 1, "--set", "hang_seconds=2", faults=stop)
     check(ran, undisturbed(SCRIPT), 3)
     assert [one["rank_lost"] for one in ran.launcher("lost")] == [1]
 

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from fork_server import ForkServer
 
 from paceline.testing import run
 
@@ -69,6 +70,6 @@ os._exit(0)
 
 
 @pytest.mark.parametrize("way", ["in the background", "at once"])
-def test_a_group_that_never_comes_together_is_left(tmp_path: Path, way: str) -> None:
-    ended = run(SCRIPT, 3, tmp_path, environment={"WAY": way}, deadline=40)
+def test_a_group_that_never_comes_together_is_left(fork_server: ForkServer, tmp_path: Path, way: str) -> None:
+    ended = run(SCRIPT, 3, tmp_path, environment={"WAY": way}, start=fork_server.start_workers, deadline=100)
     assert [one.code for one in ended] == [0, 0, -9], [one.err for one in ended]
