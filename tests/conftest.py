@@ -54,6 +54,30 @@ def _process_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test that is ``crossed``, what is not on the diagonal of its parameters is ``slow``."""
+    places: dict[pytest.Function, tuple[int, ...]] = {}
+    axes: dict[object, list[list[str]]] = {}  # of each test: the values of each ``parametrize``, in their order
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("crossed"):
+            given = [_values(item, mark) for mark in item.iter_markers("parametrize")]
+            known = axes.setdefault((item.path, item.originalname), [[] for _ in given])
+            for value, values in zip(given, known, strict=True):
+                if value not in values:
+                    values.append(value)
+            places[item] = tuple(values.index(value) for value, values in zip(given, known, strict=True))
+    for item, place in places.items():
+        sizes = [len(values) for values in axes[item.path, item.originalname]]
+        if place not in {tuple(number % size for size in sizes) for number in range(max(sizes))}:
+            item.add_marker(pytest.mark.slow)
+
+
+def _values(item: pytest.Function, mark: pytest.Mark) -> str:
+    names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+    return repr([item.callspec.params[name.strip()] for name in names])
+
+
 @pytest.fixture(autouse=True, scope="session")
 def no_temporary_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What processes leave in the folder for temporary files goes with it, such as the sockets of torch's loaders."""

@@ -202,7 +202,7 @@ LONG = [name for name in CASES if name.split(",")[0] in ("mlp", "batch norm", "n
 
 def steps_of(case: str) -> int:
     """How long to train; the variants less long."""
-    return 52 if case in LONG else 14
+    return 24 if case in LONG else 10
 
 
 def train(arguments: Arguments, steps: int) -> dict[str, Any]:

@@ -234,6 +234,7 @@ def test_before_training(ranks: Run, tmp_path: Path, name: str) -> None:
     check(ranks(HEAD + bad.body, bad.workers, tmp_path, deadline=60), bad)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("name", WHILE_TRAINING)
 def test_while_training(ranks: Run, tmp_path: Path, name: str, one_machine: bool) -> None:
@@ -248,6 +249,7 @@ def test_alone_the_message_names_no_rank(ranks: Run, tmp_path: Path) -> None:
     assert one.err.rstrip().endswith(f"[script.py, line {HEAD[: HEAD.index('paceline.start')].count(chr(10)) + 1}]")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("accident", ["raise OSError('boom')", "sys.exit(7)", "os._exit(0)", "os.kill(os.getpid(), 9)"])
 def test_an_accident_on_one_worker(ranks: Run, tmp_path: Path, accident: str, one_machine: bool) -> None:

@@ -75,6 +75,7 @@ def staleness(updates: Sequence[dict[str, Any]], computing: int) -> list[int]:
     return found
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("dedicated", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_staleness_is_never_above_the_bound(counted: Any, bound: int, dedicated: bool) -> None:
@@ -129,6 +130,7 @@ tell(fingerprint=session.fingerprint(), values=values, learning_rate=session._jo
 """
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 @pytest.mark.parametrize(
     "case",

@@ -139,6 +139,8 @@ CASES = {
         late=1,
     ),
 }
+NETWORK = ["an update after each microbatch", "2bw", "two workers for the first stage", "tied weights"]
+MORE_NETWORK = [name for name, case in CASES.items() if case.workers == 3 and name not in NETWORK]
 SCRIPT = """
 import json, os
 import by_hand
@@ -178,31 +180,39 @@ for name, case in json.loads(os.environ["CASES"]).items():
 
 @pytest.fixture(scope="module")
 def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
-    known: dict[tuple[int, bool], tuple[list[dict[str, Any]], Path]] = {}
-    failed: set[tuple[int, bool]] = set()
+    known: dict[tuple[str, ...], tuple[list[dict[str, Any]], Path]] = {}
+    failed: set[tuple[str, ...]] = set()
 
-    def of(workers: int, one_machine: bool = True) -> tuple[list[dict[str, Any]], Path]:
-        run = workers, one_machine
-        assert run not in failed, f"see the first test with {workers} workers"
-        if run not in known:
-            failed.add(run)
-            cases = {name: case for name, case in CASES.items() if case.workers == workers}
+    def of(name: str, one_machine: bool = True) -> tuple[list[dict[str, Any]], Path]:
+        """All cases with as many workers run at once."""
+        workers = CASES[name].workers
+        alike = [other for other, case in CASES.items() if case.workers == workers]
+        together = alike if one_machine else NETWORK if name in NETWORK else MORE_NETWORK
+        key = *together, str(one_machine)
+        assert key not in failed, f"see the first test with {workers} workers"
+        if key not in known:
+            failed.add(key)
+            cases = {other: CASES[other] for other in together}
             folder = tmp_path_factory.mktemp("pipedream")
             environment = {"CASES": json.dumps(cases), "PACELINE_RUN": str(folder)}
-            known[run] = told(SCRIPT, workers, folder, environment=environment, one_machine=one_machine), folder
-            failed.remove(run)
-        return known[run]
+            known[key] = told(SCRIPT, workers, folder, environment=environment, one_machine=one_machine), folder
+            failed.remove(key)
+        return known[key]
 
     return of
 
 
 @pytest.mark.parametrize(
     ("name", "one_machine"),
-    [*((name, True) for name in CASES), *((name, False) for name, case in CASES.items() if case.workers == 3)],
+    [
+        *((name, True) for name in CASES),
+        *((name, False) for name in NETWORK),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in MORE_NETWORK),
+    ],
 )
 def test_each_stage_uses_the_weights_of_the_forward_pass(results: Any, name: str, one_machine: bool) -> None:
     """With the newest weights in the backward pass the result would be another one."""
-    everyone, _ = results(CASES[name].workers, one_machine=one_machine)
+    everyone, _ = results(name, one_machine)
     assert len({one[name]["fingerprint"] for one in everyone}) == 1
     for one in everyone:
         assert one[name]["stashed"] < 1e-10
@@ -218,7 +228,7 @@ def stage_of(case: Case, rank: int) -> int:
 def test_no_more_versions_are_kept_than_the_paper_says(results: Any, name: str) -> None:
     """As many as there are stages from this one on; with vertical sync as many as stages; with 2BW two."""
     case = CASES[name]
-    everyone, _ = results(case.workers)
+    everyone, _ = results(name)
     for rank, one in enumerate(everyone):
         lag = case.lags[0 if case.settings.get("vertical_sync") else stage_of(case, rank)]
         most = 2 if case.settings["schedule"] == "2bw" else -(-lag // case.every) + 1
@@ -227,8 +237,7 @@ def test_no_more_versions_are_kept_than_the_paper_says(results: Any, name: str) 
 
 def test_the_staleness_is_told(results: Any) -> None:
     """In the long run each stage uses weights that are as many updates old as it is ahead."""
-    results(3)
-    _, folder = results(3)
+    _, folder = results(next(iter(CASES)))
     told = [
         json.loads(line) for path in sorted(folder.glob("events/*.jsonl")) for line in path.read_text().splitlines()
     ]

@@ -29,71 +29,80 @@ def way(case: str, workers: int, schedule: str, **settings: Any) -> Way:
 
 
 # A transformer is traced, which takes its time, so it goes where tied weights, dropout and clipping meet the cut.
-EXACT = [
-    way("tied weights", 2, "layerwise"),
-    way("tied weights", 2, "interleaved"),
-    way("tied weights", 2, "zb-v", cut=["blocks.0", "blocks.1", "output"]),
-    way("tied weights", 2, "gpipe", recompute=True),
-    way("batch norm", 2, "1f1b", cut=["8"]),
-    way("batch norm", 2, "zb-h1", recompute=True),
-    way("batch norm", 2, "interleaved", chunks=3),
-    way("skips", 2, "zb-v"),
-    way("skips", 2, "1f1b", cut=["head"]),
-    way("decoder", 2, "zb-h1", cut=["query"], recompute=True),
-    way("decoder", 2, "zb-v", cut=["query", "own", "attention"]),
-    way("a weight used five times", 2, "zb-v", cut=["4", "6", "8"]),
-    way("a weight used five times", 2, "1f1b", cut=["5"], recompute=True),
-    way("nested values, random numbers", 2, "zb-h1"),
-    way("nested values, random numbers", 2, "gpipe", recompute=True),
-    way("bfloat16", 2, "1f1b"),
-    way("changed input", 2, "1f1b", cut=["2"], recompute=True),
-    way("strides", 2, "1f1b", cut=["7"]),
-    way("strides", 2, "zb-v", cut=["4", "6", "9"]),
-    way("strides", 3, "gpipe", cut=["5", "8"]),
-    way("strides", 4, "zb-h1", cut=["3", "6", "10"]),
-    way("counted tokens", 2, "zb-v"),
-    way("tied weights", 3, "zb-h1", cut=["blocks.1", "output"]),
-    way("tied weights", 3, "1f1b", replicas=[1, 2]),
-    way("a weight used five times", 3, "gpipe", cut=["4", "8"]),
-    way("a weight used five times", 3, "zb-h1", cut=["4", "8"]),
-    way("batch norm", 3, "gpipe", replicas=[2, 1]),
-    way("batch norm", 3, "layerwise", cut=["1", "3"]),
-    way("skips", 3, "gpipe"),
-    way("nested values, random numbers", 3, "1f1b"),
-    way("two microbatches", 3, "1f1b"),
-    way("two microbatches", 3, "gpipe", stages=1),
-    way("two microbatches", 3, "layerwise"),
-    way("two microbatches", 3, "interleaved"),
-    way("two microbatches", 3, "zb-v"),
-    way("tied weights", 4, "1f1b", stages=2),
-    way("two microbatches", 4, "zb-h1"),
-    way("two microbatches", 4, "gpipe", replicas=[1, 3]),
-    way("two microbatches", 4, "zb-v", stages=4),
-    way("tied weights", 4, "zb-v", stages=4, cut=["blocks.0", "blocks.1", "norm"]),
-    way("tied weights", 4, "zb-h1", stages=2),
-    way("batch norm", 4, "1f1b", stages=4, cut=["1", "2", "4"]),
-    way("batch norm", 4, "1f1b", replicas=[1, 2, 1]),
-    way("batch norm", 4, "gpipe", stages=2, cut=["6"]),
-    way("batch norm", 4, "zb-h1"),
-    way("batch norm", 4, "zb-h1", stages=2),
-    way("batch norm", 4, "zb-v", stages=4),
-    way("nested values, random numbers", 4, "interleaved", stages=4, cut=["1", "2", "5"]),
-    # the two stages with the same weights compute the microbatches in different orders
-    way("tied weights", 6, "gpipe", replicas=[2, 3, 1]),
-]
-ROUNDED = [
-    way("counted tokens", 2, "1f1b"),
-    way("counted tokens", 3, "zb-h1", cut=["blocks.1", "output"]),
-    way("counted tokens", 3, "1f1b", replicas=[2, 1]),
-    way("tied weights", 2, "zb-v"),
-    way("batch norm", 2, "1f1b"),
-    way("skips", 2, "zb-h1"),
-    way("tied weights", 3, "1f1b", replicas=[2, 1]),
-    way("tied weights", 4, "zb-h1", stages=2),
-    way("batch norm", 4, "zb-v", stages=4),
-    way("tied weights", 4, "1f1b", stages=2),
-    way("two microbatches", 4, "1f1b", replicas=[3, 1]),
-]
+# Every model, schedule, number of workers and kind of cut is among the quick ones; the slow ones combine them.
+EXACT = {
+    "quick": [
+        way("tied weights", 2, "layerwise"),
+        way("tied weights", 2, "gpipe", recompute=True),
+        way("batch norm", 2, "zb-h1", recompute=True),
+        way("batch norm", 2, "interleaved", chunks=3),
+        way("skips", 2, "zb-v"),
+        way("decoder", 2, "zb-v", cut=["query", "own", "attention"]),
+        way("a weight used five times", 2, "1f1b", cut=["5"], recompute=True),
+        way("nested values, random numbers", 2, "gpipe", recompute=True),
+        way("bfloat16", 2, "1f1b"),
+        way("changed input", 2, "1f1b", cut=["2"], recompute=True),
+        way("strides", 2, "zb-v", cut=["4", "6", "9"]),
+        way("strides", 3, "gpipe", cut=["5", "8"]),
+        way("counted tokens", 2, "zb-v"),
+        way("tied weights", 3, "1f1b", replicas=[1, 2]),
+        way("a weight used five times", 3, "zb-h1", cut=["4", "8"]),
+        way("batch norm", 3, "gpipe", replicas=[2, 1]),
+        way("nested values, random numbers", 3, "1f1b"),
+        way("two microbatches", 3, "layerwise"),
+        way("two microbatches", 3, "zb-v"),
+        way("two microbatches", 4, "gpipe", replicas=[1, 3]),
+        way("tied weights", 4, "zb-v", stages=4, cut=["blocks.0", "blocks.1", "norm"]),
+        way("batch norm", 4, "1f1b", replicas=[1, 2, 1]),
+        way("batch norm", 4, "zb-h1", stages=2),
+        way("nested values, random numbers", 4, "interleaved", stages=4, cut=["1", "2", "5"]),
+        # the two stages with the same weights compute the microbatches in different orders
+        way("tied weights", 6, "gpipe", replicas=[2, 3, 1]),
+    ],
+    "slow": [
+        way("tied weights", 2, "interleaved"),
+        way("tied weights", 2, "zb-v", cut=["blocks.0", "blocks.1", "output"]),
+        way("batch norm", 2, "1f1b", cut=["8"]),
+        way("skips", 2, "1f1b", cut=["head"]),
+        way("decoder", 2, "zb-h1", cut=["query"], recompute=True),
+        way("a weight used five times", 2, "zb-v", cut=["4", "6", "8"]),
+        way("nested values, random numbers", 2, "zb-h1"),
+        way("strides", 2, "1f1b", cut=["7"]),
+        way("strides", 4, "zb-h1", cut=["3", "6", "10"]),
+        way("tied weights", 3, "zb-h1", cut=["blocks.1", "output"]),
+        way("a weight used five times", 3, "gpipe", cut=["4", "8"]),
+        way("batch norm", 3, "layerwise", cut=["1", "3"]),
+        way("skips", 3, "gpipe"),
+        way("two microbatches", 3, "1f1b"),
+        way("two microbatches", 3, "gpipe", stages=1),
+        way("two microbatches", 3, "interleaved"),
+        way("tied weights", 4, "1f1b", stages=2),
+        way("two microbatches", 4, "zb-h1"),
+        way("two microbatches", 4, "zb-v", stages=4),
+        way("tied weights", 4, "zb-h1", stages=2),
+        way("batch norm", 4, "1f1b", stages=4, cut=["1", "2", "4"]),
+        way("batch norm", 4, "gpipe", stages=2, cut=["6"]),
+        way("batch norm", 4, "zb-h1"),
+        way("batch norm", 4, "zb-v", stages=4),
+    ],
+}
+ROUNDED = {
+    "quick": [
+        way("counted tokens", 2, "1f1b"),
+        way("counted tokens", 3, "1f1b", replicas=[2, 1]),
+        way("batch norm", 2, "1f1b"),
+        way("skips", 2, "zb-h1"),
+        way("tied weights", 4, "zb-h1", stages=2),
+    ],
+    "slow": [
+        way("counted tokens", 3, "zb-h1", cut=["blocks.1", "output"]),
+        way("tied weights", 2, "zb-v"),
+        way("tied weights", 3, "1f1b", replicas=[2, 1]),
+        way("batch norm", 4, "zb-v", stages=4),
+        way("tied weights", 4, "1f1b", stages=2),
+        way("two microbatches", 4, "1f1b", replicas=[3, 1]),
+    ],
+}
 STEPS = 4
 SCRIPT = """
 import json, os
@@ -107,13 +116,14 @@ for place, (case, settings, exact) in json.loads(os.environ["WAYS"]):
 
 @pytest.fixture(scope="module")
 def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
-    """What all workers found in some way; all ways with as many workers are tried at once."""
-    known: dict[tuple[int, bool], list[dict[str, Any]]] = {}
-    failed: set[tuple[int, bool]] = set()
+    """What all workers found in some way; all ways of its kind with as many workers are tried at once."""
+    known: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
+    failed: set[tuple[str, int, bool]] = set()
 
     def of(one: Way, exact: bool, workers: int, one_machine: bool = True) -> list[dict[str, Any]]:
-        run = workers, one_machine
-        every = [(one, True) for one in EXACT] + [(one, False) for one in ROUNDED]
+        kind = "quick" if one in EXACT["quick"] + ROUNDED["quick"] else "slow"
+        run = kind, workers, one_machine
+        every = [(one, True) for one in EXACT[kind]] + [(one, False) for one in ROUNDED[kind]]
         wanted = {
             _key(one, exact, workers): (one.case, one.settings if workers > 1 else {}, exact)
             for one, exact in every
@@ -140,7 +150,14 @@ def _key(one: Way, exact: bool, workers: int) -> str:
     return f"{one.case if workers == 1 else one}, {exact}"
 
 
-@pytest.mark.parametrize("one", EXACT, ids=str)
+def marked(ways: dict[str, list[Way]], workers: int | None = None) -> list[Any]:
+    """Those on some workers, as parameters of a test."""
+    marks = {"quick": (), "slow": (pytest.mark.slow,)}
+    chosen = [(kind, one) for kind, every in ways.items() for one in every if workers in (None, one.workers)]
+    return [pytest.param(one, marks=marks[kind]) for kind, one in chosen]
+
+
+@pytest.mark.parametrize("one", marked(EXACT), ids=str)
 def test_the_bits_are_those_of_one_process(results: Any, one: Way) -> None:
     (alone,) = results(one, True, 1)
     assert len(set(alone["losses"])) == STEPS
@@ -151,31 +168,34 @@ def test_the_bits_are_those_of_one_process(results: Any, one: Way) -> None:
             assert found[what] == alone[what], what
 
 
-@pytest.mark.parametrize("one", [one for one in EXACT if one.workers == 3], ids=str)
+@pytest.mark.parametrize("one", marked(EXACT, 3), ids=str)
 def test_the_bits_are_the_same_over_the_network(results: Any, one: Way) -> None:
     (alone,) = results(one, True, 1)
     for found in results(one, True, 3, one_machine=False):
         assert found["fingerprint"] == alone["fingerprint"]
 
 
-@pytest.mark.parametrize(
-    ("one", "one_machine"),
-    [*((one, True) for one in ROUNDED), *((one, False) for one in ROUNDED if one.workers == 3)],
-    ids=str,
-)
-def test_else_the_result_differs_by_rounding_only(results: Any, one: Way, one_machine: bool) -> None:
+@pytest.mark.parametrize("one", marked(ROUNDED), ids=str)
+def test_else_the_result_differs_by_rounding_only(results: Any, one: Way) -> None:
     (alone,) = results(one, False, 1)
-    for found in results(one, False, one.workers, one_machine=one_machine):
+    everyone = results(one, False, one.workers)
+    check_close(everyone, alone)
+    assert len({found["fingerprint"] for found in everyone}) == 1, "all workers have the same state at the end"
+
+
+@pytest.mark.parametrize("one", marked(ROUNDED, 3), ids=str)
+def test_so_it_does_over_the_network(results: Any, one: Way) -> None:
+    (alone,) = results(one, False, 1)
+    check_close(results(one, False, 3, one_machine=False), alone)
+
+
+def check_close(everyone: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for found in everyone:
         for what in ("losses", "norms"):
             values, expected = ([float.fromhex(value) for value in many[what]] for many in (found, alone))
             assert values == pytest.approx(expected, rel=1e-9, abs=0)
         assert float.fromhex(found["evaluation"]) == pytest.approx(float.fromhex(alone["evaluation"]), rel=1e-9)
         assert found["state"] == pytest.approx(alone["state"], rel=1e-9, abs=1e-12)
-
-
-def test_all_workers_have_the_same_state_at_the_end(results: Any) -> None:
-    for one in ROUNDED:
-        assert len({found["fingerprint"] for found in results(one, False, one.workers)}) == 1, one
 
 
 COMPLEX = """

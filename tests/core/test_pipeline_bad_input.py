@@ -430,6 +430,7 @@ def script_of(accident: str, schedule: str, seconds: int) -> str:
     return HEAD + ACCIDENT.replace("ACCIDENT", accident).replace("SCHEDULE", schedule).replace("SECONDS", str(seconds))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize("accident", ["os.kill(os.getpid(), 9)", "raise OSError('boom')"], ids=["killed", "raises"])
@@ -447,6 +448,7 @@ def test_a_worker_is_lost_in_the_middle_of_a_step(
         assert re.search(r"output of ranks? ([02], )?1\b", message(one, "WorkerLost"))
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_worker_stays_silent_in_the_middle_of_a_step(

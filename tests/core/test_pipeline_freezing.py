@@ -94,6 +94,7 @@ def test_else_the_result_differs_by_rounding_only(told: Told, tmp_path: Path, ca
             assert one["sums"] == pytest.approx(alone["sums"], rel=1e-9)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("case", "workers", "more"), [(FIRST, 3, {"replicas": [2, 1]}), (TIED, 2, {})], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pipedream_leaves_alone_what_is_frozen(

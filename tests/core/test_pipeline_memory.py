@@ -42,6 +42,7 @@ tell(kept=found, whole=sum(sizes.values()), state=sum(state.values()), fingerpri
 """
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "pipedream"])
 @pytest.mark.parametrize("case", ["batch norm", "tied weights"])
 def test_no_worker_keeps_the_stages_of_others(told: Told, tmp_path: Path, case: str, schedule: str) -> None:

@@ -73,6 +73,7 @@ def train(told: Told, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
 Train = Callable[..., list[dict[str, Any]]]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("case", ["mlp, momentum", "batch norm, dropout, short batch"])
 def test_the_bits_are_those_of_one_process(train: Train, tmp_path: Path, case: str, one_machine: bool) -> None:

@@ -174,6 +174,7 @@ print("done")
         assert "Rank 1 has left out the batch of step 2" in message(one, "DisagreementError")
 
 
+@pytest.mark.crossed
 @BOTH
 @WAYS
 def test_a_worker_is_killed(ranks: Run, tmp_path: Path, strategy: str, one_machine: bool) -> None:

@@ -80,6 +80,7 @@ AT: dict[Point, int] = {
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", AT)
 def test_no_sample_is_lost_with_a_worker(run: Run, point: Point, victim: int) -> None:
@@ -136,6 +137,7 @@ def test_fewer_workers_than_backup_workers_asked_for(run: Run) -> None:
 LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("step", [5, 8])

@@ -29,6 +29,7 @@ def on(path: str, script: str) -> str:
     return script if path == "memory" else OVER_THE_NETWORK + script
 
 
+@pytest.mark.crossed
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_standby_takes_the_place(run: Run, undisturbed: Any, victim: int, path: str) -> None:
@@ -67,6 +68,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
     assert ran.views()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.story()
 
 
+@pytest.mark.crossed
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str) -> None:

@@ -45,6 +45,7 @@ def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: 
     assert not went_back(ran), ran.story()
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
 @pytest.mark.parametrize("victim", [0, 3])
 def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: Any, victim: int, point: str) -> None:

@@ -56,6 +56,7 @@ def check(ran: Ran, wanted: dict[str, Any], finishers: int, steps: int = STEPS) 
 ELASTIC = "-n", 3, "--elastic", "1:3"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> None:
@@ -65,6 +66,7 @@ def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> No
     assert ran.views()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 2)], ids=str)
 def test_two_are_killed_at_once(run: Run, undisturbed: Any, victims: tuple[int, int], path: str) -> None:
@@ -79,12 +81,13 @@ AT: dict[Point, int] = {
     "in the loader": 6,
     "inside the collective": 6,
     "between reduction and update": 6,
-    "after update": 6,
     "inside a save": 8,
+    "after update": 6,
     "in evaluate": 5,
 }
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", AT)
 def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: int) -> None:
@@ -170,6 +173,7 @@ crew.end(session, last=values[-1])
 """.replace("STEPS", str(STEPS)).replace("import sys", "import os, sys")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("at", [4, 5, 7, 8])
 @pytest.mark.parametrize("way", ["in the loop", "after each epoch"])
 def test_a_joiner_evaluates_with_the_others(run: Run, undisturbed: Any, way: str, at: int) -> None:
