@@ -37,14 +37,14 @@ Point = Literal[
 class OrderedFaults(Protocol):
     """What makes faults happen: ``paceline.testing.ordered_faults.OrderedFaults``."""
 
-    rank: Callable[[], int]
-
     def reach(self, point: Point, step: int) -> None:
         """Let the faults happen that are due at this point of this step."""
         ...
 
 
 _ordered: OrderedFaults | None = None
+_rank: Callable[[], int] = lambda: -1  # noqa: E731
+"""The current rank of this process; -1 while it has none."""
 _step = 0
 """The step last begun, for code that does not know it."""
 
@@ -68,7 +68,7 @@ def reach(point: Point, step: int | None = None) -> None:
 
 
 def arm(rank: Callable[[], int]) -> None:
-    """Arm the faults that ``PACELINE_FAULTS`` orders, if it is set; once in a process, later calls set the rank.
+    """Arm the faults that ``PACELINE_FAULTS`` orders, if it is set; later calls in a process only set the rank.
 
     Args:
         rank: gives the current rank of this process; -1 if it has none yet.
@@ -76,10 +76,9 @@ def arm(rank: Callable[[], int]) -> None:
     Raises:
         ConfigError: the variable holds no plan, or it is not known where to mark what has happened.
     """
-    global _ordered
+    global _ordered, _rank
+    _rank = rank
     text = env.faults()
-    if _ordered is not None:
-        _ordered.rank = rank
-    elif text is not None:
+    if _ordered is None and text is not None:
         # By name, so that no module of the runtime imports paceline.testing: it is loaded in a test's workers only.
-        _ordered = import_module("paceline.testing.ordered_faults").from_environment(text, rank)
+        _ordered = import_module("paceline.testing.ordered_faults").from_environment(text, lambda: _rank())

@@ -1,4 +1,4 @@
-"""Tools for tests, shipped: a test on many processes, faults to order, and a comparison of what runs recorded.
+"""Tools for tests: a test on several processes, a script on several processes, and faults to order.
 
 ::
 

@@ -9,9 +9,8 @@
         dist.all_reduce(total)
         assert total == 3
 
-The test passes if the function ends well in every process. Each is a new Python that has torchrun's variables, imports
-the file of the test and finds the function in it by name; no code is pickled. All processes have ended when the test
-has, however it ends.
+The test passes if the function returns in every process. Each is a new Python with torchrun's variables that imports
+the test file and finds the function in it by name; no code is pickled. No process outlives the test.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Start = Literal["new", "fork"] | Callable[[list[ranks.Worker]], Sequence[Process
 
 
 class WorkersFailed(AssertionError):
-    """The function failed in some processes; the message opens with the traceback of the first."""
+    """The function failed in some processes; the message opens with the traceback of the first failure."""
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,15 @@ def processes(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test function on several processes of this machine.
 
-    The function has a parameter ``worker`` (:class:`Worker`), which the test runner does not see. All others are given
-    as usual, as fixtures or parameters, and must be picklable. Of a ``unittest.TestCase`` each process has an instance
-    of its own, with its own ``setUp`` and ``tearDown``.
+    The function has a parameter ``worker`` (:class:`Worker`), which the test runner does not see. All others are
+    fixtures or parameters as usual, and must be picklable. Each process makes its own instance of a
+    ``unittest.TestCase``, with its own ``setUp`` and ``tearDown``.
 
     Args:
         count: how many processes.
-        deadline: seconds after which those that still run show where they are, and are killed.
-        ends: for ranks that are to end otherwise than well, how: an exit code or the name of a signal.
-        faults: what is to happen (:mod:`paceline.testing.faults`).
+        deadline: seconds after which processes that still run print their stacks and are killed.
+        ends: how some ranks must end, if not with exit code 0: an exit code or the name of a signal.
+        faults: what goes wrong (:mod:`paceline.testing.faults`).
         environment: more variables for all of them.
         one_machine: false: each process counts as alone on a machine, so that they talk over the network.
         start: "new": a new Python for each. "fork": a copy of this process, in which no thread may be running; the
@@ -113,7 +112,7 @@ def processes(
 
 
 def _without_worker(function: Callable[..., None]) -> inspect.Signature:
-    """The signature that the test runner is to see."""
+    """Return the signature that the test runner sees."""
     seen = inspect.signature(function)
     if PARAMETER not in seen.parameters:
         raise ConfigError(f"{function.__qualname__} runs on several processes, so it needs a parameter 'worker'.")
@@ -131,7 +130,7 @@ def _test(function: Callable[..., None], given: dict[str, Any], wanted: _Setting
     if wanted.start == "fork":
         start = functools.partial(fork, lambda: call_in_worker(call, function, given, instance))
     else:
-        _leave(call, given, directory)
+        _write_call(call, given, directory)
         start = None if wanted.start == "new" else wanted.start
     environment = {**wanted.environment, **(wanted.faults.environment(directory / "faults") if wanted.faults else {})}
     try:
@@ -147,11 +146,11 @@ def _test(function: Callable[..., None], given: dict[str, Any], wanted: _Setting
         )
     except TimeoutError as error:
         raise TimeoutError(_first_reports(call, wanted.count) + str(error)) from None
-    _judge(call, ended, wanted)
+    _check(call, ended, wanted)
 
 
 def _call(function: Callable[..., None], instance: object, directory: Path, until: float) -> Call:
-    """Where the processes find the function."""
+    """Describe to the processes where to find the function."""
     kind = type(instance)  # the class of a method may be a subclass of the one that has it
     return Call(
         file=inspect.getsourcefile(function) or "",
@@ -164,8 +163,8 @@ def _call(function: Callable[..., None], instance: object, directory: Path, unti
     )
 
 
-def _leave(call: Call, given: dict[str, Any], directory: Path) -> None:
-    """Write down the call for the processes.
+def _write_call(call: Call, given: dict[str, Any], directory: Path) -> None:
+    """Write the call for the processes.
 
     Raises:
         ConfigError: they could not find the function, or an argument cannot be pickled.
@@ -188,7 +187,7 @@ def _leave(call: Call, given: dict[str, Any], directory: Path) -> None:
     (directory / ARGUMENTS).write_bytes(pickle.dumps(stored))
 
 
-def _judge(call: Call, ended: list[Ended], wanted: _Settings) -> None:
+def _check(call: Call, ended: list[Ended], wanted: _Settings) -> None:
     """Skip, fail or pass the test."""
     __tracebackhide__ = True
     reports = _reports(call, wanted.count)
@@ -205,18 +204,18 @@ def _how(one: Ended) -> str | int:
 
 
 def _fail(ended: list[Ended], failed: list[Ended], reports: list[Report], wanted: _Settings) -> NoReturn:
-    """Raise what happened: the first failure with its traceback, then the others, then the output of all."""
+    """Raise the first failure with its traceback, then the others, then the output of all."""
     __tracebackhide__ = True
-    said = [str(report) for report in reports]
-    told = {report.rank for report in reports}
+    messages = [str(report) for report in reports]
+    reported = {report.rank for report in reports}
     for one in failed:
         if one.late:
-            said.append(f"rank {one.rank} of {len(ended)} still ran {_AFTER_FAILURE_SECONDS:.0f} s later")
-        elif one.rank not in told:
+            messages.append(f"rank {one.rank} of {len(ended)} still ran {_AFTER_FAILURE_SECONDS:.0f} s later")
+        elif one.rank not in reported:
             expected = wanted.ends.get(one.rank, 0)
             expectation = f" instead of {_ending(expected)}" if expected else ""
-            said.append(f"rank {one.rank} of {len(ended)} ended with {_ending(_how(one))}{expectation}")
-    raise WorkersFailed("\n\n".join(said + [_output(one) for one in ended if one.out or one.err]))
+            messages.append(f"rank {one.rank} of {len(ended)} ended with {_ending(_how(one))}{expectation}")
+    raise WorkersFailed("\n\n".join(messages + [_output(one) for one in ended if one.out or one.err]))
 
 
 def _ending(how: str | int) -> str:
@@ -230,7 +229,7 @@ def _output(one: Ended) -> str:
 
 
 def _reports(call: Call, count: int) -> list[Report]:
-    """What the processes said about their end: causes before consequences, the earliest first."""
+    """Return the reports of the processes: causes before consequences, the earliest first."""
     paths = [call.report(rank) for rank in range(count)]
     reports = [Report(**json.loads(path.read_text())) for path in paths if path.exists()]
     return sorted(reports, key=lambda report: (report.consequence, report.time))

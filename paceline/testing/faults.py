@@ -1,4 +1,4 @@
-"""Faults to order: what goes wrong, at which worker, at which step, at which point of it. Plain data; no torch here.
+"""Faults to order: what goes wrong, on which worker, at which step, at which point of it. Plain data, no torch.
 
 ::
 
@@ -9,8 +9,8 @@ The plan travels in one environment variable, ``PACELINE_FAULTS``. Where it is s
 of a step (``paceline.fault_points``); where it is not, they do nothing.
 
 A fault belongs to the worker that holds its rank when its step is first reached, and happens once in a run: it is
-marked as done by a file in the plan's directory. So a worker that takes the place of a killed one, or a step that is
-repeated, does not meet it again.
+marked as done by a file in the plan's directory. So neither a worker that replaces a killed one nor a repeated step
+meets it again.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Fault:
 
     Attributes:
         kind: what happens.
-        rank: to which worker: its rank when the step is first reached.
-        step: when; in a save and in evaluate it is the number of steps done, and during recovery the least number.
+        rank: of the worker, when it first reaches the step.
+        step: when; in a save and in evaluate the number of steps done, during recovery the least number of steps done.
         point: where in the step.
-        seconds: how long a stop or a full disk lasts (none: to the end), or by how much a slow worker waits.
-        factor: how many times as long all that a slow worker does takes.
-        until: the first step at which a slow worker is as fast as before.
+        seconds: how long a stop or a full disk lasts (none: until the end), or how long a slow worker waits.
+        factor: how many times as long a slow worker takes for everything.
+        until: the first step at which a slow worker is fast again.
         code: the exit code.
         text: of the error.
         under: the folder that is full.
@@ -69,7 +69,7 @@ class Fault:
             raise ConfigError(f"A fault needs a rank and a step from 0, not rank {self.rank} and step {self.step}.")
 
     def covers(self, step: int) -> bool:
-        """Whether the fault is due at a step: at its own; a slow worker's later too, and that of the next recovery."""
+        """Tell whether the fault is due at a step: at its own; for slow workers and recoveries also later."""
         if self.kind != "slow" and self.point != "during recovery":
             return step == self.step
         return step >= self.step and (self.until is None or step < self.until)
@@ -86,48 +86,48 @@ class Plan:
         return Plan(self.faults + other.faults, self.directory or other.directory)
 
     def environment(self, directory: str | Path | None = None) -> dict[str, str]:
-        """The variable that brings the plan to the workers of one run.
+        """Return the variable that brings the plan to the workers of one run.
 
         Args:
-            directory: where the faults that happened are marked, made when the first one happens; all workers must
-                see it, and each run needs its own. None: a new name in the folder for temporary files.
+            directory: where to mark the faults that happened, made when the first one happens; all workers must see it,
+                and each run needs its own. None: a new name in the folder for temporary files.
         """
         marks = directory or self.directory or Path(tempfile.gettempdir()) / f"paceline-faults-{uuid.uuid4().hex[:12]}"
-        told = [{key: value for key, value in asdict(fault).items() if value is not None} for fault in self.faults]
-        return {env.FAULTS: json.dumps({"directory": str(marks), "faults": told})}
+        faults = [{key: value for key, value in asdict(fault).items() if value is not None} for fault in self.faults]
+        return {env.FAULTS: json.dumps({"directory": str(marks), "faults": faults})}
 
 
 def read(text: str) -> Plan:
-    """The plan in the text of the variable.
+    """Parse the text of the variable.
 
     Raises:
         ConfigError: it is no plan.
     """
     try:
-        told = json.loads(text)
-        directory = told.get("directory")
-        return Plan(tuple(Fault(**fault) for fault in told["faults"]), Path(directory) if directory else None)
+        plan = json.loads(text)
+        directory = plan.get("directory")
+        return Plan(tuple(Fault(**fault) for fault in plan["faults"]), Path(directory) if directory else None)
     except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise ConfigError(f"{env.FAULTS} holds no plan of faults: {error}") from None
 
 
 def kill(*, rank: int, step: int, point: Point = "before forward") -> Plan:
-    """The process is killed (SIGKILL), as when the kernel runs out of memory or the machine loses power."""
+    """Kill the process (SIGKILL), as when the machine runs out of memory or loses power."""
     return _one("kill", rank, step, point)
 
 
 def stop(*, rank: int, step: int, point: Point = "before forward", seconds: float | None = None) -> Plan:
-    """The process stops (SIGSTOP): it is silent but not gone. It continues after some seconds, or never."""
+    """Stop the process (SIGSTOP): it is silent but not gone. It continues after some seconds, or never."""
     return _one("stop", rank, step, point, seconds=seconds)
 
 
 def exit(*, rank: int, step: int, point: Point = "before forward", code: int = 1) -> Plan:
-    """The process ends at once with an exit code, as by ``os._exit``; nothing is cleaned up, no reason is given."""
+    """End the process at once with an exit code (``os._exit``), without cleaning up."""
     return _one("exit", rank, step, point, code=code)
 
 
 def error(*, rank: int, step: int, point: Point = "before forward", text: str = "a fault of the test") -> Plan:
-    """A ``RuntimeError`` with this text is raised."""
+    """Raise a ``RuntimeError`` with this text."""
     return _one("error", rank, step, point, text=text)
 
 
@@ -140,8 +140,8 @@ def slow(
     seconds: float | None = None,
     factor: float | None = None,
 ) -> Plan:
-    """The worker is slow from a step on: it waits some seconds at the point of each step, or all that it does takes
-    ``factor`` times as long (it is stopped and continued in turn, 50 times a second or less often).
+    """Slow the worker down from a step on: it waits some seconds at the point of each step, or takes ``factor`` times
+    as long for everything (it is stopped and continued in turn, up to 50 times a second).
 
     Raises:
         ConfigError: not exactly one of ``seconds`` and ``factor`` is given, or the factor is below 1.
@@ -152,10 +152,10 @@ def slow(
 
 
 def drop_network(*, rank: int, step: int, point: Point = "before forward") -> Plan:
-    """Every TCP connection that the process has is shut down, in both directions.
+    """Shut down every TCP connection of the process, in both directions.
 
-    The peers see a closed connection, not silence. New connections can be made. Workers that exchange through memory
-    on one machine use the network only to compare notes.
+    The peers see a closed connection, not silence. New connections can be made. Workers that exchange gradients through
+    shared memory hardly use the network.
     """
     return _one("drop network", rank, step, point)
 
@@ -163,7 +163,7 @@ def drop_network(*, rank: int, step: int, point: Point = "before forward") -> Pl
 def fill_disk(
     *, rank: int, step: int, under: str | Path, point: Point = "before forward", seconds: float | None = None
 ) -> Plan:
-    """From now on, or for some seconds, the process can write no file and make no folder under a folder: ENOSPC.
+    """Fail to write files and make folders under a folder (ENOSPC), from now on or for some seconds.
 
     Reading and removing work. A file that is open already can still be written.
     """
@@ -175,9 +175,9 @@ def _one(kind: Kind, rank: int, step: int, point: Point, **more: Any) -> Plan:
 
 
 def happened(directory: Path) -> dict[int, Mapping[str, Any]]:
-    """The faults that happened in a run: for the place of each in the plan its ``time``, ``pid`` and ``step``.
+    """Return the faults that happened in a run: by position in the plan, its ``time``, ``pid``, ``rank`` and ``step``.
 
     Args:
-        directory: the one that the plan's environment was made with.
+        directory: the one given to :meth:`Plan.environment`.
     """
     return {int(path.stem): json.loads(path.read_text() or "{}") for path in sorted(directory.glob("[0-9]*.json"))}

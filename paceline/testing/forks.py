@@ -33,7 +33,7 @@ class Forked:
 
 
 def fork(call: Callable[[], None], workers: list[Worker]) -> Sequence[Process]:
-    """Let a copy of this process be each worker, and call a function in it. Other threads do not come along."""
+    """Start each worker as a copy of this process, without its other threads, and call a function in it."""
     started = []
     for worker in workers:
         with warnings.catch_warnings():  # Python warns of forks beside threads; the caller asked for one

@@ -1,4 +1,4 @@
-"""The faults that are ordered for this process: ``paceline.fault_points`` loads this where a test has ordered any."""
+"""The faults ordered for this process; ``paceline.fault_points`` loads this module where a test has ordered any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.testing.faults import Fault, Plan, read
 
 
 def from_environment(text: str, rank: Callable[[], int]) -> OrderedFaults:
-    """The faults that the text of the variable orders.
+    """Return the faults that the text of the variable orders.
 
     Raises:
         ConfigError: it holds no plan, or it is not known where to mark what has happened.
@@ -41,41 +41,41 @@ class OrderedFaults:
     def __init__(self, plan: Plan, directory: Path, rank: Callable[[], int]) -> None:
         self._faults = plan.faults
         self._directory = directory
-        self.rank = rank
+        self._rank = rank
         self._own: set[int] = set()
         self._slowing: dict[int, Any] = {}
 
     def reach(self, point: Point, step: int) -> None:
-        """Let the faults happen that are due here."""
-        for place, fault in enumerate(self._faults):
+        """Let the faults happen that are due at this point of this step."""
+        for index, fault in enumerate(self._faults):
             if fault.point != point:
                 continue
-            if place in self._slowing and not fault.covers(step):
-                speed_up(self._slowing.pop(place))
-            if not fault.covers(step) or not self._has(place, fault, step):
+            if index in self._slowing and not fault.covers(step):
+                speed_up(self._slowing.pop(index))
+            if not fault.covers(step) or not self._has(index, fault, step):
                 continue
             if fault.kind != "slow":
                 strike(fault)
             elif fault.seconds is not None:
                 time.sleep(fault.seconds)
-            elif fault.factor is not None and place not in self._slowing:
-                self._slowing[place] = slow_down(fault.factor)
+            elif fault.factor is not None and index not in self._slowing:
+                self._slowing[index] = slow_down(fault.factor)
 
-    def _has(self, place: int, fault: Fault, step: int) -> bool:
-        """Whether this process has the fault; a slow worker keeps it, also when it gets another rank."""
-        if place in self._own:
+    def _has(self, index: int, fault: Fault, step: int) -> bool:
+        """Tell whether this process has the fault; a slow worker keeps it when it gets another rank."""
+        if index in self._own:
             return fault.kind == "slow"
-        if fault.rank != self.rank() or not self._claim(place, step):
+        if fault.rank != self._rank() or not self._claim(index, step):
             return False
-        self._own.add(place)
+        self._own.add(index)
         return True
 
-    def _claim(self, place: int, step: int) -> bool:
-        """Mark a fault as done; true for the one process in the run that does."""
+    def _claim(self, index: int, step: int) -> bool:
+        """Mark a fault as done; true for the one process of the run that succeeds."""
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
-            with (self._directory / f"{place}.json").open("x") as file:
-                json.dump({"time": time.time(), "pid": os.getpid(), "rank": self.rank(), "step": step}, file)
+            with (self._directory / f"{index}.json").open("x") as file:
+                json.dump({"time": time.time(), "pid": os.getpid(), "rank": self._rank(), "step": step}, file)
         except FileExistsError:
             return False
         return True

@@ -1,4 +1,4 @@
-"""A script on real worker processes of this machine, for tests; some of them may be killed on the way.
+"""Run a script on several worker processes of this machine, and kill some of them on the way.
 
 ::
 
@@ -30,12 +30,12 @@ _LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL for some workers, at once, as soon as a text stands in what a worker prints.
+    """Kill some workers at once when a worker has printed a text.
 
     Attributes:
         text: what to look for in the standard output.
-        ranks: who is killed; none: all.
-        by: the worker whose output is looked at.
+        ranks: whom to kill; none: all.
+        by: the worker whose output to look at.
         signal: another signal than SIGKILL.
     """
 
@@ -104,20 +104,20 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
     start: Callable[[list[Worker]], Sequence[Process]] | None = None,
     after_failure: float | None = None,
 ) -> list[Ended]:
-    """Run a script on some workers and wait until all have ended.
+    """Run a script on several workers and wait until all have ended.
 
     Args:
         script: its text, or the path of a file.
         workers: how many.
-        directory: where the script's text and the output of the workers go.
+        directory: where to write the script's text and the output of the workers.
         environment: more variables for all of them.
         kill: whom to kill, and when.
         deadline: seconds after which workers that still run are killed.
         one_machine: false: each worker counts as alone on a machine, so that they talk over the network.
         absent: ranks that are not started.
         start: starts the processes; the default starts a new Python for each.
-        after_failure: seconds that the others have when one has ended with an exit code other than 0; who still runs
-            then is killed. None: they have until the deadline.
+        after_failure: seconds that the others have to end once one has failed; those that still run then are killed.
+            None: they have until the deadline.
 
     Raises:
         TimeoutError: not all workers ended before the deadline; shows what they printed.
@@ -147,7 +147,7 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
 
 
 def start_new(workers: list[Worker]) -> Sequence[Process]:
-    """A new Python for each worker."""
+    """Start a new Python for each worker."""
     processes = []
     for worker in workers:
         with worker.out.open("wb") as out, worker.err.open("wb") as err:
@@ -183,7 +183,7 @@ def _worker(rank: int, workers: int, script: Path, directory: Path, one_machine:
 def _wait(
     workers: list[Worker], processes: Sequence[Process], kill: Kill | None, until: float, after_failure: float | None
 ) -> list[int]:
-    """Wait for all to end, and kill on the way; returns the ranks that were too late, which have not ended."""
+    """Wait for all to end, and kill on the way; return the ranks that still run after the deadline."""
     failed = False
     while any(process.poll() is None for process in processes):
         if kill is not None and any(kill.text in one.out.read_text() for one in workers if one.rank == kill.by):
@@ -201,7 +201,7 @@ def _wait(
 
 
 def _send(number: signal.Signals, processes: Sequence[Process]) -> None:
-    """Send a signal to all; none of those that are killed sees that another one is gone."""
+    """Send a signal to all; stop all before killing any, so that none of them sees another one gone."""
     for each in [signal.SIGSTOP, number] if number == signal.SIGKILL and len(processes) > 1 else [number]:
         for process in processes:
             process.send_signal(each)

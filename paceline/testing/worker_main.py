@@ -1,4 +1,4 @@
-"""The side of ``paceline.testing.processes`` in a worker: find the function of the test, call it, report its end."""
+"""The worker side of ``paceline.testing.processes``: find the test function, call it, report how it failed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from paceline.errors import WorkerLost
 CALL, ARGUMENTS = "call.json", "arguments.pickle"
 PARAMETER = "worker"
 FUNCTION = "_paceline_function"
-"""The attribute in which the decorated function has the undecorated one."""
+"""The attribute of the decorated function that holds the undecorated one."""
 _STACK_SECONDS = 1.0
-"""How long before the deadline a worker shows where it is."""
+"""How long before the deadline a worker prints its stacks."""
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Worker:
-    """What a test function is told: the number of its process, from 0, and how many there are."""
+    """What a test function gets: the rank of its process, from 0, and how many processes there are."""
 
     rank: int
     size: int
@@ -44,7 +44,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Call:
-    """Which function is to be called, and where it is found.
+    """Which function to call, and where to find it.
 
     Attributes:
         file: the source file.
@@ -68,7 +68,7 @@ class Call:
         return json.dumps(asdict(self))
 
     def report(self, rank: int) -> Path:
-        """The file in which a worker says how the function failed."""
+        """Return the file in which a worker reports how the function failed."""
         return Path(self.directory) / f"rank-{rank}.json"
 
 
@@ -89,7 +89,7 @@ class Report:
 
 
 def main(script: str) -> None:
-    """What a new Python does."""
+    """Run the function in a new Python."""
     directory = Path(script).resolve().parent
     call = Call(**json.loads((directory / CALL).read_text()))
     sys.path[:] = list(dict.fromkeys([*call.path, *sys.path]))
@@ -103,12 +103,12 @@ def main(script: str) -> None:
 
 
 def call_in_worker(call: Call, function: Callable[..., None], given: dict[str, Any], instance: object) -> None:
-    """What a copy of the process does."""
+    """Run the function in a copy of the process."""
     _run(call, lambda: (function, given, instance))
 
 
 def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any], object]]) -> None:
-    """Call the function; a failure is written down, and ends the process at once so that the others notice."""
+    """Call the function; report a failure and end the process at once, so that the others notice."""
     _end_with_the_parent()
     faulthandler.dump_traceback_later(max(0.1, call.until - time.monotonic() - _STACK_SECONDS))
     who = env.identity()
@@ -129,14 +129,14 @@ def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any
 
 
 def _end_with_the_parent() -> None:
-    """Let the kernel kill this process when the one that started the test is gone."""
+    """Let the kernel kill this process when its parent is gone."""
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _find(call: Call) -> tuple[Callable[..., None], object]:
-    """The undecorated function, and an instance of its class if it is a method."""
+    """Return the undecorated function, and an instance of its class if it is a method."""
     found: Any = _module(call.module, call.file)
     for part in call.name.split("."):
         found = getattr(found, part)
@@ -153,7 +153,7 @@ def _find(call: Call) -> tuple[Callable[..., None], object]:
 
 
 def _module(name: str, file: str) -> ModuleType:
-    """The module of the test: by its name if that leads to the file, else from the file."""
+    """Import the module of the test: by its name if that leads to the file, else from the file."""
     if name != "__main__":
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
@@ -177,7 +177,7 @@ def _same(module: ModuleType, file: str) -> bool:
 
 @contextlib.contextmanager
 def _set_up(instance: object) -> Iterator[None]:
-    """What unittest does around a test."""
+    """Do what unittest does around a test."""
     if not isinstance(instance, unittest.TestCase):
         yield
         return
@@ -207,7 +207,7 @@ def _report(who: env.Identity, error: BaseException) -> Report:
 
 
 def _own_part(error: BaseException) -> BaseException:
-    """The error with a traceback that begins in the test."""
+    """Cut the frames of this file off the error's traceback."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -215,7 +215,7 @@ def _own_part(error: BaseException) -> BaseException:
 
 
 def _values(error: BaseException) -> str:
-    """The variables beside a bare ``assert``: its line alone does not show them."""
+    """Show the variables beside a bare ``assert``: its line alone does not show them."""
     if not isinstance(error, AssertionError) or str(error) or error.__traceback__ is None:
         return ""
     frame = _last_frame(error.__traceback__)
