@@ -1,15 +1,15 @@
-"""Which microbatches the workers of a step compute when the last of them are not waited for: whole numbers, no clock.
+"""Which microbatches each worker computes with backup workers, who are not waited for: whole numbers, no clock.
 
 ::
 
     batches of 4 microbatches; 2 workers are waited for, 1 is not        ▓ in time   ░ too late
 
-    step 0    ▓ 0 1   ░ 2 3   ▓ 4 5          one group more than the batch has, taken from the next batch
-    step 1    ▓ 2 3   ▓ 6 7   ░ 8 9          what was too late comes back first
+    step 0    ▓ 0 1   ░ 2 3   ▓ 4 5          one share more than the batch has, taken from the next batch
+    step 1    ▓ 2 3   ▓ 6 7   ░ 8 9          late microbatches come back first
     step 2    ▓ 8 9   ▓ 10 11   (8 9)        the last step of the epoch: all that is left, and copies of it
 
-The microbatches of an epoch are numbered through, from 0. After each step but the last one of an epoch about as many
-have been used as with one batch for each step, and after the last one each of them exactly once.
+Microbatches are numbered from 0 through the whole epoch. After each step about as many have been used as with one batch
+per step; after the last step of the epoch, each has been used exactly once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.schedule.shares import even
 
 @dataclass(frozen=True)
 class EpochLength:
-    """How long an epoch is: its steps, the microbatches of a full batch, and those of the whole epoch."""
+    """The length of an epoch: steps, microbatches of a full batch, microbatches of the epoch."""
 
     steps: int
     batch: int
@@ -31,7 +31,7 @@ class EpochLength:
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """How far an epoch is.
+    """The progress in an epoch.
 
     Attributes:
         steps: steps done.
@@ -44,17 +44,17 @@ class EpochProgress:
     beyond: tuple[int, ...] = ()
 
     def unused(self, length: EpochLength) -> list[int]:
-        """What has not been used yet, in order."""
+        """The microbatches not used yet, in order."""
         used = frozenset(self.beyond)
         return [one for one in range(self.before, length.total) if one not in used]
 
     def target(self, length: EpochLength) -> int:
-        """How many microbatches the next step should use."""
+        """The number of microbatches for the next step."""
         done = self.before + len(self.beyond)
         return min((self.steps + 1) * length.batch, length.total) - done
 
     def after(self, used: Collection[int]) -> EpochProgress:
-        """One step later.
+        """The progress after a step that used these microbatches.
 
         >>> EpochProgress().after([0, 1, 4, 5])
         EpochProgress(steps=1, before=2, beyond=(4, 5))
@@ -66,17 +66,17 @@ class EpochProgress:
         return EpochProgress(self.steps + 1, before, tuple(sorted(one for one in known if one > before)))
 
     def skipped(self, length: EpochLength) -> EpochProgress:
-        """One step later, which the script has left out together with its samples."""
+        """The progress after a step that the script skipped, with its samples."""
         return self.after(self.unused(length)[: self.target(length)])
 
 
 @dataclass(frozen=True)
 class BackupShares:
-    """What the workers compute in a step.
+    """The shares of a step.
 
     Attributes:
-        members: the microbatches of each group.
-        needed: so many different groups make the update.
+        members: the microbatches of each share.
+        needed: the number of different shares that make the update.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -84,30 +84,30 @@ class BackupShares:
 
     @property
     def copied(self) -> bool:
-        """Whether all groups are needed; who has nothing of its own to compute then computes one of them, too."""
+        """Whether all shares are needed; workers without a share then compute a copy of one."""
         return self.needed == len(self.members)
 
     def of(self, rank: int, step: int, workers: int) -> int | None:
-        """The group with which a worker begins; none if there is none for it.
+        """The share that a worker begins with, if any.
 
-        Groups go round: the first ones hold what was too late before, and must not go to a slow worker for ever.
+        Shares rotate: the first ones hold the late microbatches, which must not go to the same slow worker each time.
         """
-        place = (rank + step) % workers
-        if place < len(self.members):
-            return place
-        return place % len(self.members) if self.copied else None
+        index = (rank + step) % workers
+        if index < len(self.members):
+            return index
+        return index % len(self.members) if self.copied else None
 
 
 def return_late(progress: EpochProgress, length: EpochLength, workers: int, spare: int) -> BackupShares:
-    """The groups of a step; what is too late comes back in a later one.
+    """The shares of a step; late ones come back in a later step.
 
-    The last microbatch of an epoch is left to its last step, which would have nothing to do otherwise.
+    The last microbatch of an epoch is kept for its last step, which would be empty otherwise.
 
     Args:
-        progress: how far the epoch is.
+        progress: in the epoch.
         length: of the epoch.
-        workers: how many there are.
-        spare: how many of them are not waited for.
+        workers: the number of workers.
+        spare: the number of backup workers.
 
     >>> return_late(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members
     ((0, 1), (2, 3), (4, 5))
@@ -119,18 +119,18 @@ def return_late(progress: EpochProgress, length: EpochLength, workers: int, spar
     wanted = -(-target * workers // waited)
     if len(free) >= wanted and progress.steps < length.steps - 1:
         return BackupShares(_cut(free[:wanted], workers), waited)
-    groups = _cut(free[:target], waited)
-    return BackupShares(groups, len(groups))
+    shares = _cut(free[:target], waited)
+    return BackupShares(shares, len(shares))
 
 
 def drop_late(microbatches: range, workers: int, spare: int) -> BackupShares:
-    """The groups of a step whose batch is cut for all workers; what is too late is not used in this epoch.
+    """The shares of a step whose batch is divided among all workers; late ones are dropped.
 
     >>> drop_late(range(4, 8), workers=3, spare=1)
     BackupShares(members=((4, 5), (6,), (7,)), needed=2)
     """
-    groups = _cut(list(microbatches), workers)
-    return BackupShares(groups, min(workers - spare, len(groups)))
+    shares = _cut(list(microbatches), workers)
+    return BackupShares(shares, min(workers - spare, len(shares)))
 
 
 def _cut(microbatches: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
@@ -138,6 +138,6 @@ def _cut(microbatches: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(microbatches[share.start : share.stop]) for share in shares if share)
 
 
-def resume_epoch(place: int, length: EpochLength) -> EpochProgress:
-    """The state of an epoch whose first steps were done by a strategy that uses each batch as it is."""
-    return replace(EpochProgress(), steps=place, before=min(place * length.batch, length.total))
+def resume_epoch(steps: int, length: EpochLength) -> EpochProgress:
+    """The progress of an epoch whose first steps were done without backup workers."""
+    return replace(EpochProgress(), steps=steps, before=min(steps * length.batch, length.total))

@@ -1,4 +1,4 @@
-"""Where to cut a model: PipeDream's dynamic program (arXiv 1806.03377, section 3.1).
+"""Balance stages: PipeDream's dynamic program (arXiv 1806.03377, section 3.1).
 
 ::
 
@@ -7,9 +7,9 @@
 
     stage = max( computing, transfers ) / m  +  all-reduce of its weights between its replicas / microbatches
 
-All times are for one microbatch. A worker computes and transfers at the same time, and sends and receives at the same
-time: forward it receives what enters the stage and sends what leaves it, backward the other way round. So its
-transfers take (bytes that enter + bytes that leave) / bandwidth. Of the replicas each takes every m-th microbatch.
+All times are per microbatch. A worker computes, sends and receives at the same time: forward it receives the input of
+the stage and sends its output, backward the reverse. So its transfers take (input bytes + output bytes) / bandwidth.
+Each of m replicas takes every m-th microbatch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from itertools import accumulate, pairwise
 from paceline.errors import ConfigError
 
 COPIES = 4
-"""Of each weight a worker holds itself, its gradient, and up to two values of the optimizer (Adam)."""
+"""Values a worker holds per weight: itself, its gradient, and up to two of the optimizer (Adam)."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer costs for one microbatch.
+    """The cost of one layer for one microbatch.
 
     Attributes:
         name: of the layer.
         forward: seconds.
         backward: seconds.
-        output_bytes: what crosses a boundary after it.
+        output_bytes: sent over a boundary after it.
         parameter_bytes: of its weights.
-        kept_bytes: what it keeps from its forward pass for its backward pass.
+        kept_bytes: kept from the forward pass for the backward pass.
     """
 
     name: str
@@ -53,8 +53,8 @@ class Cut:
     Attributes:
         names: of the layers at which stages 1, 2, ... begin.
         bounds: the first layer of each stage, and the one after its last.
-        replicas: how many workers compute each stage.
-        seconds: that each stage takes for a microbatch.
+        replicas: the workers of each stage.
+        seconds: of each stage for a microbatch.
     """
 
     names: tuple[str, ...]
@@ -64,18 +64,18 @@ class Cut:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest stage: the pipeline gives one microbatch in this time."""
+        """Seconds of the slowest stage: the pipeline finishes a microbatch in this time."""
         return max(self.seconds)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the stages run on.
+    """The workers that the stages run on.
 
     Attributes:
         link_bytes_per_second: between two workers, in each direction.
         memory_bytes: of each worker; none: enough.
-        workers: how many there are; none: one for each stage.
+        workers: their number; none: one per stage.
         microbatches: of a step.
     """
 
@@ -86,12 +86,12 @@ class Cluster:
 
 
 def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
-    """The cut whose slowest stage is the fastest; of equal ones that with the more even stages.
+    """The cut with the fastest slowest stage; of equal ones, the one with the most even stages.
 
-    Not all workers need to be used: a replica that costs more than it gives is left out.
+    A replica that costs more than it gains is left out, so some workers may stay unused.
 
     Raises:
-        ConfigError: there is no stage, there are more stages than layers or workers, or a stage cannot fit the memory.
+        ConfigError: no stages, more stages than layers or workers, or a stage that does not fit into memory.
     """
     workers = stages if cluster.workers is None else cluster.workers
     if stages < 1:
@@ -104,50 +104,50 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
         )
     if workers < stages:
         raise ConfigError(f"{stages} stages need as many workers, but there are {workers}: use fewer stages.")
-    prices = StageCosts(layers, cluster)
+    costs_of = StageCosts(layers, cluster)
     limit = cluster.memory_bytes
 
     def seconds(begin: int, end: int, replicas: int, after: int) -> float:
-        if limit is not None and prices.memory(begin, end, replicas, after) > limit:
+        if limit is not None and costs_of.memory(begin, end, replicas, after) > limit:
             return math.inf
-        return prices.seconds(begin, end, replicas)
+        return costs_of.seconds(begin, end, replicas)
 
     found = _best(len(layers), stages, workers, seconds)
     if math.isinf(found[0][0]):
-        raise _does_not_fit(layers, stages, workers, prices, cluster)
+        raise _does_not_fit(layers, stages, workers, costs_of, cluster)
     bounds, replicas = found[1], found[2]
-    times = tuple(prices.seconds(*bound, count) for bound, count in zip(bounds, replicas, strict=True))
+    times = tuple(costs_of.seconds(*bound, count) for bound, count in zip(bounds, replicas, strict=True))
     return Cut(tuple(layers[begin].name for begin, _ in bounds[1:]), bounds, replicas, times)
 
 
 def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]], cluster: Cluster) -> None:
-    """Refuse a cut of which a stage does not fit, one worker each.
+    """Refuse a cut with a stage that does not fit into the memory of its worker.
 
     Raises:
-        ConfigError: names the stage, and what it needs.
+        ConfigError: names the stage and its size.
     """
-    prices, limit = StageCosts(layers, cluster), cluster.memory_bytes
+    costs_of, limit = StageCosts(layers, cluster), cluster.memory_bytes
     for place, (begin, end) in enumerate(bounds):
-        needs = prices.memory(begin, end, 1, len(bounds) - place - 1)
+        needs = costs_of.memory(begin, end, 1, len(bounds) - place - 1)
         if limit is not None and needs > limit:
             raise ConfigError(
                 f"Stage {place} (layers {layers[begin].name!r} to {layers[end - 1].name!r}) needs {needs:,.0f} bytes, "
-                f"and a worker has {limit:,.0f}. Cut elsewhere, or let the cut be found: leave out pipeline.cut."
+                f"and a worker has {limit:,.0f}. Change pipeline.cut, or leave it out to balance the stages."
             )
 
 
 def fit_bounds(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """The cut whose slowest stage is the fastest, where the worker of a stage has a speed of its own.
+    """The cut with the fastest slowest stage, where the workers of the stages have different speeds.
 
     Args:
         costs: seconds of each layer.
-        factors: by which they are longer in each stage.
+        factors: by which layers are slower in each stage.
 
     >>> fit_bounds([1.0] * 6, [1.0, 2.0])
     ((0, 4), (4, 6))
     """
-    sums, count = _sums(costs), len(costs)
-    # of the stages so far, ending at each layer: the seconds of the slowest one, and where each begins
+    sums, count = _cumulative(costs), len(costs)
+    # for the stages so far, by the layer they end at: seconds of the slowest, and where each begins
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage, factor in enumerate(factors):
         left = len(factors) - stage - 1
@@ -168,13 +168,13 @@ class StageCosts:
 
     def __init__(self, layers: Sequence[LayerCost], cluster: Cluster) -> None:
         self._cluster = cluster
-        self._computing = _sums([layer.forward + layer.backward for layer in layers])
-        self._weights = _sums([layer.parameter_bytes for layer in layers])
-        self._kept = _sums([layer.kept_bytes for layer in layers])
+        self._computing = _cumulative([layer.forward + layer.backward for layer in layers])
+        self._weights = _cumulative([layer.parameter_bytes for layer in layers])
+        self._kept = _cumulative([layer.kept_bytes for layer in layers])
         self._crossing = [0, *(layer.output_bytes for layer in layers[:-1]), 0]
 
     def seconds(self, begin: int, end: int, replicas: int = 1) -> float:
-        """For one microbatch."""
+        """Seconds for one microbatch."""
         link = self._cluster.link_bytes_per_second
         computing = self._computing[end] - self._computing[begin]
         transfers = (self._crossing[begin] + self._crossing[end]) / link
@@ -183,21 +183,21 @@ class StageCosts:
         return max(computing, transfers) / replicas + reduce / self._cluster.microbatches
 
     def memory(self, begin: int, end: int, replicas: int, after: int) -> float:
-        """Bytes on each worker; as many microbatches are under way in it as there are stages from it on."""
+        """Bytes per worker; as many microbatches are in flight as there are stages from this one on."""
         share = math.ceil(self._cluster.microbatches / replicas)
         kept = (self._kept[end] - self._kept[begin]) * min(share, after + 1)
         return COPIES * (self._weights[end] - self._weights[begin]) + kept
 
 
-Price = Callable[[int, int, int, int], float]
-"""Of a stage: first layer, the one after its last, replicas, stages after it."""
+Cost = Callable[[int, int, int, int], float]
+"""The cost of a stage, from its first layer, the one after its last, its replicas, and the stages after it."""
 _Found = tuple[tuple[float, float], tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
-def _best(layers: int, stages: int, workers: int, price: Price) -> _Found:
-    """The cut with the least dearest stage, and of these one with a small sum of squares."""
+def _best(layers: int, stages: int, workers: int, cost: Cost) -> _Found:
+    """The cut with the cheapest most expensive stage; of these, one with a small sum of squares."""
     nothing: _Found = (math.inf, math.inf), (), ()
-    # what is best from a layer on, with so many workers at most; at first with no stages left
+    # the best from a layer on, with at most so many workers; at first with no stages left
     after: dict[tuple[int, int], _Found] = {(layers, left): ((0.0, 0.0), (), ()) for left in range(workers + 1)}
     for behind in range(stages):
         ahead = stages - behind - 1  # each stage before needs a layer and a worker
@@ -208,8 +208,8 @@ def _best(layers: int, stages: int, workers: int, price: Price) -> _Found:
                 for end in range(begin + 1, layers - behind + 1) if behind else [layers]:
                     for replicas in range(1, left - behind + 1):
                         (worst, squares), bounds, counts = after[end, left - replicas]
-                        cost = price(begin, end, replicas, behind)
-                        value = max(cost, worst), squares + cost * cost
+                        seconds = cost(begin, end, replicas, behind)
+                        value = max(seconds, worst), squares + seconds * seconds
                         if value < best[0] or not best[1]:
                             best = value, ((begin, end), *bounds), (replicas, *counts)
                 now[begin, left] = best
@@ -218,12 +218,12 @@ def _best(layers: int, stages: int, workers: int, price: Price) -> _Found:
 
 
 def _does_not_fit(
-    layers: Sequence[LayerCost], stages: int, workers: int, prices: StageCosts, cluster: Cluster
+    layers: Sequence[LayerCost], stages: int, workers: int, costs_of: StageCosts, cluster: Cluster
 ) -> ConfigError:
-    """Names the stage that needs most in the cut that needs least."""
-    _, bounds, replicas = _best(len(layers), stages, workers, prices.memory)
+    """Name the stage that needs most memory in the cut that needs least."""
+    _, bounds, replicas = _best(len(layers), stages, workers, costs_of.memory)
     needs = [
-        prices.memory(*bound, count, stages - place - 1)
+        costs_of.memory(*bound, count, stages - place - 1)
         for place, (bound, count) in enumerate(zip(bounds, replicas, strict=True))
     ]
     place = needs.index(max(needs))
@@ -236,5 +236,5 @@ def _does_not_fit(
     )
 
 
-def _sums(values: Sequence[float]) -> list[float]:
+def _cumulative(values: Sequence[float]) -> list[float]:
     return [0.0, *accumulate(values)]

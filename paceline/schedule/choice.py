@@ -1,4 +1,4 @@
-"""The schedule that the settings of a pipeline name, for some workers."""
+"""Choose the schedule that the pipeline settings name, for a number of workers."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from paceline.settings import PipelineSettings
 
 _UNEVEN = "gpipe", "1f1b", "pipedream", "2bw"
 ASYNC_SCHEDULES = "pipedream", "2bw"
-"""Schedules that never let the pipeline run empty."""
+"""Schedules that do not flush the pipeline after each step."""
 
 
 class Shape(NamedTuple):
-    """How a pipeline is laid out: stages, how many of them each worker holds, how many workers hold each."""
+    """The layout of a pipeline: stages, stages per worker, and workers of each stage."""
 
     stages: int
     chunks: int
@@ -28,10 +28,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(settings: PipelineSettings, workers: int) -> Shape:
-    """The layout of a pipeline for so many workers.
+    """The layout of a pipeline on ``workers`` workers.
 
     Raises:
-        ConfigError: the settings do not fit each other, or the workers.
+        ConfigError: the settings do not fit together, or not the number of workers.
     """
     chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
     if settings.schedule == "interleaved" and chunks < 2:
@@ -47,12 +47,12 @@ def shape_of(settings: PipelineSettings, workers: int) -> Shape:
         given[f"pipeline.replicas, which are those of {len(settings.replicas)} stages"] = len(settings.replicas)
     numbers = {what: number for what, number in given.items() if number is not None}
     if len(set(numbers.values())) > 1:
-        told = " and ".join(f"{what} ({number})" for what, number in numbers.items())
-        raise ConfigError(f"The number of stages is not the same in {told}: make them agree, or leave one out.")
+        stated = " and ".join(f"{what} ({number})" for what, number in numbers.items())
+        raise ConfigError(f"The number of stages differs between {stated}: make them agree, or leave one out.")
     stages = next(iter(numbers.values()), workers * chunks)
     if stages % chunks:
         raise ConfigError(
-            f"{stages} stages are no multiple of {chunks}, which is how many each worker holds with schedule "
+            f"{stages} stages are not a multiple of {chunks}, the number on each worker with schedule "
             f"{settings.schedule!r}: change pipeline.stages, or the schedule."
         )
     if settings.replicas is not None:
@@ -64,8 +64,8 @@ def shape_of(settings: PipelineSettings, workers: int) -> Shape:
         held = f", {chunks} on each worker" if chunks > 1 else ""
         raise ConfigError(
             f"{workers} workers cannot hold {stages} stages{held} evenly: the workers must be a multiple of "
-            f"{stages / chunks:g}. Change pipeline.stages or the number of workers, or say with pipeline.replicas how "
-            f"many workers hold each stage."
+            f"{stages / chunks:g}. Change pipeline.stages or the number of workers, or set pipeline.replicas, the "
+            f"workers of each stage."
         )
     return Shape(stages, chunks, (workers * chunks // stages,) * stages)
 
@@ -74,8 +74,8 @@ def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replic
     uneven = len(set(replicas)) > 1
     if uneven and settings.schedule not in _UNEVEN:
         raise ConfigError(
-            f"pipeline.replicas = {list(replicas)} differ from stage to stage, which schedule {settings.schedule!r} "
-            f"cannot: use one of {', '.join(map(repr, _UNEVEN))}, or as many workers for each stage."
+            f"pipeline.replicas = {list(replicas)} differ between stages, which schedule {settings.schedule!r} does "
+            f"not allow: use one of {', '.join(map(repr, _UNEVEN))}, or the same number of workers for each stage."
         )
     chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
     if sum(replicas) != workers * chunks:
@@ -86,10 +86,10 @@ def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replic
 
 
 def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: int) -> AsyncPipeline:
-    """An asynchronous pipeline; ``microbatches`` are those of a batch.
+    """The asynchronous pipeline for batches of ``microbatches``.
 
     Raises:
-        ConfigError: the settings do not fit each other, or the workers.
+        ConfigError: the settings do not fit together, or not the number of workers.
     """
     _, _, replicas = shape_of(settings, workers)
     every = settings.update_every or microbatches
@@ -110,15 +110,15 @@ def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: i
 
 
 def synchronous_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
-    """The operations of a step of a synchronous pipeline; workers for whom there is no microbatch have none.
+    """The schedule of a step of a synchronous pipeline; workers without a microbatch have no operations.
 
     Raises:
-        ConfigError: the settings do not fit each other, or the workers.
+        ConfigError: the settings do not fit together, or not the number of workers.
     """
     stages, chunks, replicas = shape_of(settings, workers)
     along = replicas[: stages // chunks]
     busy = tuple(min(count, microbatches) for count in along)
-    schedule = _flushed(settings, Shape(stages, chunks, busy), microbatches)
+    schedule = _synchronous(settings, Shape(stages, chunks, busy), microbatches)
     if busy == along:
         return schedule
     given = iter(schedule.workers)
@@ -128,7 +128,7 @@ def synchronous_schedule(settings: PipelineSettings, workers: int, microbatches:
     return replace(schedule, workers=tuple(placed))
 
 
-def _flushed(settings: PipelineSettings, shape: Shape, microbatches: int) -> Schedule:
+def _synchronous(settings: PipelineSettings, shape: Shape, microbatches: int) -> Schedule:
     stages, chunks, replicas = shape
     along = stages // chunks
     if settings.schedule == "interleaved":

@@ -1,10 +1,10 @@
-"""The simulated clock: what a schedule takes when the times of its operations are known.
+"""The simulated clock: how long a schedule takes, from the times of its operations.
 
 ::
 
-    computing   a worker does one operation at a time, in its order; B takes the times of I and W
-    transfers   a link carries one value at a time in each direction, beside computing
-    waiting     a worker waits in a receive until the value is there, in a reduce until the others are
+    computing   a worker performs one operation at a time, in order; B takes the times of I and W
+    transfers   a link carries one value at a time in each direction, in parallel with computing
+    waiting     a worker waits in a receive until the value arrives, in a reduce until the other workers arrive
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds for one microbatch, of each stage.
+    """Seconds per microbatch, for each stage.
 
     Attributes:
         forward: of a forward pass.
         input: of the gradient for the input.
         weight: of the gradients for the weights.
-        transfer: from each stage to the next one, or back; one fewer than there are stages.
-        reduce: of bringing together the gradients of a stage.
+        transfer: between each stage and the next, in either direction; one fewer than there are stages.
+        reduce: of the reduction of a stage's gradients.
         update: of an update of a stage.
     """
 
@@ -45,7 +45,7 @@ class Times:
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, nothing[1:], nothing, nothing)
 
     def of(self, operation: Operation) -> float:
-        """Seconds of an operation; of a receive none, it only waits."""
+        """Seconds of an operation; 0 for a receive, which only waits."""
         kind, stage = operation.kind, operation.stage
         if kind == Kind.BACKWARD:
             return self.input[stage] + self.weight[stage]
@@ -62,9 +62,9 @@ class Times:
 
 
 class Span(NamedTuple):
-    """An operation and when it began and ended, in seconds since the step began.
+    """An operation with its begin and end, in seconds since the step began.
 
-    A send lasts while the link carries the value, a receive while the worker waits for it. Both stand beside computing.
+    A send lasts while the link carries the value, a receive while the worker waits for it. A send overlaps computing.
     """
 
     operation: Operation
@@ -77,7 +77,7 @@ TRANSFERS = (Kind.SEND, Kind.RECEIVE)
 
 @dataclass(frozen=True)
 class Timeline:
-    """When the workers did what, simulated or measured.
+    """What the workers did when, simulated or measured.
 
     Attributes:
         workers: the operations of each worker, in its order.
@@ -87,7 +87,7 @@ class Timeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last worker is done."""
+        """Seconds until the last worker is done."""
         return max((span.end for spans in self.workers for span in spans), default=0.0)
 
     @property
@@ -100,21 +100,21 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The share of the step that each worker waited."""
+        """The part of the step that each worker was idle."""
         return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The share of the step that the workers waited, all together."""
+        """The part of the step that the workers were idle, on average."""
         return sum(self.bubbles) / len(self.workers)
 
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """Price a schedule.
+    """Simulate a schedule.
 
     Raises:
-        ConfigError: times of another number of stages.
-        InputError: the workers wait for each other; ``prove`` says more.
+        ConfigError: the times are those of another number of stages.
+        InputError: a deadlock; ``prove`` says more.
     """
     lengths = [len(one) for one in (times.forward, times.input, times.weight, times.reduce, times.update)]
     if {*lengths, len(times.transfer) + 1} != {schedule.stages}:
@@ -143,10 +143,10 @@ class _Clock:
             if one.kind == Kind.FORWARD
         }
         stages = (stage for worker in range(len(schedule.workers)) for stage in schedule.stages_of(worker))
-        self._meetings = Reductions[float](Counter(stages))
+        self._reductions = Reductions[float](Counter(stages))
 
     def perform(self, worker: int, _: int, operation: Operation) -> bool:
-        """Do an operation, if what it waits for is known."""
+        """Perform an operation, if the time of what it waits for is known."""
         kind, stage, microbatch, _, peer = operation
         begin = ready = self._now[worker]
         if kind == Kind.SEND:
@@ -157,7 +157,7 @@ class _Clock:
                 return False
             ready = max(begin, self._arrivals.pop((peer, stage, microbatch)))
         elif kind == Kind.REDUCE:
-            arrived = self._meetings.come(stage, worker, begin)
+            arrived = self._reductions.arrive(stage, worker, begin)
             if arrived is None:
                 return False
             begin = ready = max(arrived)
@@ -166,7 +166,7 @@ class _Clock:
         return True
 
     def _carry(self, worker: int, operation: Operation) -> None:
-        """A link carries a value as soon as it is free."""
+        """Send a value as soon as the link is free."""
         link = (worker, self._owner[operation.peer, operation.microbatch])
         begin = max(self._now[worker], self._links.get(link, 0.0))
         self._links[link] = end = begin + self._times.of(operation)

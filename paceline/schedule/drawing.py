@@ -1,7 +1,6 @@
-"""Schedules and timelines as text: one line for each worker.
+"""Schedules and timelines as text: one line per worker.
 
-In both a cell is the letter of an operation and its microbatch: ``F3``; ``F1.3`` where workers hold several stages, of
-stage 1.
+A cell is the letter of an operation and its microbatch: ``F3``; ``F1.3`` is stage 1, where workers hold several.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 def listing(schedule: Schedule, transfers: bool = True) -> str:
     """The operations of each worker, in order.
 
-    ``>`` is a value that goes up to the next stage, ``<`` a gradient that goes down: ``s3>`` sends, ``r3<`` receives.
-    A version of the weights other than 0 stands behind a colon.
+    ``>`` marks a value for the next stage, ``<`` a gradient for the stage before: ``s3>`` sends, ``r3<`` receives. A
+    weight version other than 0 follows a colon.
 
     Args:
-        schedule: to be drawn.
-        transfers: whether sends and receives are drawn, too.
+        schedule: to draw.
+        transfers: whether to draw sends and receives.
 
     >>> from paceline.schedule.pipeline import one_forward_one_backward
     >>> print(listing(one_forward_one_backward(2, 2)))
@@ -37,14 +36,12 @@ def listing(schedule: Schedule, transfers: bool = True) -> str:
 
 
 def draw(timeline: Timeline, column: float | None = None) -> str:
-    """What the workers compute, time to the right; where nothing stands a worker waits.
-
-    An operation begins at the column of its begin and is as long as it takes, at least one letter.
+    """What the workers compute, time to the right; a gap is waiting.
 
     Args:
         timeline: simulated or measured.
-        column: seconds that a cell stands for; if none, the shortest forward or backward pass. Timelines drawn with
-            the same seconds can be compared line by line.
+        column: seconds per cell; none: the shortest forward or backward pass. Timelines drawn with the same seconds can
+            be compared line by line.
 
     >>> from paceline.schedule.clock import Times, simulate
     >>> from paceline.schedule.pipeline import one_forward_one_backward
@@ -63,7 +60,7 @@ def draw(timeline: Timeline, column: float | None = None) -> str:
 
 
 def _line(spans: list[Span], scale: float, several: bool) -> str:
-    """One worker; ``scale`` letters are a second. What takes no time is left out."""
+    """The line of one worker, ``scale`` characters per second, without operations of no duration."""
     line = ""
     for operation, begin, end in spans:
         if end > begin:
@@ -83,6 +80,6 @@ def _cell(operation: Operation, several: bool) -> str:
     numbers = [str(stage)] if several else []
     if microbatch >= 0:
         numbers.append(str(microbatch))
-    upwards = (peer > stage) == (kind == Kind.SEND)
-    way = (">" if upwards else "<") if kind in TRANSFERS else ""
-    return kind + ".".join(numbers) + way
+    up = (peer > stage) == (kind == Kind.SEND)
+    arrow = (">" if up else "<") if kind in TRANSFERS else ""
+    return kind + ".".join(numbers) + arrow

@@ -1,6 +1,6 @@
-"""A schedule carried out without computing anything: sends do not block; receives do, and reductions.
+"""Run a schedule without computing: sends do not block, receives and reductions do.
 
-The proof and the simulated clock go through a schedule this way.
+The proof and the simulated clock are built on this.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def describe(worker: int, index: int, operation: Operation) -> str:
-    """Where an operation stands and what it is, in words.
+    """Describe an operation and its position.
 
     >>> describe(2, 7, Operation(Kind.RECEIVE, 1, 3, peer=0))
     'worker 2, operation 7 (receive of stage 1 from stage 0 for microbatch 3)'
@@ -28,52 +28,54 @@ def describe(worker: int, index: int, operation: Operation) -> str:
 
 
 def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) -> None:
-    """Let all workers go on until each of them is done.
+    """Advance all workers until each is done.
 
     Args:
-        schedule: whose.
-        perform: does an operation of a worker, the so many-th; returns whether it could be done now. If not, it is
-            tried again when others have gone on.
+        schedule: to be run.
+        perform: performs an operation, given the worker, its index there, and the operation; returns whether it could
+            be done. If not, it is tried again after other workers have advanced.
 
     Raises:
-        InputError: nobody can go on.
+        InputError: a deadlock.
     """
-    at = [0] * len(schedule.workers)
-    moved = True
-    while moved:
-        moved = False
+    position = [0] * len(schedule.workers)
+    advanced = True
+    while advanced:
+        advanced = False
         for worker, operations in enumerate(schedule.workers):
-            while at[worker] < len(operations) and perform(worker, at[worker], operations[at[worker]]):
-                at[worker] += 1
-                moved = True
-    stuck = [(worker, index) for worker, index in enumerate(at) if index < len(schedule.workers[worker])]
+            while position[worker] < len(operations) and perform(
+                worker, position[worker], operations[position[worker]]
+            ):
+                position[worker] += 1
+                advanced = True
+    stuck = [(worker, index) for worker, index in enumerate(position) if index < len(schedule.workers[worker])]
     if stuck:
         waits = "; ".join(describe(worker, index, schedule.workers[worker][index]) for worker, index in stuck)
         raise InputError(
-            f"schedule {schedule.name}: a deadlock, nobody can go on. Waiting: {waits}. Change their order"
+            f"schedule {schedule.name}: a deadlock, no worker can advance. Waiting: {waits}. Change their order"
         )
 
 
 @dataclass
 class Reductions(Generic[T]):
-    """Reductions of the stages: all holders of a stage come, each as often as the others.
+    """The reductions of replicated stages: each holds up its workers until all of them have arrived.
 
     Attributes:
-        holders: how many hold each stage.
+        holders: the number of workers of each stage.
     """
 
     holders: dict[int, int]
     _done: dict[tuple[int, int], int] = field(default_factory=dict)
-    _met: dict[tuple[int, int], dict[int, T]] = field(default_factory=dict)
+    _arrived: dict[tuple[int, int], dict[int, T]] = field(default_factory=dict)
 
-    def come(self, stage: int, worker: int, value: T) -> list[T] | None:
-        """A worker is there, with a value, or waits there.
+    def arrive(self, stage: int, worker: int, value: T) -> list[T] | None:
+        """Note that a worker waits in a reduction, with a value.
 
         Returns:
-            the values of all when all are there, and none before.
+            the values of all workers once all have arrived; none before.
         """
         turn = self._done.get((stage, worker), 0)
-        values = self._met.setdefault((stage, turn), {})
+        values = self._arrived.setdefault((stage, turn), {})
         values.setdefault(worker, value)
         if len(values) < self.holders[stage]:
             return None

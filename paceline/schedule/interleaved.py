@@ -17,7 +17,7 @@ from paceline.schedule.transfers import Order, build_schedule, check_at_least, r
 
 
 def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1) -> Schedule:
-    """1F1B with ``chunks`` stages for each worker: worker w holds the stages w, w + workers, w + 2 workers, ...
+    """1F1B with ``chunks`` stages per worker: worker w holds the stages w, w + workers, w + 2 workers, ...
 
     Args:
         workers: of one pipeline.
@@ -39,25 +39,25 @@ def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1)
 
 
 def _order(worker: int, workers: int, microbatches: int, chunks: int) -> Order:
-    """Microbatches go in groups: all of a group through one stage of the worker, then through its next one.
+    """Microbatches go in rounds: all of a round through one stage of the worker, then through its next stage.
 
-    Groups have at least as many microbatches as there are workers: what the last worker has done with the first one of
-    a group is then back at the first worker when it is done with the last one.
+    A round has at least one microbatch per worker, so the output of the last worker for the first microbatch of a round
+    is back at the first worker when that has finished the last microbatch.
     """
-    groups = even(microbatches, max(1, microbatches // workers))
+    rounds = even(microbatches, max(1, microbatches // workers))
     forwards = [
         Operation(Kind.FORWARD, worker + workers * chunk, microbatch)
-        for group in groups
+        for batch in rounds
         for chunk in range(chunks)
-        for microbatch in group
+        for microbatch in batch
     ]
     backwards = [
         Operation(Kind.BACKWARD, worker + workers * chunk, microbatch)
-        for group in groups
+        for batch in rounds
         for chunk in reversed(range(chunks))
-        for microbatch in group
+        for microbatch in batch
     ]
-    lead = 2 * (workers - 1 - worker) + (chunks - 1) * len(groups[0])
+    lead = 2 * (workers - 1 - worker) + (chunks - 1) * len(rounds[0])
     if microbatches < workers:
         lead = len(forwards)
     order = forwards[:lead]

@@ -1,8 +1,8 @@
 """What the workers of a pipeline do in a step, as lists of operations.
 
-A model is cut into stages. A schedule says for each worker, in order, which operation of which stage it does for which
-microbatch. It is plain data made by pure functions: the executor carries it out, the clock prices it, the proof checks
-it, the drawing shows it.
+A model is cut into stages. A schedule lists for each worker, in order, which operation of which stage it performs for
+which microbatch. It is plain data made by pure functions: the executor performs it, the clock simulates it, the proof
+checks it, the drawing shows it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ class Kind(StrEnum):
 
     FORWARD = "F"
     BACKWARD = "B"
-    """Gradients for the input and for the weights, in one go."""
+    """The whole backward pass: gradients for the input and the weights."""
     INPUT = "I"
-    """The half of a backward pass that another stage waits for: the gradient for the input."""
+    """The first part of a split backward pass, which another stage waits for: the gradient for the input."""
     WEIGHT = "W"
-    """The other half: the gradients for the weights."""
+    """The second part: the gradients for the weights."""
     SEND = "s"
     RECEIVE = "r"
     REDUCE = "+"
-    """Bring together the gradients of the workers that hold the same stage."""
+    """Reduce the gradients over the workers of a stage."""
     UPDATE = "U"
 
 
@@ -34,12 +34,11 @@ class Operation(NamedTuple):
     """One operation of one stage.
 
     Attributes:
-        kind: what is done.
-        stage: whose operation it is, from 0; the model's stages are numbered from its input to its output.
-        microbatch: for which microbatch; -1 for ``REDUCE`` and ``UPDATE``, which are about all since the last one.
-        version: which weights: how many updates of this stage they contain, counted from the schedule's first
-            operation. A backward pass, whole or in halves, names the version that its forward pass used. ``UPDATE``:
-            the version that it makes.
+        kind: of the operation.
+        stage: from 0, numbered from the input of the model to its output.
+        microbatch: its number; -1 for ``REDUCE`` and ``UPDATE``, which cover all since the last one.
+        version: of the weights: the number of updates of this stage since the first operation of the schedule. A
+            backward pass, whole or split, names the version of its forward pass. ``UPDATE`` names the one it makes.
         peer: of ``SEND`` and ``RECEIVE`` the stage at the other end, ``stage - 1`` or ``stage + 1``. Upwards goes the
             output of a forward pass, downwards the gradient for it. -1 for the other kinds.
     """
@@ -53,12 +52,12 @@ class Operation(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each worker does, in order.
+    """The operations of each worker, in order.
 
     Attributes:
         name: of the algorithm.
-        stages: into how many parts the model is cut.
-        microbatches: how many go through the pipeline.
+        stages: the number of stages.
+        microbatches: the number that goes through the pipeline.
         workers: the operations of each worker. Between stages of one worker nothing is sent.
     """
 
@@ -72,14 +71,14 @@ class Schedule:
         return tuple(sorted({operation.stage for operation in self.workers[worker]}))
 
     def workers_of(self, stage: int) -> tuple[int, ...]:
-        """The workers that hold a stage: several, if it is replicated."""
+        """The workers of a stage: several, if it is replicated."""
         return tuple(worker for worker in range(len(self.workers)) if stage in self.stages_of(worker))
 
     def worker_of(self, stage: int, microbatch: int) -> int:
-        """Who computes a stage for a microbatch.
+        """The worker that computes a stage for a microbatch.
 
         Raises:
-            KeyError: nobody does.
+            KeyError: none does.
         """
         return self._places[stage, microbatch]
 

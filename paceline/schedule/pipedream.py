@@ -1,10 +1,10 @@
-"""Pipelines that are never emptied: PipeDream and PipeDream-2BW.
+"""Pipelines without a flush: PipeDream and PipeDream-2BW.
 
-Harlap et al. 2018, arXiv 1806.03377, and Narayanan et al. 2021, arXiv 2006.09503. Microbatches stream through; a stage
-updates its weights while others are under way. So that the backward pass of a microbatch uses the weights of its
-forward pass, a stage keeps older versions of them (weight stashing)::
+Harlap et al. 2018, arXiv 1806.03377, and Narayanan et al. 2021, arXiv 2006.09503. Microbatches stream through; a
+stage updates its weights while other microbatches are in flight. So that the backward pass of a microbatch uses the
+weights of its forward pass, a stage keeps older versions of them (weight stashing)::
 
-    PipeDream, three stages; behind the colon the version, F3:1 uses the weights after the first update
+    PipeDream, three stages; the version follows the colon: F3:1 uses the weights after the first update
     0  F0 F1 F2 B0 U:1 F3:1 B1 U:2 F4:2 B2 U:3 F5:3 B3:1 ...
     1  F0 F1 B0 U:1 F2:1 B1 U:2 F3:2 B2:1 U:3 F4:3 B3:2 ...
     2  F0 B0 U:1 F1:1 B1:1 U:2 F2:2 B2:2 U:3 F3:3 B3:3 ...
@@ -16,8 +16,8 @@ forward pass, a stage keeps older versions of them (weight stashing)::
     0  F0 F1 F2 B0 F3 B1 F4 B2 U:1 F5 B3 F6:1 B4 F7:1 B5 U:2 F8:1 ...
     2  F0 B0 F1 B1 F2 B2 U:1 F3 B3 F4 B4 F5 B5 U:2 F6:1 B6:1 F7:1 B7:1 F8:1 ...
 
-Stage s of P keeps at most P - s versions in PipeDream, P with vertical sync, two in 2BW. Steps of the training ask for
-windows of the stream; draining it ends in a state without anything under way.
+Stage s of P keeps at most P - s versions in PipeDream, P with vertical sync, two in 2BW. A training step executes a
+window of the stream; draining leaves nothing in flight.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from paceline.schedule.transfers import Order, check_at_least, with_transfers
 
 @dataclass(frozen=True)
 class AsyncPipeline:
-    """A pipeline that is not emptied between updates.
+    """A pipeline that is not flushed between updates.
 
     Attributes:
         name: of the algorithm.
         replicas: the number of workers of each stage; microbatch m goes to replica m mod replicas.
-        every: backward passes of a stage from one update to the next.
+        every: backward passes of a stage per update.
         vertical_sync: all stages use the same version for a microbatch.
-        two_buffers: the microbatches of group g use version g - 1, the newest one that is sure to be there in all
-            stages; so a stage keeps two versions.
+        two_buffers: the microbatches of group g use version g - 1, the newest that all stages are sure to have; so a
+            stage keeps two versions.
     """
 
     name: str
@@ -52,26 +52,25 @@ class AsyncPipeline:
 
     @property
     def stages(self) -> int:
-        """Into how many parts the model is cut."""
+        """The number of stages."""
         return len(self.replicas)
 
     def lag(self, stage: int) -> int:
-        """So many forward passes a stage is ahead of its backward passes: the workers behind it, in whole rounds."""
+        """How many forward passes a stage is ahead of its backward passes: the workers after it, in whole rounds."""
         replicas = self.replicas[stage]
         return (sum(self.replicas[stage:]) - 1) // replicas * replicas
 
     def version(self, stage: int, microbatch: int) -> int:
-        """Which weights a stage uses for a microbatch.
+        """The weight version that a stage uses for a microbatch.
 
-        Later microbatches never use older ones: what is older than the version of a worker's next backward pass is not
-        needed any more.
+        It never decreases: versions older than that of a worker's next backward pass are not needed any more.
         """
         if self.two_buffers:
             return max(0, microbatch // self.every - 1)
         return max(0, microbatch - self.lag(0 if self.vertical_sync else stage)) // self.every
 
     def worker(self, stage: int, microbatch: int) -> int:
-        """Who computes a stage for a microbatch."""
+        """The worker that computes a stage for a microbatch."""
         return sum(self.replicas[:stage]) + microbatch % self.replicas[stage]
 
 
@@ -81,13 +80,14 @@ def pipedream_pipeline(
     """PipeDream: weight stashing, no flush.
 
     Args:
-        stages: into how many parts the model is cut.
-        every: backward passes of a stage from one update to the next.
+        stages: the number of stages.
+        every: backward passes of a stage per update.
         vertical_sync: all stages use the version that stage 0 had when the microbatch entered.
-        replicas: the number of workers of a stage; of each stage, if they differ.
+        replicas: the workers of a stage, or of each stage.
 
     Raises:
-        ConfigError: no stages, replicas of another number of stages, or updates that replicas cannot share evenly.
+        ConfigError: no stages, replicas of another number of stages, or microbatches per update that replicas cannot
+            share evenly.
     """
     return _checked(AsyncPipeline("pipedream", replica_counts(stages, replicas), every, vertical_sync=vertical_sync))
 
@@ -96,9 +96,9 @@ def pipedream_2bw_pipeline(stages: int, every: int, replicas: int | tuple[int, .
     """PipeDream-2BW: an update after each group of microbatches, two versions of the weights.
 
     Args:
-        stages: into how many parts the model is cut.
-        every: microbatches of a group, at least as many as there are workers.
-        replicas: the number of workers of a stage; of each stage, if they differ.
+        stages: the number of stages.
+        every: microbatches of a group, at least one per worker.
+        replicas: the workers of a stage, or of each stage.
 
     Raises:
         ConfigError: as of ``pipedream_pipeline``, or groups smaller than the pipeline.
@@ -124,9 +124,9 @@ def _checked(stream: AsyncPipeline) -> AsyncPipeline:
 
 
 def window(stream: AsyncPipeline, begin: int, end: int) -> Schedule:
-    """What is done while the microbatches ``begin <= m < end`` enter, numbered since the pipeline was last empty.
+    """The operations while the microbatches ``begin <= m < end`` enter, numbered since the pipeline was last empty.
 
-    Values that are still under way at the end are received in the next window, or while draining.
+    Values still in flight at the end are received in the next window, or by :func:`drain`.
 
     Raises:
         ConfigError: the window ends before it begins.
@@ -145,9 +145,9 @@ def window(stream: AsyncPipeline, begin: int, end: int) -> Schedule:
 
 
 def drain(stream: AsyncPipeline, end: int) -> Schedule:
-    """What is left to do when microbatch ``end`` does not enter any more: the pipeline gets empty.
+    """The operations that empty the pipeline when microbatch ``end`` does not enter any more.
 
-    Microbatches that do not fill up ``every`` make an update of their own.
+    The last microbatches make an update even if they are fewer than ``every``.
     """
     check_at_least(0, end=end)
     orders: list[Order] = [[] for _ in range(sum(stream.replicas))]
@@ -162,7 +162,7 @@ def drain(stream: AsyncPipeline, end: int) -> Schedule:
 
 
 def _backward(stream: AsyncPipeline, stage: int, microbatch: int) -> Iterator[Operation]:
-    """A backward pass, and the update if it is the last one before it of its worker."""
+    """A backward pass, and the update if it is the worker's last one before that."""
     yield Operation(Kind.BACKWARD, stage, microbatch, stream.version(stage, microbatch))
     version = (microbatch + stream.replicas[stage]) // stream.every
     if version > microbatch // stream.every:
@@ -181,7 +181,7 @@ def _schedule(stream: AsyncPipeline, end: int, orders: list[Order]) -> Schedule:
 
 
 def async_schedule(stream: AsyncPipeline, microbatches: int) -> Schedule:
-    """From an empty pipeline to an empty pipeline: one window, then drained.
+    """From an empty pipeline to an empty pipeline: one window, then a drain.
 
     Raises:
         ConfigError: no microbatches.
@@ -199,14 +199,14 @@ def pipedream(
     vertical_sync: bool = False,
     replicas: int | tuple[int, ...] = 1,
 ) -> Schedule:
-    """PipeDream from an empty pipeline to an empty pipeline: one window, then drained.
+    """PipeDream from an empty pipeline to an empty pipeline.
 
     Args:
-        stages: into how many parts the model is cut.
-        microbatches: how many go through the pipeline.
-        every: backward passes of a stage from one update to the next.
+        stages: the number of stages.
+        microbatches: the number that goes through the pipeline.
+        every: backward passes of a stage per update.
         vertical_sync: all stages use the version that stage 0 had when the microbatch entered.
-        replicas: the number of workers of a stage; of each stage, if they differ.
+        replicas: the workers of a stage, or of each stage.
 
     Raises:
         ConfigError: as of ``pipedream_pipeline``, or no microbatches.
@@ -215,13 +215,13 @@ def pipedream(
 
 
 def pipedream_2bw(stages: int, microbatches: int, every: int, replicas: int | tuple[int, ...] = 1) -> Schedule:
-    """PipeDream-2BW from an empty pipeline to an empty pipeline: one window, then drained.
+    """PipeDream-2BW from an empty pipeline to an empty pipeline.
 
     Args:
-        stages: into how many parts the model is cut.
-        microbatches: how many go through the pipeline.
-        every: microbatches of a group, at least as many as there are workers.
-        replicas: the number of workers of a stage; of each stage, if they differ.
+        stages: the number of stages.
+        microbatches: the number that goes through the pipeline.
+        every: microbatches of a group, at least one per worker.
+        replicas: the workers of a stage, or of each stage.
 
     Raises:
         ConfigError: as of ``pipedream_2bw_pipeline``, or no microbatches.

@@ -1,4 +1,4 @@
-"""Synchronous pipelines of one stage for each worker: layer-wise, GPipe, 1F1B; and all schedules by name.
+"""Synchronous pipelines with one stage per worker: layer-wise, GPipe, 1F1B; and all schedules by name.
 
 Four stages; a backward pass is drawn as long as a forward pass::
 
@@ -39,7 +39,7 @@ from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 
 
 def layerwise(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
-    """One microbatch after the other goes forward and backward through all stages.
+    """Each microbatch goes forward and backward through all stages before the next one starts.
 
     Args:
         stages: workers of one pipeline.
@@ -61,10 +61,10 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
     """All forward passes, then all backward passes.
 
     Args:
-        stages: into how many parts the model is cut.
-        microbatches: how many go through the pipeline.
-        replicas: how many workers share the microbatches of a stage; of each stage, if they differ: then a worker takes
-            the microbatches as they come (``replicas.runs``), else in increasing order.
+        stages: the number of stages.
+        microbatches: the number that goes through the pipeline.
+        replicas: workers of a stage, or of each stage. If they differ, a worker takes the microbatches as they come
+            (``replicas.runs``), else in increasing order.
 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
@@ -85,10 +85,10 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
     """After P - 1 - s forward passes, stage s of P alternates between forward and backward passes.
 
     Args:
-        stages: into how many parts the model is cut.
-        microbatches: how many go through the pipeline.
-        replicas: how many workers share the microbatches of a stage; of each stage, if they differ: then a worker takes
-            the microbatches as they come (``replicas.runs``), else in increasing order.
+        stages: the number of stages.
+        microbatches: the number that goes through the pipeline.
+        replicas: workers of a stage, or of each stage. If they differ, a worker takes the microbatches as they come
+            (``replicas.runs``), else in increasing order.
 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
@@ -106,7 +106,7 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
 
 
 def _forwards_and_backwards(stage: int, share: range, lead: int) -> Order:
-    """Both passes of each microbatch; the forward passes are so many ahead."""
+    """Both passes of each microbatch, the forward passes ``lead`` ahead."""
     forwards = chain(share, repeat(None))
     backwards = chain(repeat(None, min(lead, len(share))), share)
     order = []
@@ -128,5 +128,5 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "pipedream": pipedream,
     "2bw": pipedream_2bw,
 }
-"""The schedules by name: each a function of the stages (of the workers, where one holds several stages), the
-microbatches, and options of its own."""
+"""The schedules by name: functions of the stages (of the workers, where one holds several stages), the microbatches,
+and options of their own."""

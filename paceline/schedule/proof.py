@@ -1,11 +1,11 @@
-"""A proof that a schedule is right, whoever made it: nothing is used before it is made, missing, or done twice.
+"""Prove that a schedule is correct, whoever made it: nothing is used early, missing, or done twice.
 
 ::
 
-    state of a microbatch in a stage      absent --F--> live --B----------> done
-                                                        live --I--> half --W--> done      live and half: in memory
+    state of a microbatch in a stage      absent --F--> live --B-----------> done
+                                                        live --I--> split --W--> done     live and split: in memory
 
-Every rule is checked while the schedule is rehearsed. What is left over is checked at the end.
+The rules are checked in a dry run of the schedule, and what is left over at its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most that each worker keeps at a time.
+    """The most that each worker keeps in memory at a time.
 
     Attributes:
         activations: of how many microbatches and stages, from the forward pass to the end of the backward pass.
@@ -35,23 +35,23 @@ class Peaks:
 
 
 def prove(schedule: Schedule) -> Peaks:
-    """Prove that a schedule can be carried out and computes every microbatch once in every stage.
+    """Prove that a schedule can be executed and computes every microbatch once in every stage.
 
     Returns:
         what the workers keep in memory.
 
     Raises:
-        InputError: it is wrong; says which operation of which worker, and what is missing.
+        InputError: it is wrong; names the worker, the operation and what is missing.
     """
-    rehearsed = _Rehearsed(schedule)
-    dry_run(schedule, rehearsed.perform)
-    rehearsed.end()
+    checker = _Checker(schedule)
+    dry_run(schedule, checker.perform)
+    checker.end()
     versions = tuple(max(_versions(operations), default=1) for operations in schedule.workers)
-    return Peaks(tuple(rehearsed.most), versions)
+    return Peaks(tuple(checker.most), versions)
 
 
 def _versions(operations: tuple[Operation, ...]) -> list[int]:
-    """For each operation of a worker, how many versions of its stage are kept when it is done."""
+    """For each operation of a worker, how many weight versions of its stage are kept after it."""
     last: dict[tuple[int, int], int] = {}
     for index, operation in enumerate(operations):
         if operation.kind in _COMPUTING:
@@ -76,8 +76,8 @@ def _need(met: bool, otherwise: str) -> None:
         raise _WrongError(otherwise)
 
 
-class _Rehearsed:
-    """What has happened in the rehearsal so far, and the rules."""
+class _Checker:
+    """The state of the dry run so far, and the rules."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -89,14 +89,14 @@ class _Rehearsed:
         self._made = [set[tuple[int, int, int]]() for _ in schedule.workers]
         self._there = [set[tuple[int, int, int]]() for _ in schedule.workers]
         self._under_way: dict[tuple[int, int], deque[tuple[int, int, int]]] = defaultdict(deque)
-        # Of each worker and stage: updates, gradients since the last one, and those that were not reduced.
+        # Of each worker and stage: updates, gradients since the last update, and those of them not yet reduced.
         self._updates: Counter[tuple[int, int]] = Counter()
         self._gradients: Counter[tuple[int, int]] = Counter()
-        self._apart: Counter[tuple[int, int]] = Counter()
+        self._unreduced: Counter[tuple[int, int]] = Counter()
         self._holders = Counter(
             stage for worker in range(len(schedule.workers)) for stage in schedule.stages_of(worker)
         )
-        self._meetings = Reductions[tuple[int, int]](self._holders)
+        self._reductions = Reductions[tuple[int, int]](self._holders)
         self._rules = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -109,7 +109,7 @@ class _Rehearsed:
         }
 
     def perform(self, worker: int, index: int, operation: Operation) -> bool:
-        """Do an operation, if it can be done now."""
+        """Perform an operation, if it can be done now."""
         try:
             return self._rules[operation.kind](worker, operation)
         except _WrongError as wrong:
@@ -117,10 +117,12 @@ class _Rehearsed:
             raise InputError(f"schedule {self.schedule.name}: {where}: {wrong}") from None
 
     def end(self) -> None:
-        """What must not be left."""
+        """Check that nothing is left over."""
         for worker, live in enumerate(self._live):
             for stage, microbatch in live:
-                self._left(f"worker {worker} never ends the backward pass of stage {stage} for microbatch {microbatch}")
+                self._left(
+                    f"worker {worker} never finishes the backward pass of stage {stage} for microbatch {microbatch}"
+                )
         for (worker, stage), gradients in self._gradients.items():
             if gradients:
                 self._left(f"worker {worker} never updates stage {stage} with its last {gradients} gradients")
@@ -129,19 +131,19 @@ class _Rehearsed:
         raise InputError(f"schedule {self.schedule.name}: {what}: add the missing operation")
 
     def _take(self, worker: int, operation: Operation) -> None:
-        """Use what a stage needs from the one next to it."""
+        """Consume what a stage needs from its neighbour."""
         value = receive_before(operation, self.schedule.stages)
         if value is None:
             return
         key = (value.peer, value.stage, value.microbatch)
         maker = self._owner[value.peer, value.microbatch]
         way = "computed by this worker" if maker == worker else f"received from worker {maker}"
-        missing = f"what it needs from stage {value.peer} is missing: it has to be {way} before"
+        missing = f"what it needs from stage {value.peer} is missing: it must be {way} first"
         _need(key in self._there[worker], missing)
         self._there[worker].remove(key)
 
     def _give(self, worker: int, operation: Operation) -> None:
-        """Make what the next stage needs."""
+        """Produce what the neighbouring stage needs."""
         value = send_after(operation, self.schedule.stages)
         if value is not None:
             here = self._owner[value.peer, value.microbatch] == worker
@@ -150,7 +152,7 @@ class _Rehearsed:
     def _forward(self, worker: int, operation: Operation) -> bool:
         _, stage, microbatch, version, _ = operation
         made = self._updates[worker, stage]
-        _need((stage, microbatch) not in self._forwards, "this worker has done it already: do it once")
+        _need((stage, microbatch) not in self._forwards, "this worker has done it already")
         self._forwards.add((stage, microbatch))
         _need(0 <= version <= made, f"there is no version {version} of its weights yet, only 0 to {made}")
         self._take(worker, operation)
@@ -160,12 +162,12 @@ class _Rehearsed:
         return True
 
     def _begun(self, worker: int, operation: Operation, by: Kind) -> tuple[int, int]:
-        """The microbatch and stage that an operation goes on with."""
+        """The stage and microbatch that an operation continues."""
         _, stage, microbatch, version, _ = operation
         before = self._live[worker].get((stage, microbatch))
         if before is None or before.kind != by:
-            raise _WrongError(f"its {by.name.lower()} pass on this worker has to come before, once")
-        _need(version == before.version, f"it names version {version}, its forward pass used {before.version}")
+            raise _WrongError(f"its {by.name.lower()} pass on this worker must come before it, once")
+        _need(version == before.version, f"it names version {version}, but its forward pass used {before.version}")
         return stage, microbatch
 
     def _backward(self, worker: int, operation: Operation) -> bool:
@@ -184,12 +186,12 @@ class _Rehearsed:
     def _end(self, worker: int, begun: tuple[int, int]) -> None:
         del self._live[worker][begun]
         self._gradients[worker, begun[0]] += 1
-        self._apart[worker, begun[0]] += 1
+        self._unreduced[worker, begun[0]] += 1
 
     def _send(self, worker: int, operation: Operation) -> bool:
         key = (operation.stage, operation.peer, operation.microbatch)
-        there = "there is nothing to send: it has to be computed before, sent once, and to another worker"
-        _need(key in self._made[worker], there)
+        reason = "there is nothing to send: a value must be computed first, sent once, and to another worker"
+        _need(key in self._made[worker], reason)
         self._made[worker].remove(key)
         self._under_way[worker, self._owner[operation.peer, operation.microbatch]].append(key)
         return True
@@ -204,31 +206,31 @@ class _Rehearsed:
             return False
         stage, peer, microbatch = values[0]
         other = f"microbatch {microbatch} of stage {stage} for stage {peer}"
-        _need(values[0] == key, f"worker {maker} has sent {other} first: receive in the order of sending")
+        _need(values[0] == key, f"worker {maker} sends {other} first: receive in the order of sending")
         self._there[worker].add(values.popleft())
         return True
 
     def _reduce(self, worker: int, operation: Operation) -> bool:
         stage = operation.stage
         _need(self._holders[stage] > 1, "no other worker holds this stage")
-        found = self._meetings.come(stage, worker, (self._updates[worker, stage], self._apart[worker, stage]))
+        found = self._reductions.arrive(stage, worker, (self._updates[worker, stage], self._unreduced[worker, stage]))
         if found is None:
             return False
         _need(len({updates for updates, _ in found}) == 1, "the workers of this stage have not made the same updates")
         _need(any(gradients for _, gradients in found), "there is no gradient since the last one")
-        self._apart[worker, stage] = 0
+        self._unreduced[worker, stage] = 0
         self._gradients[worker, stage] = max(1, self._gradients[worker, stage])
         return True
 
     def _update(self, worker: int, operation: Operation) -> bool:
         key = (worker, operation.stage)
-        _need(operation.version == self._updates[key] + 1, f"it should make version {self._updates[key] + 1}")
+        _need(operation.version == self._updates[key] + 1, f"it must make version {self._updates[key] + 1}")
         _need(self._gradients[key] > 0, "there is no gradient since the last one")
         shared = self._holders[operation.stage] > 1
-        _need(not (shared and self._apart[key]), "other workers hold this stage: a reduce has to come before")
+        _need(not (shared and self._unreduced[key]), "other workers hold this stage: a reduce must come first")
         self._updates[key] += 1
         self._gradients[key] = 0
-        self._apart[key] = 0
+        self._unreduced[key] = 0
         return True
 
 
@@ -245,10 +247,10 @@ def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
                 raise InputError(f"{where}: there is no such stage or microbatch {microbatch} among {size}")
             if kind == Kind.FORWARD and owner.setdefault((stage, microbatch), worker) != worker:
                 where = f"schedule {schedule.name}: {describe(worker, index, operation)}"
-                raise InputError(f"{where}: worker {owner[stage, microbatch]} does it already: do it once")
+                raise InputError(f"{where}: worker {owner[stage, microbatch]} performs it already")
     for stage in range(schedule.stages):
         for microbatch in range(schedule.microbatches):
             if (stage, microbatch) not in owner:
                 what = f"the forward pass of stage {stage} for microbatch {microbatch}"
-                raise InputError(f"schedule {schedule.name}: no worker does {what}: give it to one")
+                raise InputError(f"schedule {schedule.name}: no worker performs {what}: assign it")
     return owner

@@ -1,4 +1,4 @@
-"""Pipelines whose stages are held by different numbers of workers (PipeDream, Harlap et al. 2018, section 3.1).
+"""Pipelines whose stages have different numbers of workers (PipeDream, Harlap et al. 2018, section 3.1).
 
 A slow stage gets more workers, each with a contiguous share of the microbatches. Stage 0, twice as slow as stage 1, on
 two workers; four microbatches::
@@ -7,10 +7,10 @@ two workers; four microbatches::
     1  F2--- F3---             B2---------       B3---------
     2        F0 B0--- F2 B2--- F1 B1--- F3 B3---
 
-Stage 1 takes the microbatches as they come, here 0, 2, 1, 3: of each run of microbatches that has the same worker in
-every stage in order. (In increasing order all replicas but one would wait, and be useless.) The order is found by going
-through the step: a forward pass of a stage with r workers takes r units, a backward pass 2 r; who is free does the next
-pass that is ready, in 1F1B a backward pass if there is one.
+Stage 1 takes the microbatches as they come, here 0, 2, 1, 3; within a run of microbatches that has the same worker in
+every stage, in order. (In increasing order all replicas but one would wait.) The order is found by simulating the step:
+a forward pass of a stage with r workers takes r units, a backward pass 2 r. A free worker does the next pass that is
+ready, in 1F1B a backward pass if there is one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...
     check_at_least(1, stages=stages)
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
     if len(counts) != stages:
-        raise ConfigError(f"replicas {counts} are those of {len(counts)} stages, not of {stages}: name one for each")
+        raise ConfigError(
+            f"replicas {counts} are those of {len(counts)} stages, not of {stages}: give one for each stage"
+        )
     check_at_least(1, replicas=min(counts))
     return counts
 
@@ -43,7 +45,7 @@ def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
 
     Args:
         counts: the number of workers of each stage.
-        microbatches: how many go through the pipeline.
+        microbatches: the number that goes through the pipeline.
 
     >>> runs((2, 3), 6)
     (range(0, 2), range(2, 3), range(3, 4), range(4, 6))
@@ -53,31 +55,31 @@ def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
 
 
 def forwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
-    """What each worker computes by GPipe: all its forward passes, then all its backward passes."""
-    return _Step(counts, microbatches, most=None).orders()
+    """The order of each worker in GPipe: all its forward passes, then all its backward passes."""
+    return _Simulation(counts, microbatches, most=None).orders()
 
 
 def backwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
-    """What each worker computes by 1F1B, with as few microbatches under way as do not make the step longer.
+    """The order of each worker in 1F1B, with the fewest microbatches in flight that do not make the step longer.
 
-    A worker has at least as many under way as there are workers from its stage on for each of its replicas.
+    A worker has at least as many in flight as there are workers from its stage on, per replica of it.
     """
     least = [-(-sum(counts[stage:]) // counts[stage]) for stage in range(len(counts))]
-    units = _Step(counts, microbatches, [microbatches] * len(counts)).units
-    steps = (_Step(counts, microbatches, [each + more for each in least]) for more in range(microbatches + 1))
+    units = _Simulation(counts, microbatches, [microbatches] * len(counts)).units
+    steps = (_Simulation(counts, microbatches, [each + more for each in least]) for more in range(microbatches + 1))
     return next(step.orders() for step in steps if step.units <= units)
 
 
 @dataclass
 class _Worker:
-    """A worker while the step is gone through.
+    """A worker in the simulation.
 
     Attributes:
         stage: the one it holds.
         runs: its share of the microbatches.
-        done: how many passes it has begun, of each kind and run.
-        free: when it has done what it does.
-        order: what it has begun.
+        done: the number of passes it has begun, of each kind and run.
+        free: when it has finished its current pass.
+        order: the passes it has begun.
     """
 
     stage: int
@@ -87,12 +89,12 @@ class _Worker:
     order: Order = field(default_factory=list)
 
     def next(self, kind: Kind) -> list[int]:
-        """The microbatches that may be next, one of each run; first those of the runs that are behind."""
+        """The next microbatch of each run; the runs that are furthest behind come first."""
         runs = [(done, run) for done, run in zip(self.done[kind], self.runs, strict=True) if done < len(run)]
         return [run[done] for done, run in sorted(runs, key=lambda one: one[0] / len(one[1]))]
 
     def begun(self, kind: Kind) -> int:
-        """How many passes it has begun."""
+        """The number of passes it has begun."""
         return sum(self.done[kind])
 
     def begin(self, kind: Kind, microbatch: int, end: int) -> None:
@@ -103,13 +105,13 @@ class _Worker:
             self.done[kind][place] += microbatch in run
 
 
-class _Step:
-    """A step, gone through in units.
+class _Simulation:
+    """A simulation of the step, in units.
 
     Args:
         counts: the number of workers of each stage.
-        microbatches: how many go through the pipeline.
-        most: how many may be under way in a worker of each stage; none: all, but no backward pass before them.
+        microbatches: the number that goes through the pipeline.
+        most: how many may be in flight in a worker of each stage; none: all of them, before the first backward pass.
     """
 
     def __init__(self, counts: Sequence[int], microbatches: int, most: Sequence[int] | None) -> None:
@@ -125,16 +127,16 @@ class _Step:
         while len(self._ends) < 2 * len(counts) * microbatches:
             for worker in self._workers:
                 if worker.free <= now:
-                    self._go_on(worker, now)
+                    self._advance(worker, now)
             now = min(worker.free for worker in self._workers if worker.free > now)
         self.units = max(self._ends.values())
 
     def orders(self) -> list[Order]:
-        """What each worker has done."""
+        """The order of each worker."""
         return [worker.order for worker in self._workers]
 
-    def _go_on(self, worker: _Worker, now: int) -> None:
-        """A free worker begins what is ready."""
+    def _advance(self, worker: _Worker, now: int) -> None:
+        """Let a free worker begin a pass that is ready."""
         for kind in (Kind.BACKWARD, Kind.FORWARD):
             for microbatch in self._allowed(worker, kind):
                 if all(self._ends.get(need, now + 1) <= now for need in self._needs(kind, worker.stage, microbatch)):
@@ -144,15 +146,15 @@ class _Step:
                     return
 
     def _allowed(self, worker: _Worker, kind: Kind) -> list[int]:
-        under_way = worker.begun(Kind.FORWARD) - worker.begun(Kind.BACKWARD)
+        in_flight = worker.begun(Kind.FORWARD) - worker.begun(Kind.BACKWARD)
         if self._most is None:
             allowed = kind == Kind.FORWARD or not worker.next(Kind.FORWARD)
         else:
-            allowed = kind == Kind.BACKWARD or under_way < self._most[worker.stage]
+            allowed = kind == Kind.BACKWARD or in_flight < self._most[worker.stage]
         return worker.next(kind) if allowed else []
 
     def _needs(self, kind: Kind, stage: int, microbatch: int) -> list[tuple[Kind, int, int]]:
-        """What must be done before."""
+        """The passes that must be done first."""
         if kind == Kind.FORWARD:
             return [(kind, stage - 1, microbatch)] if stage else []
         later = [(kind, stage + 1, microbatch)] if stage < len(self._counts) - 1 else []

@@ -1,4 +1,4 @@
-"""Who computes which microbatch, and how many samples each has: pure functions of whole numbers."""
+"""Shares of workers and sizes of microbatches: pure functions of whole numbers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ DEFAULT_MICROBATCHES = 8
 def default_microbatches(batch: int) -> int:
     """Eight, or the largest power of two that leaves each microbatch a sample.
 
-    Eight gives 2, 4 and 8 workers equal shares and every worker count up to eight a share at all, and keeps each
-    microbatch large enough to be computed fast. The number must not depend on the workers: it decides the bits.
+    Eight gives equal shares to 2, 4 and 8 workers, a share to each of up to eight, and microbatches large enough to be
+    computed fast. The number must not depend on the workers: it affects the bits.
     """
     return min(DEFAULT_MICROBATCHES, 1 << (batch.bit_length() - 1))
 
@@ -32,7 +32,7 @@ def even(total: int, parts: int) -> tuple[range, ...]:
 def microbatches(samples: int, batch: int, parts: int) -> tuple[range, ...]:
     """Cut a batch of ``samples`` into microbatches, each a range of places in the batch.
 
-    A full batch has ``parts`` of them. A short last batch (``samples < batch``) has fewer, so that its microbatches
-    are about as large as the others: tiny ones would be slow and would spoil batch statistics.
+    A full batch has ``parts`` of them. A short last batch (``samples < batch``) has fewer, of about the same size: tiny
+    microbatches would be slow and would spoil batch statistics.
     """
     return even(samples, -(-samples * parts // batch))

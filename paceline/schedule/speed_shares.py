@@ -1,7 +1,7 @@
-"""How fast each worker is, and the shares of a step that fit: whole numbers from measured seconds, no clock.
+"""Shares in proportion to the speed of each worker: whole numbers from measured seconds, no clock.
 
-Shares follow the median of several steps, and change only where that is clearly worth it: cut anew after each step
-they would chase every hiccup, and a worker slow for a single step would make two steps slow.
+Shares follow the median of several steps, and change only where that is clearly worth it. Recomputed after each step
+they would chase noise, and a worker that is slow in one step would make two steps slow.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ from statistics import median
 from paceline.schedule.shares import even
 
 WINDOW = 7
-"""Steps of which the median is taken."""
+"""Steps in the median."""
 _LEAST = 4
-"""Steps to be seen before shares change for the first time."""
+"""Steps measured before the first change."""
 _WORTH = 1.03
-"""The step must get so many times faster by the change."""
+"""A change must make the step faster by this factor."""
 
 
 class SpeedShares:
-    """The pace of each worker, and the shares that follow from it.
+    """The speed of each worker, and the shares that follow from it.
 
     Args:
-        workers: how many there are.
-        total: microbatches of a whole step.
+        workers: the number of workers.
+        total: microbatches of a full step.
         fits: whether shares follow the speed; else they are even.
     """
 
     def __init__(self, workers: int, total: int, fits: bool) -> None:
-        self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(workers)]
+        self._measured: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(workers)]
         self._total = total
         self._fits = fits
         self.counts = tuple(map(len, even(total, workers)))
 
     def observe(self, seconds: Sequence[float], counts: Sequence[int]) -> bool:
-        """What a step has shown: how long each worker computed, and how many microbatches.
+        """Add the measurements of a step: how long each worker computed, and how many microbatches.
 
         Returns:
             whether the shares change.
         """
-        for seen, spent, count in zip(self._seen, seconds, counts, strict=True):
+        for measured, spent, count in zip(self._measured, seconds, counts, strict=True):
             if count:
-                seen.append(spent / count)
-        if not self._fits or min(map(len, self._seen)) < _LEAST:
+                measured.append(spent / count)
+        if not self._fits or min(map(len, self._measured)) < _LEAST:
             return False
         fitting = fit_counts(self._total, self.seconds())
         if _slowest(self.counts, self.seconds()) <= _WORTH * _slowest(fitting, self.seconds()):
@@ -54,11 +54,11 @@ class SpeedShares:
         return True
 
     def seconds(self) -> list[float]:
-        """Seconds for a microbatch, of each worker; 0 for one that has not been seen yet."""
-        return [median(seen) if seen else 0.0 for seen in self._seen]
+        """Seconds per microbatch of each worker; 0 before its first measurement."""
+        return [median(measured) if measured else 0.0 for measured in self._measured]
 
     def shares(self, total: int) -> tuple[range, ...]:
-        """The contiguous shares of so many microbatches, in the order of ranks; fewer in proportion."""
+        """The contiguous shares of ``total`` microbatches, in rank order; a short step in proportion."""
         if total == self._total:
             return contiguous(self.counts)
         if not all(self.counts):
@@ -67,13 +67,13 @@ class SpeedShares:
 
 
 def fit_counts(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """How many microbatches each worker takes so that the last one ends as early as possible.
+    """How many microbatches each worker takes, so that the last one finishes as early as possible.
 
     >>> fit_counts(12, [1.0, 1.0, 2.0, 2.0])
     (4, 4, 2, 2)
     """
     counts = [0] * len(seconds)
-    ends = [(each, worker) for worker, each in enumerate(seconds)]  # of each worker, with one more than it has
+    ends = [(each, worker) for worker, each in enumerate(seconds)]  # when each worker would end with one more
     heapify(ends)
     for _ in range(total):
         worker = ends[0][1]
@@ -96,4 +96,4 @@ def contiguous(counts: Sequence[int]) -> tuple[range, ...]:
 
 
 def _slowest(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    return max(count * pace for count, pace in zip(counts, seconds, strict=True))
+    return max(count * each for count, each in zip(counts, seconds, strict=True))

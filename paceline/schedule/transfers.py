@@ -1,13 +1,13 @@
-"""From the order in which workers compute to a whole schedule: what they send, receive, reduce and update.
+"""Complete a schedule from the order in which workers compute: sends, receives, reductions and updates.
 
 ::
 
     worker 0, holds stage 0     F0          F1                      B0          B1          U0
     becomes                     F0 s0>      F1 s1>      r0<         B0    r1<   B1          U0
 
-A value is sent right after the operation that made it, and received right before the one that needs it. Between two
-workers values arrive in the order in which they were sent; where they are needed in another order, a worker receives
-what was sent first earlier. That never makes it wait longer: what it is about to need comes later still.
+A value is sent right after the operation that makes it, and received right before the one that needs it. Values arrive
+in the order of sending. Where two are needed in another order, the one sent first is received earlier than needed; that
+adds no waiting, as the value needed next arrives later still.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.shares import even
 
 Order = list[Operation]
-"""What one worker computes, in order."""
+"""The operations of one worker, in order."""
 
 GRADIENT = (Kind.BACKWARD, Kind.INPUT)
-"""The operations that make the gradient for the input of their stage."""
+"""The operations that produce the gradient for the input of their stage."""
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Check what a schedule is asked for.
+    """Check arguments of a schedule.
 
     Raises:
-        ConfigError: a value is smaller, or no whole number.
+        ConfigError: a value is smaller, or not a whole number.
     """
     for name, value in values.items():
         if not isinstance(value, int):
@@ -42,7 +42,7 @@ def check_at_least(least: int, **values: int) -> None:
 
 
 def receive_before(operation: Operation, stages: int) -> Operation | None:
-    """What a stage must have received before an operation, if the stage next to it is another worker's."""
+    """The receive that an operation needs, if the neighbouring stage is on another worker."""
     kind, stage, microbatch = operation[:3]
     if kind == Kind.FORWARD and stage > 0:
         return Operation(Kind.RECEIVE, stage, microbatch, peer=stage - 1)
@@ -52,7 +52,7 @@ def receive_before(operation: Operation, stages: int) -> Operation | None:
 
 
 def send_after(operation: Operation, stages: int) -> Operation | None:
-    """What a stage sends after an operation, if the stage next to it is another worker's."""
+    """The send that follows an operation, if the neighbouring stage is on another worker."""
     kind, stage, microbatch = operation[:3]
     if kind == Kind.FORWARD and stage < stages - 1:
         return Operation(Kind.SEND, stage, microbatch, peer=stage + 1)
@@ -62,7 +62,7 @@ def send_after(operation: Operation, stages: int) -> Operation | None:
 
 
 def with_transfers(order: Sequence[Operation], stages: int) -> Order:
-    """Each operation with what it receives and sends, of a worker that holds a single stage."""
+    """Add the receives and sends of a worker with a single stage."""
     around = ((receive_before(one, stages), one, send_after(one, stages)) for one in order)
     return [operation for group in around for operation in group if operation is not None]
 
@@ -70,19 +70,19 @@ def with_transfers(order: Sequence[Operation], stages: int) -> Order:
 def replicated_orders(
     order: Callable[[int, int], Order], workers: int, microbatches: int, replicas: int
 ) -> list[Order]:
-    """Several equal pipelines, each with a share of the microbatches.
+    """The orders of several equal pipelines, each with a share of the microbatches.
 
     Args:
-        order: what the worker at a place of a pipeline computes for so many microbatches.
+        order: the operations of a worker, given its place in the pipeline and the number of microbatches.
         workers: of one pipeline.
         microbatches: of all pipelines.
         replicas: how many pipelines.
 
     Returns:
-        the orders of all workers, those at the same place next to each other.
+        the orders of all workers; those at the same place are neighbours.
 
     Raises:
-        ConfigError: no such pipeline.
+        ConfigError: no replicas, or fewer microbatches than replicas.
     """
     check_at_least(1, replicas=replicas)
     check_at_least(replicas, microbatches=microbatches)
@@ -94,21 +94,21 @@ def replicated_orders(
     ]
 
 
-class _Place(NamedTuple):
-    """An operation in the orders."""
+class _Position(NamedTuple):
+    """The position of an operation in the orders."""
 
     worker: int
     at: int
 
 
 def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
-    """A synchronous schedule from what each worker computes: one update at the end.
+    """Build a synchronous schedule from the order of each worker, with one update at the end.
 
     Args:
         name: of the algorithm.
-        stages: into how many parts the model is cut.
-        microbatches: how many go through the pipeline.
-        orders: of each worker; each stage and microbatch once.
+        stages: the number of stages.
+        microbatches: the number that goes through the pipeline.
+        orders: of all workers, with each stage and microbatch once.
     """
     receives, sends = _transfers(stages, orders)
     holders = [{one.stage for one in order} for order in orders]
@@ -116,9 +116,9 @@ def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[O
     for worker, order in enumerate(orders):
         operations: Order = []
         for index, operation in enumerate(order):
-            operations += receives.get(_Place(worker, index), [])
+            operations += receives.get(_Position(worker, index), [])
             operations.append(operation)
-            operations += sends.get(_Place(worker, index), [])
+            operations += sends.get(_Position(worker, index), [])
         held = sorted(holders[worker])
         operations += [Operation(Kind.REDUCE, one) for one in held if sum(one in other for other in holders) > 1]
         operations += [Operation(Kind.UPDATE, one, version=1) for one in held]
@@ -126,13 +126,13 @@ def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[O
     return Schedule(name, stages, microbatches, tuple(workers))
 
 
-def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Place, Order], dict[_Place, Order]]:
-    """What is received before, and sent after, each operation."""
+def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Position, Order], dict[_Position, Order]]:
+    """The receives before, and the sends after, each operation."""
     needed = _needed(stages, orders)
-    receives: dict[_Place, Order] = {}
-    sends: dict[_Place, Order] = {}
+    receives: dict[_Position, Order] = {}
+    sends: dict[_Position, Order] = {}
     for worker, order in enumerate(orders):
-        # Of each other worker: before which of its operations it receives what was sent after the one looked at.
+        # Of each other worker: the operation before which it receives the values sent after this one.
         first: dict[int, int] = {}
         for index in range(len(order) - 1, -1, -1):
             one = send_after(order[index], stages)
@@ -141,19 +141,19 @@ def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Place, Order
             place = needed[one.peer, one.stage, one.microbatch]
             if place.worker == worker:
                 continue
-            sends[_Place(worker, index)] = [one]
+            sends[_Position(worker, index)] = [one]
             first[place.worker] = min(place.at, first.get(place.worker, place.at))
-            before = receives.setdefault(_Place(place.worker, first[place.worker]), [])
+            before = receives.setdefault(_Position(place.worker, first[place.worker]), [])
             before.insert(0, Operation(Kind.RECEIVE, one.peer, one.microbatch, peer=one.stage))
     return receives, sends
 
 
-def _needed(stages: int, orders: Sequence[Order]) -> dict[tuple[int, int, int], _Place]:
-    """Which operation needs a value that a stage gets from another one for a microbatch."""
+def _needed(stages: int, orders: Sequence[Order]) -> dict[tuple[int, int, int], _Position]:
+    """The operation that needs the value of a stage, from another stage, for a microbatch."""
     needed = {}
     for worker, order in enumerate(orders):
         for index, operation in enumerate(order):
             value = receive_before(operation, stages)
             if value is not None:
-                needed[value.stage, value.peer, value.microbatch] = _Place(worker, index)
+                needed[value.stage, value.peer, value.microbatch] = _Position(worker, index)
     return needed

@@ -8,8 +8,8 @@ microbatches ``j * 2**k`` to ``(j + 1) * 2**k - 1``, as far as they exist. Eight
     level 1      (1,0)   (1,1)     (1,2)   (1,3)
     level 0       0  1    2  3      4  5    6  7
 
-Floating-point sums depend on the order of additions. This tree fixes the order by the microbatches alone: whoever
-computes the leaves, the sum has the same bits.
+Floating-point sums depend on the order of additions. The tree fixes that order by the microbatches alone: the sum has
+the same bits whoever computes the leaves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree; its sum belongs to microbatches ``place * 2**level`` and the following."""
+    """A node of the tree: the sum of microbatches ``place * 2**level`` to ``(place + 1) * 2**level - 1``."""
 
     level: int
     place: int
@@ -33,12 +33,12 @@ def first_of(node: Node) -> int:
 
 
 def sibling_of(node: Node) -> Node:
-    """The node that has the same parent."""
+    """The node with the same parent."""
     return Node(node.level, node.place ^ 1)
 
 
 def parent_of(node: Node) -> Node:
-    """The node of which this one is a half."""
+    """The parent of a node."""
     return Node(node.level + 1, node.place >> 1)
 
 
@@ -78,7 +78,7 @@ def whole_nodes(share: range) -> list[Node]:
 
 
 def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T], T]) -> None:
-    """Put the next node on the stack and add up what is complete: a binary counter.
+    """Push the next node on the stack, and add complete pairs: a binary counter.
 
     ``add(left, right)`` returns the sum of two neighbours. The stack never holds more than one value per level.
     """
@@ -90,7 +90,7 @@ def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T]
 
 
 def merges(stack: Sequence[Node], node: Node) -> int:
-    """How many of the topmost nodes of the stack the next node will be added to."""
+    """The number of additions that pushing a node will make."""
     count = 0
     while count < len(stack) and _are_siblings(stack[-1 - count], node):
         node = Node(node.level + 1, node.place >> 1)
@@ -103,10 +103,10 @@ def _are_siblings(left: Node, right: Node) -> bool:
 
 
 def total(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> T:
-    """The sum of all microbatches from the nodes that cover them, given from left to right.
+    """The sum of all microbatches, from the nodes that cover them, left to right.
 
-    The right edge of the tree may be incomplete (the number of microbatches is no power of two): a node without a
-    right sibling passes up unchanged, which is what folding the counter from the right does.
+    The right edge of the tree may be incomplete (the number of microbatches is not a power of two): a node without a
+    right sibling passes up unchanged, which folding the counter from the right does.
     """
     stack: list[tuple[Node, T]] = []
     for node, value in nodes:

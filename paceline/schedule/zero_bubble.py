@@ -28,7 +28,7 @@ from paceline.schedule.transfers import Order, build_schedule, check_at_least, r
 
 
 def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
-    """ZB-H1: 1F1B whose later stages put off the gradients for the weights, stage s by s microbatches.
+    """ZB-H1: 1F1B whose later stages delay the gradients for the weights, stage s by s microbatches.
 
     Args:
         stages: workers of one pipeline.

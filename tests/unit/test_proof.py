@@ -155,22 +155,22 @@ def test_a_schedule_that_a_person_wrote() -> None:
     "first, second, said",
     [
         (FIRST, "F0 r0> B0 s0< r1> F1 B1 s1< U:1", r"worker 1, operation 0 \(forward of stage 1 for microbatch 0\)"),
-        (FIRST, "F0 r0> B0 s0< r1> F1 B1 s1< U:1", "from stage 0 is missing: it has to be received from worker 0"),
-        (FIRST, "r1> F1 B1 s1< r0> F0 B0 s0< U:1", "worker 0 has sent microbatch 0 of stage 0 for stage 1 first"),
+        (FIRST, "F0 r0> B0 s0< r1> F1 B1 s1< U:1", "from stage 0 is missing: it must be received from worker 0"),
+        (FIRST, "r1> F1 B1 s1< r0> F0 B0 s0< U:1", "worker 0 sends microbatch 0 of stage 0 for stage 1 first"),
         ("F0 s0> r0< B0 F1 s1> r1< B1 U:1", "r0> F0 r1> F1 B0 s0< B1 s1< U:1", "a deadlock.*worker 0.*worker 1"),
         ("F0 s0> F1 s1> B0 r0< r1< B1 U:1", SECOND, r"operation 4 \(backward of stage 0 for microbatch 0\)"),
-        ("B0 F0 s0> F1 s1> r0< r1< B1 U:1", SECOND, "its forward pass on this worker has to come before"),
-        (FIRST, "r0> F0 W0 I0 s0< r1> F1 B1 s1< U:1", "its input pass on this worker has to come before"),
+        ("B0 F0 s0> F1 s1> r0< r1< B1 U:1", SECOND, "its forward pass on this worker must come before"),
+        (FIRST, "r0> F0 W0 I0 s0< r1> F1 B1 s1< U:1", "its input pass on this worker must come before"),
         ("s0> F0 F1 s1> r0< B0 r1< B1 U:1", SECOND, "there is nothing to send"),
         ("F0 s0> s0> F1 s1> r0< B0 r1< B1 U:1", SECOND, "there is nothing to send"),
         ("F0 s0> F1 s1> r0< B0 r1< B1", SECOND, "worker 0 never updates stage 0 with its last 2 gradients"),
-        ("F0 s0> F1 s1> r0< B0 r1< U:1", SECOND, "never ends the backward pass of stage 0 for microbatch 1"),
-        ("F0 s0> F1 s1> r0< B0 r1< B1 U:2", SECOND, "it should make version 1"),
+        ("F0 s0> F1 s1> r0< B0 r1< U:1", SECOND, "never finishes the backward pass of stage 0 for microbatch 1"),
+        ("F0 s0> F1 s1> r0< B0 r1< B1 U:2", SECOND, "it must make version 1"),
         ("F0 s0> F1 s1> r0< B0 r1< B1 U:1 U:2", SECOND, "there is no gradient since the last one"),
         ("F0 s0> F1 s1> r0< B0 r1< B1 +: U:1", SECOND, "no other worker holds this stage"),
         ("F0 s0> F1 s1> r0< B0 r1< B1 r2< U:1", SECOND, "no such stage or microbatch 2"),
         ("F0 F0 s0> F1 s1> r0< B0 r1< B1 U:1", SECOND, "this worker has done it already"),
-        ("F0 s0> r0< B0 U:1", SECOND, "no worker does the forward pass of stage 0 for microbatch 1"),
+        ("F0 s0> r0< B0 U:1", SECOND, "no worker performs the forward pass of stage 0 for microbatch 1"),
         ("r0> F0 s0> F1 s1> r0< B0 r1< B1 U:1", SECOND, "nothing is sent to this stage"),
     ],
 )
@@ -194,7 +194,7 @@ def test_replicas_make_the_same_updates() -> None:
 
 def test_replicas_reduce_what_is_new() -> None:
     found(alike("F0 B0 F1 B1 + + U:1", "F2 B2 F3 B3 + + U:1"), "there is no gradient since the last one")
-    found(alike("F0 B0 + F1 B1 U:1", "F2 B2 + F3 B3 U:1"), "a reduce has to come before")
+    found(alike("F0 B0 + F1 B1 U:1", "F2 B2 + F3 B3 U:1"), "a reduce must come first")
 
 
 def test_replicas_reduce_in_the_same_order_and_before_they_update() -> None:
@@ -208,7 +208,7 @@ def test_replicas_reduce_in_the_same_order_and_before_they_update() -> None:
     without = right
     for worker, operations in enumerate(right.workers):
         without = changed(without, worker, [one for one in operations if one.kind != Kind.REDUCE])
-    found(without, "other workers hold this stage: a reduce has to come before")
+    found(without, "other workers hold this stage: a reduce must come first")
 
 
 def test_the_older_version_of_a_forward_pass_must_be_that_of_its_backward_pass() -> None:
@@ -216,4 +216,4 @@ def test_the_older_version_of_a_forward_pass_must_be_that_of_its_backward_pass()
     operations = [*right.workers[1]]
     index = next(at for at, one in enumerate(operations) if one.kind == Kind.FORWARD and one.version == 2)
     operations[index] = operations[index]._replace(version=1)
-    found(changed(right, 1, operations), "it names version 2, its forward pass used 1")
+    found(changed(right, 1, operations), "it names version 2, but its forward pass used 1")
