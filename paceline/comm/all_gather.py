@@ -68,10 +68,10 @@ class _SharedBlocks:
     before they did.
     """
 
-    def __init__(self, memory: SharedMemory, size: int) -> None:
-        self._memory = memory
-        self._blocks = memory.share(size), memory.share(size)
-        self._flag = memory.reserve(1)
+    def __init__(self, shared_memory: SharedMemory, size: int) -> None:
+        self._shared_memory = shared_memory
+        self._blocks = shared_memory.share(size), shared_memory.share(size)
+        self._flag = shared_memory.reserve(1)
         self._written = 0
 
     def write(self, rank: int, own: torch.Tensor) -> int:
@@ -79,12 +79,12 @@ class _SharedBlocks:
         self._written += 1
         block = self._blocks[self._written % 2][rank]
         torch.frombuffer(block, dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))
-        self._memory.announce(self._flag, self._written)
+        self._shared_memory.announce(self._flag, self._written)
         return self._written
 
     def read(self, example: torch.Tensor, number: int) -> list[torch.Tensor]:
         """Copy what each worker wrote, once all have."""
-        self._memory.wait(self._flag, number)
+        self._shared_memory.wait(self._flag, number)
         count = example.numel()
         return [
             torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone()

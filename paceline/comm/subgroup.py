@@ -22,8 +22,6 @@ class Subgroup:
         size: of the team.
     """
 
-    memory = None
-
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
         self._world = world
         self.ranks = tuple(ranks)

@@ -29,8 +29,8 @@ PENDING, LEAVING = 1, 2
 
 _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 31) - 1
-_WITHIN = ("start", "sharing memory", "step")
-"""Where workers compare notes inside something else in which they meet."""
+_WITHIN = ("start", "step")
+"""Gathers inside something else that is recorded."""
 _GRACE_SECONDS = 1.0
 """For torch to notice by itself that the time is up."""
 
@@ -100,7 +100,7 @@ class World(Waiting):
             self._come_together(view)
             recorder = self._record_calls()
             if self.shared_memory is not None:  # nobody may read what another one posted in an earlier view
-                self.shared_memory.exchange(b"")
+                self.shared_memory.all_gather(b"")
             self.recorder = recorder
 
     def _come_together(self, view: Membership) -> None:
@@ -134,7 +134,7 @@ class World(Waiting):
         self._group.leave()
 
     def arena_handle(self) -> tuple[int, str] | None:
-        """By what others on this machine find the memory that this worker shares."""
+        """By what others on this machine find the arena of this worker."""
         return self._own_arena().handle if can_share(self.device) else None
 
     def worker_ids(self, ranks: Sequence[int]) -> list[int]:
@@ -229,7 +229,7 @@ class World(Waiting):
 
     def _exchange(self, own: Any) -> list[Any]:
         if self.shared_memory is not None:
-            return [pickle.loads(letter) for letter in self.shared_memory.exchange(pickle.dumps(own))]
+            return [pickle.loads(message) for message in self.shared_memory.all_gather(pickle.dumps(own))]
         values: list[Any] = [None] * self.size
         with self.waiting_in_group(self.others, [], self.purpose):
             dist.all_gather_object(values, own)

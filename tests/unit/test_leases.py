@@ -25,7 +25,7 @@ class Scene:
         memory: Any = SimpleNamespace(
             share=lambda size: [self.table],
             lock=lambda: contextlib.nullcontext(),
-            exchange=lambda letter: None,
+            all_gather=lambda message: None,
             look=self._look,
         )
         monkeypatch.setattr(leases.time, "monotonic", lambda: self.now)

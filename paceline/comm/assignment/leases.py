@@ -84,12 +84,12 @@ def leases_for(world: World, microbatches: int) -> Leasing:
 class Leases:
     """Leases through shared memory: 20 us each."""
 
-    def __init__(self, world: World, memory: SharedMemory, microbatches: int) -> None:
+    def __init__(self, world: World, shared_memory: SharedMemory, microbatches: int) -> None:
         self._world = world
         self._size = world.size
         self._rank = world.rank
         columns = 3 * self._size
-        table = memoryview(memory.share(8 * (1 + columns + microbatches + 1 + 2 * self._size))[0])
+        table = memoryview(shared_memory.share(8 * (1 + columns + microbatches + 1 + 2 * self._size))[0])
         whole = table[: 8 * (1 + columns + microbatches)].cast("q")
         self._step = whole[:1]
         self._head = whole[1 : 1 + self._size]
@@ -100,18 +100,18 @@ class Leases:
         self._opened = clocks[:1]
         self._since = clocks[1 : 1 + self._size]
         self._pace = clocks[1 + self._size :]
-        self._lock = memory.lock()
+        self._lock = shared_memory.lock()
         self._shares: Sequence[range] = ()
         self._mine: list[float] = []
         self.asked = 0.0
-        self._memory = memory
+        self._shared_memory = shared_memory
         self._fresh = True
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         if self._fresh:  # what is in the table is not known
             if self._rank == 0:
                 self._step[0] = -1
-            self._memory.exchange(b"")
+            self._shared_memory.all_gather(b"")
             self._fresh = False
         self._shares = shares
         self._mine = []
@@ -224,7 +224,9 @@ class Leases:
     def _look(self, waited: float) -> None:
         """While this worker waits for what others will do faster: look whether they still can."""
         self._world.check()
-        self._memory.look([rank for rank in range(self._size) if rank != self._rank and self._held[rank]], waited)
+        self._shared_memory.look(
+            [rank for rank in range(self._size) if rank != self._rank and self._held[rank]], waited
+        )
 
 
 class StoreLeases:

@@ -105,18 +105,18 @@ class SingleQuorum:
 class SharedMemoryQuorum:
     """The set in shared memory: 10 us for each worker and step."""
 
-    def __init__(self, world: World, memory: SharedMemory) -> None:
+    def __init__(self, world: World, shared_memory: SharedMemory) -> None:
         size = world.size
         self._world = world
-        self._memory = memory
-        table = memoryview(memory.share(8 * (2 + 3 * size))[0]).cast("q")
+        self._shared_memory = shared_memory
+        table = memoryview(shared_memory.share(8 * (2 + 3 * size))[0]).cast("q")
         self._step = table[:1]
         self._count = table[1:2]
         self._owners = table[2 : 2 + size]  # 1 + the rank whose result counts for a group
         self._at = table[2 + size : 2 + 2 * size]  # 1 + the group that a worker computes
         self._begun = table[2 + 2 * size : 2 + 3 * size]  # the last step that a worker has begun
         self._last = -1
-        self._lock = memory.lock()
+        self._lock = shared_memory.lock()
         self._fresh = True
 
     def begin(self, step: int, groups: int, needed: int) -> None:
@@ -124,7 +124,7 @@ class SharedMemoryQuorum:
             self._begun[self._world.rank] = -1
             if self._world.rank == 0:
                 self._step[0] = -1
-            self._memory.exchange(b"")
+            self._shared_memory.all_gather(b"")
             self._fresh = False
         self._groups, self._needed = groups, needed
         with self._lock:
@@ -152,7 +152,9 @@ class SharedMemoryQuorum:
         return self._enough() or self._owners[group] != 0
 
     def wait(self, until: float | None = None) -> bool:
-        self._memory.until(lambda: self._enough() or (until is not None and time.monotonic() > until), self._awaited)
+        self._shared_memory.wait_until(
+            lambda: self._enough() or (until is not None and time.monotonic() > until), self._awaited
+        )
         return self._enough()
 
     def open_group(self) -> int | None:

@@ -115,17 +115,17 @@ class ClaimTable:
 class StepClaims:
     """The table of these workers, with a lock for changes; all of them make it together, then rank 0 begins it."""
 
-    def __init__(self, world: World, memory: SharedMemory) -> None:
+    def __init__(self, world: World, shared_memory: SharedMemory) -> None:
         self._world = world
-        self._memory = memory
+        self._shared_memory = shared_memory
         self._tables_at = 8 * (_WORDS + _WORDS_EACH * world.size)
         self._room = _HEAD.size + _PAIR.size * 4 * world.size
-        self._block = memory.share(self._tables_at + 2 * self._room)[0]
+        self._block = shared_memory.share(self._tables_at + 2 * self._room)[0]
         self._words = memoryview(self._block).cast("q")
         self._updates = [_WORDS + _WORDS_EACH * rank for rank in range(world.size)]
         self._busy, self._made = (self._updates[world.rank] + word for word in (_BUSY, _MADE))
         self._hasty = False
-        self._lock = memory.lock(self._look)
+        self._lock = shared_memory.lock(self._look)
 
     def begin(self, table: ClaimTable) -> None:
         """Start anew; only one worker does, while the others do nothing with the table."""
@@ -212,7 +212,9 @@ class StepClaims:
 
     def _is_updated(self) -> bool:
         """Whether a worker that can still do something makes an update."""
-        return any(self._words[word + _BUSY] and not self._memory.gone(rank) for rank, word in enumerate(self._updates))
+        return any(
+            self._words[word + _BUSY] and not self._shared_memory.gone(rank) for rank, word in enumerate(self._updates)
+        )
 
     def _look(self, ranks: list[int], waited: float) -> None:
         patient = waited <= _PATIENCE_SECONDS
@@ -220,7 +222,7 @@ class StepClaims:
             if not patient:
                 raise _TooLong
         elif not (self._words[self._made] and patient):  # else it must not part before the table says so
-            self._memory.look(ranks, waited)
+            self._shared_memory.look(ranks, waited)
             self._world.check()
 
     def _place(self, changes: int) -> int:

@@ -99,8 +99,8 @@ class SharedMemoryBoard:
 
     immediate = True
 
-    def __init__(self, memory: SharedMemory, rank: int) -> None:
-        self._blocks = memory.share(8 * KEPT[ALL] + sum(KEPT) * _BYTES)
+    def __init__(self, shared_memory: SharedMemory, rank: int) -> None:
+        self._blocks = shared_memory.share(8 * KEPT[ALL] + sum(KEPT) * _BYTES)
         self._marks = [memoryview(block).cast("q") for block in self._blocks]
         self._own = self._blocks[rank]
         self._own[:] = bytes(len(self._own))  # the block may have been used before

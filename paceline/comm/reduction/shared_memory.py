@@ -31,11 +31,11 @@ class SharedMemoryReduction(BucketedReduction):
     """
 
     def __init__(
-        self, world: World, memory: SharedMemory, tensors: list[torch.Tensor], events: EventLog, name: str
+        self, world: World, shared_memory: SharedMemory, tensors: list[torch.Tensor], events: EventLog, name: str
     ) -> None:
         super().__init__(world, tensors, events, name)
-        self._memory = memory
-        self._flag = memory.reserve(2 * len(self._buckets))
+        self._shared_memory = shared_memory
+        self._flag = shared_memory.reserve(2 * len(self._buckets))
         self._steps = 0
         self._seen: list[list[list[torch.Tensor]]] = [[] for _ in self._buckets]
         """For each bucket and each of its flats, that flat of every rank."""
@@ -47,7 +47,7 @@ class SharedMemoryReduction(BucketedReduction):
     def _add_flats(self, count: int) -> None:
         while len(self._buckets[0].flats) < count:
             sizes = [bucket.chunk * self._world.size * self._example(bucket).element_size() for bucket in self._buckets]
-            blocks = self._memory.share(sum(map(aligned, sizes)))
+            blocks = self._shared_memory.share(sum(map(aligned, sizes)))
             start = 0
             for bucket, size in zip(self._buckets, sizes, strict=True):
                 dtype, elements = self._example(bucket).dtype, bucket.chunk * self._world.size
@@ -57,10 +57,10 @@ class SharedMemoryReduction(BucketedReduction):
                 start += aligned(size)
 
     def _scatter(self, bucket: Bucket) -> None:
-        self._memory.announce(self._flag + 2 * bucket.index, self._steps)
+        self._shared_memory.announce(self._flag + 2 * bucket.index, self._steps)
 
     def _await_parts(self, bucket: Bucket) -> None:
-        self._memory.wait(self._flag + 2 * bucket.index, self._steps)
+        self._shared_memory.wait(self._flag + 2 * bucket.index, self._steps)
 
     def _part(self, bucket: Bucket, rank: int, place: int) -> torch.Tensor:
         return self._seen[bucket.index][place][rank][self._chunk(bucket, self._world.rank)]
@@ -70,7 +70,7 @@ class SharedMemoryReduction(BucketedReduction):
         for rank, flat in enumerate(self._seen[bucket.index][0]):
             if rank != self._world.rank:
                 flat[mine].copy_(mean)
-        self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
+        self._shared_memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
 
     def _await_means(self, bucket: Bucket) -> None:
-        self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps)
+        self._shared_memory.wait(self._flag + 2 * bucket.index + 1, self._steps)

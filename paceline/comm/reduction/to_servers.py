@@ -16,17 +16,17 @@ class PushReduction(SharedMemoryReduction):
 
     Args:
         world: the workers.
-        memory: that they share.
+        shared_memory: that they share.
         tensors: examples of what will be summed, in the order in which they become ready.
         homes: for each tensor the rank of its server.
         events: where to record each bucket.
     """
 
     def __init__(
-        self, world: World, memory: SharedMemory, tensors: list[torch.Tensor], homes: list[int], events: EventLog
+        self, world: World, shared_memory: SharedMemory, tensors: list[torch.Tensor], homes: list[int], events: EventLog
     ) -> None:
         self._homes = homes
-        super().__init__(world, memory, tensors, events, "pushes")
+        super().__init__(world, shared_memory, tensors, events, "pushes")
 
     def _split(self) -> list[list[int]]:
         return [
@@ -50,8 +50,8 @@ class PushReduction(SharedMemoryReduction):
                 self._check()
 
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
-        self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
+        self._shared_memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
 
     def _await_means(self, bucket: Bucket) -> None:
         """Until the server has read what this worker pushed, which the next step overwrites."""
-        self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps, ranks=(self._home(bucket),))
+        self._shared_memory.wait(self._flag + 2 * bucket.index + 1, self._steps, ranks=(self._home(bucket),))

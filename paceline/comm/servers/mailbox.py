@@ -29,19 +29,19 @@ class Mailbox:
     """One parcel of each worker; all workers make them together.
 
     Args:
-        memory: of the workers.
+        shared_memory: of the workers.
         examples: tensors like the gradients.
         words: bytes of the tensors that go along with the words.
     """
 
-    def __init__(self, memory: SharedMemory, examples: Sequence[torch.Tensor], words: int) -> None:
+    def __init__(self, shared_memory: SharedMemory, examples: Sequence[torch.Tensor], words: int) -> None:
         self._room = _WORDS_BYTES + 2 * words
         places, place = [], self._room
         for example in examples:
             places.append(place)
             place += aligned(example.nbytes)
-        self._blocks = memory.share(place)
-        self._answers = memory.share(_ANSWER.size * len(self._blocks))
+        self._blocks = shared_memory.share(place)
+        self._answers = shared_memory.share(_ANSWER.size * len(self._blocks))
         self._views = [
             [
                 view_of(block, start, example.dtype, example.shape)

@@ -57,7 +57,7 @@ class Shard:
     """A part of the state; all workers make it together, in the same order.
 
     Args:
-        memory: of the workers.
+        shared_memory: of the workers.
         model: whose buffers it holds.
         parameters: that it holds, by name.
         buffers: the names of the buffers that it holds.
@@ -67,7 +67,7 @@ class Shard:
 
     def __init__(
         self,
-        memory: SharedMemory,
+        shared_memory: SharedMemory,
         model: nn.Module,
         parameters: dict[str, nn.Parameter],
         buffers: Sequence[str],
@@ -85,7 +85,7 @@ class Shard:
         self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
         states = sum(_STATES * (aligned(value.nbytes) + 64) for value in self.parameters)
         self._size = -(-(self._states_at + states) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        self._block = memory.share(2 * self._size)[0]
+        self._block = shared_memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Notes, list[torch.Tensor]] | None] = [None, None]
         self._taken = -1

@@ -1,4 +1,4 @@
-"""A number in shared memory on which processes sleep until another one changes it: Linux's futex."""
+"""Linux's futex: a number in shared memory on which processes sleep until another one changes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 from mmap import mmap
 
 _SYSCALL = 202
-"""Of futex on x86-64, the only processor on which memory is shared (``comm.shm.arena.can_share``)."""
+"""Number of futex on x86-64, the only processor on which memory is shared (``comm.shm.arena.can_share``)."""
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -18,29 +18,29 @@ class _Timespec(ctypes.Structure):
 
 
 class Futex:
-    """Rung by one process, heard by the others (1 us if nobody listens).
+    """Woken by one process, waited on by the others (a wake takes 1 us if nobody waits).
 
     Args:
         block: of shared memory.
-        place: of the number in it, in bytes; a multiple of 4.
+        offset: of the number in it, in bytes; a multiple of 4.
     """
 
-    def __init__(self, block: mmap, place: int) -> None:
-        self._count = ctypes.c_uint32.from_buffer(block, place)
+    def __init__(self, block: mmap, offset: int) -> None:
+        self._count = ctypes.c_uint32.from_buffer(block, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._count))
 
     @property
     def count(self) -> int:
-        """How often it was rung; ask before looking at what it is rung for."""
+        """How often it was woken; read it before checking the condition."""
         return self._count.value
 
-    def ring(self) -> None:
-        """Wake all who listen."""
+    def wake(self) -> None:
+        """Wake all waiting processes."""
         self._count.value += 1
         _libc.syscall(_SYSCALL, self._address, _WAKE, _ALL, None, None, 0)
 
-    def listen(self, count: int, seconds: float) -> None:
-        """Sleep until it is rung, if it has not been since it had this count; not longer than a part of a second."""
+    def wait(self, count: int, seconds: float) -> None:
+        """Sleep until it is woken, unless it was since it had this count; for less than a second."""
         limit = _Timespec(0, int(seconds * 1e9))
         if _libc.syscall(_SYSCALL, self._address, _WAIT, count, ctypes.byref(limit), None, 0) == 0:
             return

@@ -1,4 +1,4 @@
-"""A lock between the processes of one machine that the kernel takes back from a process that ends."""
+"""A lock between the processes of one machine that the kernel releases when its holder ends."""
 
 from __future__ import annotations
 
@@ -16,34 +16,34 @@ from paceline.comm.waiting import Waiting
 _YIELDS = 50
 
 Look = Callable[[list[int], float], None]
-"""Called now and then while another process holds a lock, with its rank and the seconds waited; may raise."""
+"""Called now and then while others hold the lock, with their ranks and the seconds waited; may raise."""
 
 
 class Lock:
-    """One byte of a file, locked for this open file (2 us): nobody waits for a holder that was killed.
+    """A lock on one byte of a file (2 us): nobody waits for a holder that was killed.
 
     Args:
-        file: the number of an open file; each process must have opened it for itself.
-        place: of the byte; it need not exist.
-        holder: a number in the memory of all, for the rank that has the lock.
+        file: a file descriptor; each process must have opened the file itself.
+        offset: of the byte; it need not exist.
+        holder: a number in shared memory, for the rank that has the lock.
         waiting: this worker among the others.
         look: see :data:`Look`.
     """
 
-    def __init__(self, file: int, place: int, holder: memoryview, waiting: Waiting, look: Look) -> None:
+    def __init__(self, file: int, offset: int, holder: memoryview, waiting: Waiting, look: Look) -> None:
         self._file = file
-        self._take = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0)
-        self._give = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, place, 1, 0)
+        self._acquire = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, offset, 1, 0)
+        self._release = struct.pack("hhqqi", fcntl.F_UNLCK, os.SEEK_SET, offset, 1, 0)
         self._holder = holder
         self._waiting = waiting
         self._look = look
 
     def __enter__(self) -> None:
-        looks, begin, looked = 0, 0.0, 0.0
+        polls, begin, looked = 0, 0.0, 0.0
         ranks: list[int] = []
-        while not self._taken():
-            looks += 1
-            if looks < _YIELDS:
+        while not self._try_acquire():
+            polls += 1
+            if polls < _YIELDS:
                 os.sched_yield()
                 continue
             now = time.monotonic()
@@ -60,13 +60,13 @@ class Lock:
         self._holder[0] = self._waiting.rank
 
     def _holders(self) -> list[int]:
-        """Who may have the lock: any other worker while its new holder has not written its rank yet."""
+        """The ranks that may hold the lock: any other, until the new holder has written its own."""
         holder, own = self._holder[0], self._waiting.rank
         return [holder] if holder != own else self._waiting.others
 
-    def _taken(self) -> bool:
+    def _try_acquire(self) -> bool:
         try:
-            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._take)
+            fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._acquire)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -76,4 +76,4 @@ class Lock:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._give)
+        fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, self._release)

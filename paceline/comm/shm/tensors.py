@@ -1,4 +1,4 @@
-"""Tensors that lie in a block of memory, each at an address that processors like."""
+"""Tensors in a block of memory, each aligned to a cache line."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
 """The types and shapes of tensors by name."""
 
 _BYTES = 64
-"""Of a line of the processor's cache."""
+"""Of a cache line."""
 
 
 def aligned(size: int) -> int:
-    """The room that so many bytes take."""
+    """Round up to whole cache lines."""
     return -(-size // _BYTES) * _BYTES
 
 
-def view_of(block: mmap.mmap, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor that lies there."""
+def view_of(block: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return the tensor at an offset of a block."""
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(block, dtype=dtype, count=count, offset=place).view(shape)
+    return torch.frombuffer(block, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def kinds_of(tensors: Mapping[str, torch.Tensor]) -> Kinds:
-    """What is needed to lay out such tensors one after the other."""
+    """Return the types and shapes of tensors."""
     return {name: (value.dtype, value.shape) for name, value in tensors.items()}
 
 
 def room_of(kinds: Kinds) -> int:
-    """The bytes that they take one after the other."""
+    """Return the bytes that such tensors take one after the other."""
     return sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in kinds.values())
 
 
 def views_of(flat: torch.Tensor, kinds: Kinds) -> dict[str, torch.Tensor]:
-    """The tensors that lie one after the other in the bytes of ``flat``."""
+    """Return the tensors that lie one after the other in the bytes of ``flat``."""
     views, start = {}, 0
     for name, (dtype, shape) in kinds.items():
         size = shape.numel() * dtype.itemsize

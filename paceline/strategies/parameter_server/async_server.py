@@ -53,7 +53,7 @@ class ShardedServer(Server):
         current = step // self._computing
         if self._settings.mode == "bounded":
             oldest = (current - self._settings.staleness) * self._computing
-            self._memory.until(
+            self._memory.wait_until(
                 lambda: self._claims.look().done_before >= oldest, lambda: self._claims.look().owners(oldest)
             )
         with self._claims.hold() as table:

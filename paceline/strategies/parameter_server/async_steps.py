@@ -90,7 +90,7 @@ class Server(ABC):
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until those who compute have come so far."""
-        self._memory.until(ready, lambda: self._claims.look().owners())
+        self._memory.wait_until(ready, lambda: self._claims.look().owners())
 
     def flush(self, table: ClaimTable) -> None:  # noqa: B027 - most have nothing left
         """Nobody computes any more: write what only this worker has where all can read it."""
@@ -278,7 +278,7 @@ class AsyncSteps(Strategy):
         announced, arrived = self._memory.announced, self._flag + 1
         self._memory.announce(arrived, self._starts)
         ranks = range(self._job.world.size)
-        self._memory.until(
+        self._memory.wait_until(
             lambda: self._is_drained(steps) and announced(arrived, self._starts, ranks),
             lambda: [rank for rank in ranks if not announced(arrived, self._starts, [rank])],
         )

@@ -62,7 +62,7 @@ class DedicatedServer(ShardedServer):
         self._pushed += 1
         self._memory.announce(self._pushes, self._pushed)
         slot = self._answers + rank
-        self._memory.until(lambda: self._memory.announced(slot, self._pushed, [_FIRST]), lambda: [_FIRST])
+        self._memory.wait_until(lambda: self._memory.announced(slot, self._pushed, [_FIRST]), lambda: [_FIRST])
         answer = self._mailbox.answered(_FIRST, rank)
         if answer.version < 0:
             self._record_drop(step, answer.delay)
@@ -84,7 +84,7 @@ class DedicatedServer(ShardedServer):
         self, ready: Callable[[], bool], has_work: Callable[[], bool], work: Callable[[], None], awaited: list[int]
     ) -> None:
         while True:
-            self._memory.until(lambda: has_work() or ready(), lambda: awaited)
+            self._memory.wait_until(lambda: has_work() or ready(), lambda: awaited)
             while has_work():
                 work()
             if ready():
@@ -110,7 +110,7 @@ class DedicatedServer(ShardedServer):
                 self._order(rank, table, delay)
                 self._put_buffers(buffers)
                 rate = self._update(rank, step, norm, there, table, delay)
-                self._memory.until(lambda: not self._behind(), self._behind)
+                self._memory.wait_until(lambda: not self._behind(), self._behind)
                 with self._claims.change() as table:
                     finish(table, step, StepResult(loss, norm, rate))
                 answer = Reply(table.version, delay, rate)
