@@ -17,14 +17,13 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerSilent,
     )
-    from paceline.session import Report, Session, start
+    from paceline.session import Batch, Report, Session, start
     from paceline.settings import CheckpointSettings, Settings
-    from paceline.step.job import Batch
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Batch": "step.job",
+    "Batch": "session",
     "CheckpointError": "errors",
     "CheckpointSettings": "settings",
     "ConfigError": "errors",

@@ -33,6 +33,8 @@ from paceline.step.forward import loss_of
 from paceline.step.job import Batch, Job
 from paceline.training_loop import TrainingLoop
 
+__all__ = ["Batch", "Report", "Session", "start"]
+
 _log = logging.getLogger("paceline")
 _current: TrainingLoop | None = None
 """The loop of the newest session; those before it have closed."""
@@ -45,9 +47,9 @@ _LAST_SAVE_SECONDS = 5.0
 class Report:
     """What one step did; the same on every worker but for the times.
 
-    With an asynchronous strategy the outcome is that of the newest step that this worker knows of (it waits for the
-    first there is), with local SGD, between two averages, that of this worker's share, and with PipeDream that of what
-    came back to this worker.
+    With an asynchronous strategy the result is that of the newest step that this worker knows of (it waits for the
+    first), with local SGD, between two averages, that of this worker's share, and with PipeDream that of what came back
+    to this worker.
 
     Attributes:
         step: the number of the step, from 0.
