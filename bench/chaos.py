@@ -190,7 +190,7 @@ def newest_view(events: Path) -> list[int] | None:
         records = [json.loads(line) for line in (events / "launcher.jsonl").read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    return next((record["workers"] for record in reversed(records) if record["event"] == "view"), None)
+    return next((record["workers"] for record in reversed(records) if record["event"] == "membership"), None)
 
 
 def trained(events: Path, since: float) -> bool:

@@ -385,5 +385,5 @@ class TrainingLoop:
             if world.rank == 0:
                 _log.warning("preempted: the state after step %d is in %s", self.progress.steps - 1, place)
             world.gather(None, "leaving")  # nobody ends before the checkpoint is there
-            self._job.events.mark("parting", code=PREEMPTED, reason="preempted")
+            self._job.events.mark("departure", code=PREEMPTED, reason="preempted")
             raise SystemExit(PREEMPTED)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from paceline.coordinator.watch import Alert, Watch
+    from paceline.coordinator.monitor import Alert, RunMonitor
     from paceline.failure.coordinator_report import CoordinatorReport
     from paceline.launch.base import Launch, Request, RunResult
 
@@ -97,38 +97,38 @@ def _elastic(request: Request) -> str | None:
     return None if request.least is None or fixed else f"{request.least}:{request.most}"
 
 
-def alerts_of(watch: Watch, launch: Launch, elastic: bool, quiet: bool) -> Callable[[], list[str]]:
+def alerts_of(monitor: RunMonitor, launch: Launch, elastic: bool, quiet: bool) -> Callable[[], list[str]]:
     """A function that gives what has happened since it was called last, in lines for a person."""
 
     def take() -> list[str]:
         lines = []
-        while watch.alerts and not _too_early(watch.alerts[0], watch):
-            alert = watch.alerts.popleft()
+        while monitor.alerts and not _too_early(monitor.alerts[0], monitor):
+            alert = monitor.alerts.popleft()
             if alert.kind not in _PROGRESS or (elastic and not quiet):
-                lines.append(_line(alert, watch, launch))
+                lines.append(_line(alert, monitor, launch))
         return lines
 
     return take
 
 
-def _too_early(alert: Alert, watch: Watch) -> bool:
+def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
     """Whether the launcher is about to see how that process ended: the other workers notice first."""
     number = alert.workers[0] if alert.workers else -1
-    unseen = alert.kind == "lost" and watch.pid_of(number) and number not in watch.seen
+    unseen = alert.kind == "lost" and monitor.pid_of(number) and number not in monitor.exit_texts
     return bool(unseen) and time.monotonic() - alert.time < _SEE_SECONDS
 
 
-def _line(alert: Alert, watch: Watch, launch: Launch) -> str:
+def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
     """One line for a person; of a worker that has not come also what can be seen of it from outside."""
     from paceline.failure.worker_report import tail
     from paceline.launch.kernel import state_of
 
     if alert.kind == "lost":
-        return f"lost: {watch.seen.get(alert.workers[0], alert.text)}"
+        return f"lost: {monitor.exit_texts.get(alert.workers[0], alert.text)}"
     if alert.kind != "absent" or len(alert.workers) != 1:
         return alert.text
     (number,) = alert.workers
-    state = state_of(watch.pid_of(number))
+    state = state_of(monitor.pid_of(number))
     printed = tail(launch, number, 1)
     last = f"the last it printed: {printed[0]!r}" if printed else "it has printed nothing"
     return f"{alert.text}; the process {state or 'is there'}, {last}"

@@ -35,7 +35,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where the directories of the runs stand.")] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Option(help="Where the run directories are.")] = Path("runs"),
     plan: Plan = None,
     port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None,
     elastic: Annotated[
@@ -44,7 +44,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
             help="Fewest and most workers, as in 2:8: the run goes on when a worker is lost.", metavar="MIN:MAX"
         ),
     ] = None,
-    standby: Annotated[int, typer.Option(help="Workers that wait, ready, to take the place of lost ones.")] = 0,
+    standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost ones.")] = 0,
     nodes: Annotated[
         str | None,
         typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
@@ -91,7 +91,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
 
 
 def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None, int | None]:
-    """The fewest and the most workers of ``--elastic MIN:MAX``; with standbys alone, as many as there are.
+    """Parse ``--elastic MIN:MAX``; with standbys alone both are the number of workers.
 
     Raises:
         ConfigError: that is no such pair, or the number of workers is not between the two.
@@ -111,7 +111,7 @@ def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None,
 
 
 def node_range(nodes: str | None, rendezvous: str | None) -> tuple[int, int] | None:
-    """The fewest and the most machines of ``--nodes``.
+    """Parse ``--nodes``: the fewest and the most machines.
 
     Raises:
         ConfigError: that is no such range, or only one of the two options is given.
@@ -138,50 +138,51 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
 
     check(request)
     if request.rendezvous is None:
-        return _host(request, listen((HOST, request.port or 0)), None, quiet, closing)
-    where = machines.rendezvous(request.rendezvous)
-    listener = machines.claim(where)
+        return _coordinate(request, listen((HOST, request.port or 0)), None, quiet, closing)
+    where = machines.parse_rendezvous(request.rendezvous)
+    listener = machines.listen_if_here(where)
     if listener is None:
-        return _take_part(request, where, quiet)
-    return _host(request, listener, machines.interface_of(where.address), quiet, closing)
+        return _join(request, where)
+    return _coordinate(request, listener, machines.interface_of(where.address), quiet, closing)
 
 
-def _take_part(request: Request, where: Rendezvous, quiet: bool) -> int:
-    """Train with workers of this machine in the run of another one, again when that one comes back."""
+def _join(request: Request, where: Rendezvous) -> int:
+    """Train with workers of this machine in the run of another one; join again when that one comes back."""
     from dataclasses import replace
 
-    from paceline.coordinator.agent import GuestAgent
-    from paceline.coordinator.machines import interface_of, visit
+    from paceline.coordinator.agent import RemoteAgent
+    from paceline.coordinator.machines import interface_of, join
     from paceline.launch.prepare import prepare
     from paceline.launch.workers import Workers
 
     while True:
-        guest = visit(where, request.workers, request.patience_seconds)
-        settings = {**request.settings, **({"resume": guest.resume} if guest.resume else {})}
-        mine = replace(request, first=guest.first, name=guest.name, settings=settings)
-        launch = prepare(mine, interface_of(guest.address))
+        client = join(where, request.workers, request.patience_seconds)
+        settings = {**request.settings, **({"resume": client.resume} if client.resume else {})}
+        mine = replace(request, first=client.first, name=client.name, settings=settings)
+        launch = prepare(mine, interface_of(client.address))
         launch = replace(launch, coordinator=f"{where.address}:{where.port}")
         try:
-            with Workers(launch, lambda *_: None, GuestAgent(launch, mine, guest)) as workers:  # rank 0 is elsewhere
+            with Workers(launch, lambda *_: None, RemoteAgent(launch, mine, client)) as workers:  # rank 0 is elsewhere
                 result = workers.wait()
-            if result.signal is None and not all(one.code == PREEMPTED for one in result.exits):
-                guest.await_end()
+            left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
+            if not left:
+                client.await_end()
         finally:
-            guest.close()
-        if guest.over is not None:
-            say(f"the run {guest.name} is over: {guest.over['reason']}")
-            return int(guest.over["code"])
-        if result.signal is not None or all(one.code == PREEMPTED for one in result.exits):
+            client.close()
+        if client.over is not None:
+            say(f"the run {client.name} is over: {client.over['reason']}")
+            return int(client.over["code"])
+        if left:
             return PREEMPTED
         say(f"lost the run at {where}; waiting for it to come back")
 
 
-def _host(request: Request, listener: socket.socket, interface: str | None, quiet: bool, closing: bool) -> int:
-    """Hold the roster, and train with workers of this machine and of those that come."""
+def _coordinate(request: Request, listener: socket.socket, interface: str | None, quiet: bool, closing: bool) -> int:
+    """Hold the coordinator, and train with workers of this machine and of those that join."""
     from dataclasses import replace
 
     from paceline.cli.progress import display
-    from paceline.coordinator.agent import HostAgent, bounds_of
+    from paceline.coordinator.agent import CoordinatorAgent, bounds_of
     from paceline.coordinator.server import Coordinator
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
@@ -194,25 +195,25 @@ def _host(request: Request, listener: socket.socket, interface: str | None, quie
         listener.close()
         raise
     log = EventLog(launch.run / "events", "launcher")
-    told = {"name": launch.run.name, "resume": request.resume}
-    roster = Coordinator(listener, bounds_of(request), log.mark, told, own=request.workers)
+    run_info = {"name": launch.run.name, "resume": request.resume}
+    coordinator = Coordinator(listener, bounds_of(request), log.mark, run_info, request.workers)
     launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()))
-    alerts = alerts_of(roster.watch, launch, request.elastic, quiet)
+    alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
-    agent = HostAgent(launch, request, roster)
+    agent = CoordinatorAgent(launch, request, coordinator)
     for _ in range(request.workers):
-        roster.expect_soon()
+        coordinator.announce_start()
     try:
         with Workers(launch, shown.show, agent) as workers, shown:
             result = workers.wait()
-            roster.wait_for_guests()
+            coordinator.wait_for_agents()
     finally:
-        roster.close()
+        coordinator.close()
         log.close()
-    account = roster.account(request.elastic)
-    code = report(launch, result, request, account, seen=agent.shown())
+    coordinator_report = coordinator.report(request.elastic)
+    code = report(launch, result, request, coordinator_report, seen=agent.shown())
     if code == 0 and closing and not quiet:
-        if lost := summary(account):
+        if lost := summary(coordinator_report):
             say(lost)
         say(f"done in {result.seconds:.1f} s; output and checkpoints: {shown_path(launch.run)}")
     return code

@@ -36,7 +36,7 @@ _GRACE_SECONDS = 1.0
 
 
 class World(Waiting):
-    """All workers of one run, as one of them sees it; with a line to the roster they may change.
+    """All workers of one run, as one of them sees it; with a coordinator they may change.
 
     Attributes:
         device: where this worker computes.

@@ -1,7 +1,7 @@
-"""The agent of a machine: keeps its workers going, and the roster up to date.
+"""The agent of a machine: replaces its workers, and reports to the coordinator what becomes of them.
 
-Both kinds decide what becomes of the workers of their machine (:class:`paceline.launch.workers.Supervisor`): the host's
-holds the roster, a guest's tells it over the network.
+Both kinds supervise the workers of their machine (:class:`paceline.launch.workers.Supervisor`): one holds the
+coordinator, the other reports to it over the network.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from paceline.coordinator.machines import Guest
+from paceline.coordinator.machines import AgentClient
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
@@ -18,14 +18,14 @@ from paceline.launch.base import Launch, Request, WorkerExit
 
 _RESTARTS = 100
 """Workers started anew in one run, at most."""
-_CALM_SECONDS = 2.0
-"""A new worker takes a core for seconds to start; first the others gather and take their step."""
-_HOPELESS_SECONDS = 1.0, 3.0
-_FIXED_SECONDS = 3.0, 10.0
+_RESTART_DELAY_SECONDS = 2.0
+"""A new worker keeps a core busy for seconds; the others recover and take their step first."""
+_GRACE_BEFORE_TRAINING = 1.0, 3.0
+_GRACE = 3.0, 10.0
 
 
 def bounds_of(request: Request) -> Bounds:
-    """How many workers a run must and may have."""
+    """Find how many workers a run must and may have."""
     here = request.workers
     fewest, most = request.nodes or (1, 1)
     patience = request.patience_seconds if request.elastic else 0.0
@@ -40,124 +40,124 @@ def bounds_of(request: Request) -> Bounds:
     )
 
 
-class HostAgent:
-    """The agent that holds the roster.
+class CoordinatorAgent:
+    """The agent on the coordinator's machine.
 
     Args:
         launch: what was started.
         request: what was asked for.
-        roster: of the run.
+        coordinator: of the run.
     """
 
-    def __init__(self, launch: Launch, request: Request, roster: Coordinator) -> None:
+    def __init__(self, launch: Launch, request: Request, coordinator: Coordinator) -> None:
         self._launch = launch
         self._elastic = request.elastic
-        self._roster = roster
+        self._coordinator = coordinator
         self._restarts = 0
         self._due = [0.0] * request.standby
 
     def started(self, number: int, pid: int) -> None:
-        self._roster.expect(number, pid)
+        self._coordinator.started(number, pid)
 
     def ended(self, one: WorkerExit) -> bool:
         if one.code == 0:
-            self._roster.finish(one.worker)
+            self._coordinator.finish(one.worker)
             return True
         if one.code == PREEMPTED:
-            self._roster.leave(one.worker)
+            self._coordinator.leave(one.worker)
             return True
-        report = told_by(self._launch, one.worker)
+        report = own_report(self._launch, one.worker)
         if report is not None:
-            return not self._roster.fail(one.worker, report)
-        if self._elastic and self._restarts < _RESTARTS and self._roster.over is None:
+            return not self._coordinator.fail(one.worker, report)
+        if self._elastic and self._restarts < _RESTARTS and self._coordinator.over is None:
             self._restarts += 1
-            self._due.append(time.monotonic() + _CALM_SECONDS)
-            self._roster.expect_soon()
-        gathered = bool(self._roster.view)
-        self._roster.lose(one.worker, f"{self._roster.name(one.worker)} {in_words(one.code)}")
-        return gathered  # the roster tells the others, who save what there is
+            self._due.append(time.monotonic() + _RESTART_DELAY_SECONDS)
+            self._coordinator.announce_start()
+        training = bool(self._coordinator.members)
+        self._coordinator.lose(one.worker, f"{self._coordinator.name(one.worker)} {describe_exit(one.code)}")
+        return training  # the coordinator tells the others, who save what there is
 
     def to_start(self) -> int:
         now = time.monotonic()
-        due = [when for when in self._due if when <= now or self._roster.waits]
+        due = [when for when in self._due if when <= now or self._coordinator.waiting]
         self._due = self._due[len(due) :]
-        return len(due) if self._roster.over is None else 0
+        return len(due) if self._coordinator.over is None else 0
 
     def shown(self) -> int:
-        view = self._roster.view
-        return view[0] if view else 0
+        members = self._coordinator.members
+        return members[0] if members else 0
 
     def over(self) -> bool:
-        return self._roster.over is not None
+        return self._coordinator.over is not None
 
     def interrupted(self) -> None:
-        self._roster.preempt()
+        self._coordinator.preempt()
 
     def grace(self) -> tuple[float, float]:
-        if not self._roster.view:
-            return _HOPELESS_SECONDS
+        if not self._coordinator.members:
+            return _GRACE_BEFORE_TRAINING
         grace = self._launch.grace_seconds
-        return (grace, grace + 5.0) if self._elastic else _FIXED_SECONDS
+        return (grace, grace + 5.0) if self._elastic else _GRACE
 
 
-class GuestAgent:
-    """The agent of another machine than the roster's.
+class RemoteAgent:
+    """The agent of any other machine.
 
     Args:
         launch: what was started.
         request: what was asked for.
-        guest: the connection to the roster.
+        client: the connection to the coordinator.
     """
 
-    def __init__(self, launch: Launch, request: Request, guest: Guest) -> None:
+    def __init__(self, launch: Launch, request: Request, client: AgentClient) -> None:
         self._launch = launch
-        self._guest = guest
+        self._client = client
         self._restarts = 0
-        self._spares = request.standby
+        self._to_start = request.standby
 
     def started(self, number: int, pid: int) -> None:
-        self._guest.tell({"type": "started", "worker": number})
+        self._client.send({"type": "started", "worker": number})
 
     def ended(self, one: WorkerExit) -> bool:
-        report = None if one.code in (0, PREEMPTED) else told_by(self._launch, one.worker)
+        report = None if one.code in (0, PREEMPTED) else own_report(self._launch, one.worker)
         message: dict[str, Any] = {
             "type": "ended",
             "worker": one.worker,
             "code": one.code,
             "out_of_memory": one.out_of_memory,
         }
-        self._guest.tell({**message, "report": report, "what": in_words(one.code)})
+        self._client.send({**message, "report": report, "what": describe_exit(one.code)})
         if one.code not in (0, PREEMPTED) and report is None and self._restarts < _RESTARTS:
             self._restarts += 1
-            self._spares += 1
+            self._to_start += 1
         return True
 
     def to_start(self) -> int:
-        count, self._spares = self._spares, 0
+        count, self._to_start = self._to_start, 0
         return 0 if self.over() else count
 
     def shown(self) -> int:
         return self._launch.first
 
     def over(self) -> bool:
-        self._guest.hear()
-        return self._guest.broken or self._guest.over is not None
+        self._client.receive()
+        return self._client.broken or self._client.over is not None
 
     def interrupted(self) -> None:
-        """Its workers tell the others."""
+        """Its workers report that they leave."""
 
     def grace(self) -> tuple[float, float]:
-        return _FIXED_SECONDS if self._guest.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)
+        return _GRACE if self._client.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)
 
 
-def told_by(launch: Launch, number: int) -> dict[str, Any] | None:
-    """What a worker itself wrote down of its failure; none if it was ended, or only lost another one."""
+def own_report(launch: Launch, number: int) -> dict[str, Any] | None:
+    """Read what a worker reported of its failure; None if it was killed, or only lost another worker."""
     report = record_of(launch, number)
     return report if report and not report["consequence"] else None
 
 
-def in_words(code: int) -> str:
-    """How a process ended: ``was ended by signal 9 (SIGKILL)``."""
+def describe_exit(code: int) -> str:
+    """Say how a process ended: ``was killed by signal 9 (SIGKILL)``."""
     if code >= 0:
         return f"ended with exit code {code}"
-    return f"was ended by signal {-code} ({signal_name(-code)})"
+    return f"was killed by signal {-code} ({signal_name(-code)})"

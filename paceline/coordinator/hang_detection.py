@@ -1,4 +1,4 @@
-"""Who is late: what each worker says it does, and what follows from it. No sockets, no clock."""
+"""Who is late: what each worker reports that it is doing, and what follows from it. No sockets, no clock."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from statistics import median
 from paceline.errors import name_ranks
 
 _STEPS = 10
-_BEAT_SECONDS = 1.0
-"""Workers say so often where they are."""
+_HEARTBEAT_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Place:
-    """What one worker was doing when it was last heard of.
+class WorkerStatus:
+    """What one worker was doing at its last heartbeat.
 
     Attributes:
         rank: of the worker.
         step: the step it was at.
-        doing: in words, such as ``in the all-reduce of bucket 2``.
-        waits: whether it waited for other workers.
+        doing: such as ``in the all-reduce of bucket 2``.
+        waiting: whether it waited for other workers.
         since: seconds it had been doing that.
-        silent: seconds since it was last heard of.
+        silent: seconds since the heartbeat.
         line: the line of the user's code it was at, ``train.py:41``; empty if unknown.
-        step_seconds: how long its steps took lately; none before the first one.
-        busy: whether what it does may well take long, such as writing a checkpoint.
+        step_seconds: how long its recent steps took; None before the first one.
+        busy: whether it does something that may well take long, such as writing a checkpoint.
     """
 
     rank: int
     step: int
     doing: str
-    waits: bool
+    waiting: bool
     since: float
     silent: float = 0.0
     line: str = ""
@@ -40,61 +39,58 @@ class Place:
     busy: bool = False
 
 
-def deadline(places: Sequence[Place], given: float | None, first: float) -> float:
-    """How long the others wait for a worker: what was given, else 30 s or ten steps, whichever is longer.
+def deadline(statuses: Sequence[WorkerStatus], given: float | None, first: float) -> float:
+    """Decide how long the others wait for a worker: as given, else 30 s or ten steps, whichever is longer.
 
     Args:
-        places: of all workers.
+        statuses: of all workers.
         given: the setting.
-        first: for workers that have not done a step yet: they may be compiling.
+        first: the deadline until all have done a step: they may be compiling.
     """
-    known = [place.step_seconds for place in places if place.step_seconds is not None]
+    known = [one.step_seconds for one in statuses if one.step_seconds is not None]
     if given is not None:
         return given
-    if not known or len(known) < len(places):
+    if not known or len(known) < len(statuses):
         return first
     return max(30.0, _STEPS * median(known))
 
 
-def late(places: Sequence[Place], limit: float) -> list[Place]:
-    """The workers that others have waited for longer than the limit; empty if nobody waits so long.
+def late_workers(statuses: Sequence[WorkerStatus], limit: float) -> list[WorkerStatus]:
+    """Find the workers that others have waited for longer than the limit; none if nobody waits that long.
 
-    What a worker did when it was last heard of may have ended since; only that it is silent is known to go on.
+    What a worker did at its last heartbeat may have ended since; only its silence is known to go on.
     """
-    patient = [place for place in places if place.waits and place.since > limit]
-    return [place for place in places if _absent(place, limit)] if patient else []
+    anybody_waits = any(one.waiting and one.since > limit for one in statuses)
+    return [one for one in statuses if _is_late(one, limit)] if anybody_waits else []
 
 
-def _absent(place: Place, limit: float) -> bool:
-    return place.silent > limit + _BEAT_SECONDS or (not place.waits and not place.busy and place.since > limit)
+def _is_late(one: WorkerStatus, limit: float) -> bool:
+    return one.silent > limit + _HEARTBEAT_SECONDS or (not one.waiting and not one.busy and one.since > limit)
 
 
-def sentence(places: Sequence[Place]) -> str:
-    """The roll call in one sentence: who waits where for how long, and where the others are."""
+def describe(statuses: Sequence[WorkerStatus]) -> str:
+    """Say in one sentence who waits where for how long, and where the others are."""
     parts = []
-    groups: dict[tuple[bool, int, str, str], list[Place]] = {}
-    for place in sorted(places, key=lambda one: (not one.waits, one.rank)):
-        line = "" if place.waits else place.line
-        groups.setdefault((place.waits, place.step, place.doing, line), []).append(place)
-    for (waits, step, doing, line), group in groups.items():
-        who = name_ranks([place.rank for place in group])
-        seconds = max(place.since + place.silent for place in group)
-        several = len(group) > 1
+    groups: dict[tuple[bool, int, str, str], list[WorkerStatus]] = {}
+    for one in sorted(statuses, key=lambda one: (not one.waiting, one.rank)):
+        groups.setdefault((one.waiting, one.step, one.doing, "" if one.waiting else one.line), []).append(one)
+    for (waiting, step, doing, line), group in groups.items():
+        who = name_ranks([one.rank for one in group]) + (" have" if len(group) > 1 else " has")
+        seconds = max(one.since + one.silent for one in group)
+        silent = min(one.silent for one in group)
         at = f", {line}" if line else ""
-        if waits:
-            parts.append(f"{who} {'have' if several else 'has'} waited {seconds:.0f} s {doing} at step {step}")
-        elif min(place.silent for place in group) > max(5.0, seconds / 2):
-            silent = min(place.silent for place in group)
-            verb = "have" if several else "has"
+        if waiting:
+            parts.append(f"{who} waited {seconds:.0f} s {doing} at step {step}")
+        elif silent > max(5.0, seconds / 2):
             parts.append(
-                f"{who} {verb} not answered for {silent:.0f} s (stopped, or its machine cannot be reached), last seen "
+                f"{who} not responded for {silent:.0f} s (stopped, or its machine cannot be reached), last seen "
                 f"{doing} at step {step}{at}"
             )
         else:
-            parts.append(f"{who} {'are' if several else 'is'} {doing} at step {step} since {seconds:.0f} s{at}")
+            parts.append(f"{who} been {doing} at step {step} for {seconds:.0f} s{at}")
     return "; ".join(parts)
 
 
-def places_of(view: Sequence[int], heard: Mapping[int, Place]) -> list[Place]:
-    """The places of the members of a view that were heard of."""
-    return [heard[number] for number in view if number in heard]
+def statuses_of(members: Sequence[int], heard: Mapping[int, WorkerStatus]) -> list[WorkerStatus]:
+    """The statuses of those members that were heard of."""
+    return [heard[number] for number in members if number in heard]

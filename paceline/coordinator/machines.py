@@ -1,8 +1,8 @@
-"""Several machines: where they meet, who holds the roster, and how the others take part.
+"""Several machines: where they meet, which one holds the coordinator, and how the others join.
 
-Each machine runs the same command. The one that has the address of ``--rendezvous`` holds the roster; the agents of
-the others come to it, now or later, and start their workers. When the roster's machine is gone, nobody knows any more
-who trains: the other agents end their workers and wait until it is back.
+Each machine runs the same command. The one that has the address of ``--rendezvous`` holds the coordinator; the agents
+of the others connect to it, now or later, and start their workers. When the coordinator's machine is gone, nobody knows
+any more who trains: the other agents end their workers and wait until it is back.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SIOCGIFADDR = 0x8915
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the machines of a run meet; ``address`` is what the name stands for."""
+    """Where the machines of a run meet; ``address`` is that of the name."""
 
     name: str
     address: str
@@ -36,12 +36,12 @@ class Rendezvous:
         return f"{self.name}:{self.port}"
 
 
-def rendezvous(text: str) -> Rendezvous:
-    """``host:port`` as an address.
+def parse_rendezvous(text: str) -> Rendezvous:
+    """Resolve ``host:port``.
 
     Raises:
         ConfigError: it is no such pair.
-        StartError: the name stands for no address.
+        StartError: the name has no address.
     """
     name, _, port = text.rpartition(":")
     if not name or not port.isdecimal() or not 1 <= int(port) <= 65535:
@@ -50,8 +50,8 @@ def rendezvous(text: str) -> Rendezvous:
         found = socket.getaddrinfo(name, int(port), socket.AF_INET, socket.SOCK_STREAM)
     except socket.gaierror as error:
         raise StartError(
-            f"--rendezvous {text}: the name {name!r} stands for no address ({error.strerror}). Look for a misspelling, "
-            f"or give the address itself; `getent hosts {name}` shows what this machine knows."
+            f"--rendezvous {text}: the name {name!r} has no address ({error.strerror}). Check the spelling, or give "
+            f"the address itself; `getent hosts {name}` shows what this machine knows."
         ) from None
     return Rendezvous(name, str(found[0][4][0]), int(port))
 
@@ -66,8 +66,8 @@ def is_here(address: str) -> bool:
     return True
 
 
-def claim(where: Rendezvous) -> socket.socket | None:
-    """The socket of the roster, if this is the machine that holds it and no other run of the command here does."""
+def listen_if_here(where: Rendezvous) -> socket.socket | None:
+    """Open the coordinator's socket if this is its machine and no other process has it; else None."""
     if not is_here(where.address):
         return None
     try:
@@ -77,7 +77,7 @@ def claim(where: Rendezvous) -> socket.socket | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has an address; none if it cannot be found."""
+    """Find the network interface that has an address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
@@ -89,33 +89,35 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-class Guest:
-    """The agent of another machine, at the roster's.
+class AgentClient:
+    """The connection of another machine's agent to the coordinator.
 
     Attributes:
         first: the number of its first worker.
         name: of the run.
+        resume: the checkpoint to start from.
+        address: of this machine, as the coordinator reaches it.
         over: how the run ended, if it has: ``code`` and ``reason``.
         broken: whether the connection has ended.
     """
 
-    def __init__(self, connection: socket.socket, told: Message) -> None:
+    def __init__(self, connection: socket.socket, run_info: Message) -> None:
         self._connection = connection
         self._reader = MessageReader()
-        self.first = int(told["first"])
-        self.name = str(told["name"])
-        self.resume: str | None = told["resume"]
+        self.first = int(run_info["first"])
+        self.name = str(run_info["name"])
+        self.resume: str | None = run_info["resume"]
         self.address = str(connection.getsockname()[0])
         self.over: Message | None = None
         self.broken = False
         connection.setblocking(False)
 
-    def tell(self, message: Message) -> None:
-        """Tell the roster."""
+    def send(self, message: Message) -> None:
+        """Send a message to the coordinator."""
         write(self._connection, message)
 
-    def hear(self) -> None:
-        """Take in what the roster has said since."""
+    def receive(self) -> None:
+        """Take the messages that have come since."""
         try:
             while data := self._connection.recv(1 << 16):
                 for message in self._reader.feed(data):
@@ -128,19 +130,19 @@ class Guest:
             self.broken = True
 
     def await_end(self) -> None:
-        """Until the roster has said how the run ended, is gone, or says nothing; the workers of this machine ended."""
+        """Wait until the coordinator has said how the run ended, is gone, or stays silent."""
         deadline = time.monotonic() + _END_SECONDS
         while self.over is None and not self.broken and time.monotonic() < deadline:
-            self.hear()
+            self.receive()
             time.sleep(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """Hang up."""
+        """End the connection."""
         self._connection.close()
 
 
-def visit(where: Rendezvous, workers: int, seconds: float) -> Guest:
-    """Come to the roster of another machine, which may yet have to start.
+def join(where: Rendezvous, workers: int, seconds: float) -> AgentClient:
+    """Connect to the coordinator of another machine, which may yet have to start.
 
     Raises:
         StartError: nobody answers there in time.
@@ -155,11 +157,11 @@ def visit(where: Rendezvous, workers: int, seconds: float) -> Guest:
             time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
             continue
         try:
-            return Guest(connection, _introduced(connection, workers))
+            return AgentClient(connection, _register(connection, workers))
         except (OSError, ValueError, KeyError):
             connection.close()
             raise StartError(
-                f"At {where} answers another program than a Paceline run. Choose another port, or end that program."
+                f"What answers at {where} is not a Paceline run. Choose another port, or stop that program."
             ) from None
     raise StartError(
         f"{socket.gethostname()} could not reach the run at {where} in {seconds:.0f} s: {reason}. Is paceline run "
@@ -167,16 +169,15 @@ def visit(where: Rendezvous, workers: int, seconds: float) -> Guest:
     )
 
 
-def _introduced(connection: socket.socket, workers: int) -> Message:
+def _register(connection: socket.socket, workers: int) -> Message:
     connection.settimeout(_ANSWER_SECONDS)
     write(connection, {"type": "agent", "workers": workers, "host": socket.gethostname()})
-    reader = MessageReader()
-    told = None
-    while told is None:
+    reader, answer = MessageReader(), None
+    while answer is None:
         data = connection.recv(1 << 16)
         if not data:
             raise ValueError("no answer")
-        told = next(reader.feed(data), None)
-    if told["type"] != "run":
+        answer = next(reader.feed(data), None)
+    if answer["type"] != "run":
         raise ValueError("another answer")
-    return told
+    return answer

@@ -1,4 +1,4 @@
-"""Connections to the roster: messages are JSON objects, one a line."""
+"""Connections to the coordinator: messages are JSON objects, one a line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MessageReader:
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message on a connection."""
+    """Write a message as it goes over a connection."""
     return json.dumps(message).encode() + b"\n"
 
 
@@ -51,12 +51,12 @@ class Peer:
         self.agent: int | None = None
         self.workers = 0
         self.local = True
-        self.told = False
+        self.end_sent = False
         self.reader = MessageReader()
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """A socket on which a roster can listen; port 0 for a free one.
+    """Open a socket on which a coordinator can listen; port 0 for a free one.
 
     Raises:
         StartError: the port is in use.
@@ -80,7 +80,7 @@ def write(connection: socket.socket, message: Message) -> None:
 
 
 def connect(address: tuple[str, int], seconds: float) -> socket.socket:
-    """A connection to a roster, which ends when the other machine is silent for long.
+    """Connect to a coordinator; the connection ends when the other machine is silent for long.
 
     Raises:
         OSError: nobody answers there.

@@ -15,12 +15,12 @@ class Bounds:
     """How many workers there must be, may be, and are wanted now.
 
     Attributes:
-        least: below this number training waits.
-        most: more are not taken.
+        least: training waits below this number.
+        most: no more are admitted.
         wanted: lost workers are replaced up to this number.
-        replaces: whether workers that were lost are started anew.
-        patience: seconds to wait for replacements below the least number.
-        drops: whether those that are late are dropped.
+        replaces: whether lost workers are started anew.
+        patience: seconds to wait for replacements below ``least``.
+        drops: whether late workers are dropped.
     """
 
     least: int
@@ -33,30 +33,39 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Lost:
-    """Who was lost, and how.
+    """A worker that was lost.
 
     Attributes:
         worker: the number of the process.
-        rank: what it was in the view; none if it was not in it.
-        what: in words: who, and what happened.
-        runs: whether its process may still run.
+        rank: its rank; None if it was no member.
+        reason: who, and what happened.
+        may_run: whether its process may still run.
     """
 
     worker: int
     rank: int | None
-    what: str
-    runs: bool = False
+    reason: str
+    may_run: bool = False
 
 
 @dataclass
 class Worker:
-    """What the roster knows of one worker process.
+    """What the coordinator knows of one worker process.
 
-    ``state`` is ``starting``, ``ready`` (waits for the next view), ``training``, or ``gone``.
-    ``progress`` are the steps and evaluations whose result it holds, and what sets it apart from those with another
-    state (``recovery.Standing``); none before it has a state. ``session`` counts how
-    often its script has called ``paceline.start``: workers of one view are in the same session. ``joined``: it has been
-    in a view. ``fits``: how many workers can train together with its settings; empty: any number.
+    Attributes:
+        number: of the process.
+        state: ``starting``, ``ready`` (waits for the next generation), ``training``, or ``gone``.
+        progress: the steps and evaluations whose result it holds, and what distinguishes its state from that of equally
+            far workers (``recovery.Progress``); None before it has a state.
+        session: how often its script has called ``paceline.start``; all members are in the same session.
+        leaving: it was asked to end.
+        finished: its script has come to its end.
+        refused: it does not match the others.
+        joined: it has been a member.
+        end_sent: it was told that the run is over.
+        about: its host, process, address and port.
+        facts: what all workers must agree on.
+        fits: how many workers can train together with its settings; empty: any number.
     """
 
     number: int
@@ -67,7 +76,7 @@ class Worker:
     finished: bool = False
     refused: bool = False
     joined: bool = False
-    told: bool = False
+    end_sent: bool = False
     about: dict[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     fits: Sequence[int] = ()

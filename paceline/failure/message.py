@@ -188,7 +188,7 @@ def _done(failure: Failure, context: Context) -> str:
     if replaced:
         parts.append(lost_in_words(context.coordinator))
     left = context.coordinator.reason.rpartition("; ")[2]
-    if "of at least" in left:
+    if context.coordinator.elastic and "of at least" in left:
         parts.append(left)
     if failure.consequences:
         parts.append("the other workers were ended")

@@ -192,7 +192,7 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
     if ended.code >= 0:
         taken = any(words in "\n".join(lines).lower() for words in _PORT_TAKEN)
         return replace(plain, kind="port") if taken else plain
-    message = f"was ended by signal {-ended.code} ({signal_name(-ended.code)})"
+    message = f"was killed by signal {-ended.code} ({signal_name(-ended.code)})"
     if -ended.code in _CRASHES:
         return replace(plain, kind="crashed", message=message)
     plain = replace(plain, code=errors.WorkerLost.exit_code)

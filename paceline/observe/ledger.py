@@ -37,7 +37,7 @@ from typing import Any
 from paceline.schedule.choice import ASYNC_SCHEDULES
 
 _NEXT_GAPS = 2
-_GATHERED = ("view", "gathered", "recovered")
+_GATHERED = ("membership", "gathered", "recovered")
 
 
 @dataclass(frozen=True)

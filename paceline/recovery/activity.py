@@ -38,7 +38,7 @@ class Activity:
         return {
             "step": step,
             "doing": what,
-            "waits": bool(awaited.ranks) or what == RE_FORMING,
+            "waiting": bool(awaited.ranks) or what == RE_FORMING,
             "busy": busy,
             "since": time.monotonic() - since,
             "step_seconds": median(self._step_seconds) if self._step_seconds else None,

@@ -86,7 +86,7 @@ class Recovery:
         }
         known = {key: value for key, value in facts.items() if not key.startswith("initial")}
         fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)
-        coordinator.greet(about, known, self._job.settings.hang_seconds, launched.worker < _OWN_MACHINE, fits)
+        coordinator.register(about, known, self._job.settings.hang_seconds, launched.worker < _OWN_MACHINE, fits)
 
     def re_form(self, progress: Progress | None, planned: bool = False, ended: Sequence[int] = ()) -> Progress:
         """Join the next membership, with the state of its furthest worker.
@@ -193,7 +193,7 @@ class Recovery:
     def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:
         """End this worker's part; with a last checkpoint if it is to write one for all."""
         self._job.world.become_single()
-        self._job.events.mark("parting", code=departure.code, reason=departure.reason)
+        self._job.events.mark("departure", code=departure.code, reason=departure.reason)
         if departure.save and progress is not None and progress.steps and self._checkpointer.enabled:
             if progress.holds is None:
                 self._checkpointer.save(self._state, progress.steps)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.cli.report import alerts_of, resume_command, summary
-from paceline.coordinator.hang_detection import Place
-from paceline.coordinator.watch import Alert, Watch
+from paceline.coordinator.hang_detection import WorkerStatus
+from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.errors import EXIT_CODES
 from paceline.failure.coordinator_report import CoordinatorReport, LostWorker
 from paceline.launch.base import Launch, Request
@@ -49,43 +49,46 @@ def launch_in_name(name: str) -> Launch:
 
 
 def test_alerts_of_a_fixed_run_are_those_that_matter(tmp_path: Path) -> None:
-    watch = Watch(lambda *_, **__: None)
-    take = alerts_of(watch, launch_in(tmp_path), elastic=False, quiet=False)
-    watch.alerts = deque([Alert("lost", "rank 1", (1,)), Alert("late", "still waiting: rank 0", (0,))])
+    monitor = RunMonitor(lambda *_, **__: None)
+    take = alerts_of(monitor, launch_in(tmp_path), elastic=False, quiet=False)
+    monitor.alerts = deque([Alert("lost", "rank 1", (1,)), Alert("late", "still waiting: rank 0", (0,))])
     assert take() == ["still waiting: rank 0"]
     assert take() == []
 
 
 def test_a_loss_is_told_as_the_launcher_saw_it(tmp_path: Path) -> None:
-    watch = Watch(lambda *_, **__: None)
-    watch.started(1, 1)
-    watch.alerts.append(Alert("lost", "rank 1 ended", (1,)))
-    take = alerts_of(watch, launch_in(tmp_path), elastic=True, quiet=False)
+    monitor = RunMonitor(lambda *_, **__: None)
+    monitor.started(1, 1)
+    monitor.alerts.append(Alert("lost", "rank 1 ended", (1,)))
+    take = alerts_of(monitor, launch_in(tmp_path), elastic=True, quiet=False)
     assert take() == []  # the launcher is about to see it
-    watch.seen[1] = "rank 1 was ended by signal 9 (SIGKILL)"
-    assert take() == ["lost: rank 1 was ended by signal 9 (SIGKILL)"]
+    monitor.exit_texts[1] = "rank 1 was killed by signal 9 (SIGKILL)"
+    assert take() == ["lost: rank 1 was killed by signal 9 (SIGKILL)"]
 
 
 def test_who_has_not_come_with_what_it_printed_last(tmp_path: Path) -> None:
-    watch, launch = Watch(lambda *_, **__: None), launch_in(tmp_path)
+    monitor, launch = RunMonitor(lambda *_, **__: None), launch_in(tmp_path)
     launch.output(1).write_text("loading\ndownloading\n")
-    watch.alerts.append(Alert("absent", "still waiting: rank 1", (1,)))
-    (line,) = alerts_of(watch, launch, elastic=False, quiet=True)()
+    monitor.alerts.append(Alert("absent", "still waiting: rank 1", (1,)))
+    (line,) = alerts_of(monitor, launch, elastic=False, quiet=True)()
     assert line == "still waiting: rank 1; the process is there, the last it printed: 'downloading'"
 
 
-def test_the_roll_is_called_again_when_the_deadline_has_passed_again() -> None:
-    watch = Watch(lambda *_, **__: None)
-    places = [Place(0, 5, "in the exchange", True, 9.0), Place(1, 5, "in the script", False, 9.0, line="a.py:3")]
-    watch.call(places, [0, 1], places[1:], limit=60.0)
-    watch.call(places, [0, 1], places[1:], limit=60.0)
-    assert len(watch.alerts) == 1
-    watch.all_there()
-    watch.call(places, [0, 1], places[1:], limit=0.0)
-    watch.call(places, [0, 1], places[1:], limit=0.0)
-    assert [alert.text for alert in watch.alerts] == [
-        "still waiting: rank 0 has waited 9 s in the exchange at step 5; rank 1 is in the script at step 5 since 9 s, "
-        "a.py:3"
+def test_late_workers_are_reported_again_when_the_deadline_has_passed_again() -> None:
+    monitor = RunMonitor(lambda *_, **__: None)
+    statuses = [
+        WorkerStatus(0, 5, "in the exchange", True, 9.0),
+        WorkerStatus(1, 5, "in the script", False, 9.0, line="a.py:3"),
+    ]
+    monitor.report_late(statuses, [0, 1], statuses[1:], limit=60.0)
+    monitor.report_late(statuses, [0, 1], statuses[1:], limit=60.0)
+    assert len(monitor.alerts) == 1
+    monitor.clear_late()
+    monitor.report_late(statuses, [0, 1], statuses[1:], limit=0.0)
+    monitor.report_late(statuses, [0, 1], statuses[1:], limit=0.0)
+    assert [alert.text for alert in monitor.alerts] == [
+        "still waiting: rank 0 has waited 9 s in the exchange at step 5; rank 1 has been in the script at step 5 "
+        "for 9 s, a.py:3"
     ] * 3
 
 

@@ -142,7 +142,7 @@ def test_a_worker_ended_by_a_signal(paceline: Paceline, script: Script) -> None:
     path = script("if rank == 1: os.kill(os.getpid(), signal.SIGSEGV)\ntime.sleep(600)")
     result = paceline("run", "-n", 2, path)
     assert result.code == 128 + 11
-    assert result.err.startswith("rank 1: was ended by signal 11 (SIGSEGV)\n")
+    assert result.err.startswith("rank 1: was killed by signal 11 (SIGSEGV)\n")
 
 
 def test_the_kernel_ended_it_for_lack_of_memory(
@@ -166,7 +166,7 @@ def test_the_kernel_ended_it_for_lack_of_memory(
 
 def test_killed_by_somebody(paceline: Paceline, script: Script) -> None:
     result = paceline("run", "-n", 2, script("os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)"))
-    assert (result.code, result.err.splitlines()[0]) == (5, "rank 1: was ended by signal 9 (SIGKILL)")
+    assert (result.code, result.err.splitlines()[0]) == (5, "rank 1: was killed by signal 9 (SIGKILL)")
 
 
 SAVES = """

@@ -3,7 +3,7 @@
 from typing import Any
 
 from paceline.coordinator.membership import MembershipProtocol
-from paceline.coordinator.types import Bounds, Lost
+from paceline.coordinator.types import Bounds
 
 
 class Hand:
@@ -24,9 +24,9 @@ class Hand:
     def come(self, *numbers: int, **facts: Any) -> None:
         """New workers start and are ready."""
         for number in numbers:
-            self.of.expect(number)
+            self.of.started(number)
         for number in numbers:
-            self.of.greet(number, {"pid": number}, facts, fits=self.fits)
+            self.of.register(number, {"pid": number}, facts, fits=self.fits)
             self.of.ready(number, None, self.now)
 
     def ready(self, *numbers: int, steps: int = 5, **how: bool) -> None:
@@ -34,9 +34,7 @@ class Hand:
             self.of.ready(number, (steps, 0), self.now, **how)
 
     def lose(self, number: int) -> None:
-        view = self.of.view
-        rank = view.index(number) if number in view else None
-        self.of.lose(Lost(number, rank, f"rank {rank} was killed"), self.now)
+        self.of.lose(number, f"rank {self.of.rank_of(number)} was killed", self.now)
 
     def last(self, number: int) -> dict[str, Any]:
         return self.told[number][-1]

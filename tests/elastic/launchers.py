@@ -66,9 +66,9 @@ class Ran:
     def launcher(self, event: str | None = None) -> list[dict[str, Any]]:
         return [one for one in self.events("launcher") if event in (None, one["event"])]
 
-    def views(self) -> list[list[int]]:
+    def memberships(self) -> list[list[int]]:
         """The workers of each generation."""
-        return [one["workers"] for one in self.launcher("view")]
+        return [one["workers"] for one in self.launcher("membership")]
 
     def steps(self, name: str) -> list[int]:
         """The steps that a worker said it did."""

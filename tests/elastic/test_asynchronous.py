@@ -63,7 +63,7 @@ def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SC
 def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     ran = started(run, way, faults.kill(rank=victim, step=5))
     check(ran, 2)
-    assert ran.views()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
+    assert ran.memberships()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
     counted = [sum(one["delays"].values()) for one in ran.events() if one["event"] == "staleness"]
     if WAYS[way].get("mode") != "sync":  # at a server each may have parted between an update and its count
         assert STEPS - (0 if way == "hogwild" else 3) <= counted[-1] <= STEPS, ran.story()
@@ -91,7 +91,7 @@ def test_one_is_left(run: Run, way: str) -> None:
 def test_another_one_takes_the_place(run: Run, way: str) -> None:
     ran = started(run, way, faults.kill(rank=1, step=5), "-n", 3, "--elastic", "3:3", "--standby", 1)
     check(ran, 3)
-    assert ran.views()[:2] == [[0, 1, 2], [0, 2, 3]]
+    assert ran.memberships()[:2] == [[0, 1, 2], [0, 2, 3]]
 
 
 @WAY
@@ -99,7 +99,7 @@ def test_one_is_told_to_leave(run: Run, way: str) -> None:
     script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 2, 4)\n    crew.say")
     ran = started(run, way, None, script=script)
     check(ran, 2)
-    assert ran.views() == [[0, 1, 2], [0, 1]], ran.story()
+    assert ran.memberships() == [[0, 1, 2], [0, 1]], ran.story()
     assert ran.launcher("lost") == []
 
 
@@ -151,7 +151,7 @@ Update.apply, AsyncSteps._compute = apply_and_wait, compute_and_die
 def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None:
     ran = started(run, "hogwild", None, script=HELD + SCRIPT)
     check(ran, 2)
-    assert ran.views()[:2] == [[0, 1, 2], [0, 1]]
+    assert ran.memberships()[:2] == [[0, 1, 2], [0, 1]]
     updates = [one for one in ran.events() if one["event"] == "update"]
     assert sorted(one["step"] for one in updates) == list(range(STEPS)), ran.story()
     assert sorted(one["version"] for one in updates) == list(range(1, STEPS + 1)), ran.story()
@@ -181,7 +181,7 @@ AsyncSteps._compute = compute_and_die
 def test_a_step_that_was_lost_as_all_settled_at_the_end_is_computed(run: Run, way: str) -> None:
     ran = started(run, way, None, script=SETTLING + SCRIPT)
     check(ran, 2)
-    assert ran.views()[:2] == [[0, 1, 2], [0, 1]]
+    assert ran.memberships()[:2] == [[0, 1, 2], [0, 1]]
 
 
 STOPPING = """
@@ -213,7 +213,7 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
         script = STOPPING + script.replace("counted.start(", "counted.start(optimizer=partial(Stopping, lr=2.0**-6), ")
     ran = started(run, way, plan, *ELASTIC, "--grace", 1, script=script)
     check(ran, 2)
-    assert ran.views() == [[0, 1, 2], [0, 2]], ran.story()
+    assert ran.memberships() == [[0, 1, 2], [0, 2]], ran.story()
     (lost,) = ran.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
 

@@ -37,7 +37,7 @@ def test_a_standby_takes_the_place(run: Run, undisturbed: Any, victim: int, path
     plan = faults.kill(rank=victim, step=5)
     ran = run(on(path, PLAIN), "-n", 2, "--elastic", "2:2", "--standby", 1, faults=plan)
     check(ran, undisturbed(PLAIN), 2)
-    assert ran.views()[:2] == [[0, 1], [1 - victim, 2]]
+    assert ran.memberships()[:2] == [[0, 1], [1 - victim, 2]]
     assert ran.steps("worker-2")[-1] == STEPS - 1
 
 
@@ -64,8 +64,8 @@ if worker > 2:
 def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None:
     ran = run(on(path, DOWN_TO_ONE), *ELASTIC, arguments=(4,))
     check(ran, undisturbed(JOINED, (4,)), 2)
-    assert [0] in ran.views()
-    assert ran.views()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.story()
+    assert [0] in ran.memberships()
+    assert ran.memberships()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.story()
 
 
 @pytest.mark.crossed
@@ -77,14 +77,14 @@ def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str
     ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(4,))
     check(ran, undisturbed(JOINED, (4,)), 2)
     assert len(ran.launcher("lost")) == 2
-    assert 3 in ran.views()[-1]
+    assert 3 in ran.memberships()[-1]
 
 
 @pytest.mark.parametrize("point", ["before", "within", "after"])
 def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -> None:
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
     kill = {
-        "before": "paceline.comm.rendezvous.coordinator_client.CoordinatorClient.greet = die",
+        "before": "paceline.comm.rendezvous.coordinator_client.CoordinatorClient.register = die",
         "within": "paceline.recovery.recovery.Recovery._take_over = die",
         "after": "paceline.step.optimizer.Update.apply = die",
     }[point]
@@ -115,7 +115,7 @@ def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, 
     assert ran.code == 0, ran.story()
     wanted = undisturbed(JOINED, (8,))
     assert ran.told() == [wanted] * 3, ran.story()
-    assert [sorted(view) for view in ran.views()] == [[0, 1, 2], [0, 2], [0, 1, 2]], ran.story()
+    assert [sorted(members) for members in ran.memberships()] == [[0, 1, 2], [0, 2], [0, 1, 2]], ran.story()
     (lost,) = ran.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
     assert ran.steps("rank-0") == list(range(STEPS))
@@ -126,7 +126,7 @@ def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
     script = PLAIN.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
     ran = run(script, *ELASTIC)
     check(ran, undisturbed(PLAIN), 2)
-    assert ran.views() == [[0, 1, 2], [0, 2]]
+    assert ran.memberships() == [[0, 1, 2], [0, 2]]
     assert ran.steps("rank-1") == [0, 1, 2, 3]  # it leaves in step 4, before it says so
     assert ran.launcher("lost") == []
 
@@ -158,7 +158,7 @@ def test_below_the_least(run: Run) -> None:
 def test_below_the_least_until_a_new_one_comes(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, "-n", 3, "--elastic", "3:3", faults=faults.kill(rank=1, step=5))
     check(ran, undisturbed(PLAIN), 3)
-    assert [sorted(view) for view in ran.views()] == [[0, 1, 2], [0, 2, 3]]
+    assert [sorted(members) for members in ran.memberships()] == [[0, 1, 2], [0, 2, 3]]
 
 
 def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) -> None:
@@ -188,7 +188,7 @@ crew.end(session)
     check(ran, undisturbed(script), 2)
     (noted,) = ran.launcher("not-joined")
     assert ("batch = 1" if how == "an error" else "setting seed is 1 here and 0 there") in noted["reason"]
-    assert len(ran.views()) == 2
+    assert len(ran.memberships()) == 2
 
 
 def test_a_script_that_ends_early_on_one_worker(run: Run) -> None:

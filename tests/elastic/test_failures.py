@@ -69,7 +69,7 @@ def test_an_exception(run: Run) -> None:
 
 def test_killed_in_a_run_of_fixed_size(run: Run) -> None:
     ran = run(TRAIN, *FIXED, faults=faults.kill(rank=1, step=6))
-    told = check(ran, 5, "killed", r"rank 1: was ended by signal 9 \(SIGKILL\)")
+    told = check(ran, 5, "killed", r"rank 1: was killed by signal 9 \(SIGKILL\)")
     assert (told["signal"], told["exit_code"], told["step"], told["checkpoint"]["step"]) == (9, None, 6, 6)
     assert LOST in lines_of(ran)[:10]
     assert any(line.startswith("fix: look who ended it") for line in lines_of(ran)[:10])
@@ -80,7 +80,7 @@ def test_killed_and_too_few_are_left(run: Run) -> None:
     late = "import os, time\nif int(os.environ['PACELINE_WORKER']) > 1:\n    time.sleep(60)\n"
     few = "-n", 2, "--elastic", "2:2", "--patience", 0.1, "--grace", 1
     ran = run(late + TRAIN, *few, faults=faults.kill(rank=1, step=6))
-    told = check(ran, 5, "killed", r"rank 1: was ended by signal 9 \(SIGKILL\)")
+    told = check(ran, 5, "killed", r"rank 1: was killed by signal 9 \(SIGKILL\)")
     assert told["done"].startswith("1 of at least 2 workers are left")
     assert "--elastic 2:2 --patience 0.1 --grace 1" in told["resume"]
 
@@ -97,7 +97,7 @@ def test_killed_and_replaced_is_no_failure(run: Run) -> None:
         ("session.rank == 1 and os.kill(os.getpid(), signal.SIGSTOP)", r".*stopped by a signal: process \d+ of rank 1"),
         (
             "while session.rank == 1: time.sleep(0.01)",
-            r"a hang: ranks 0, 2 have waited \d+ s .* at step 6; rank 1 is in the script at step 6 since \d+ s, "
+            r"a hang: ranks 0, 2 have waited \d+ s .* at step 6; rank 1 has been in the script at step 6 for \d+ s, "
             r"train.py:10",
         ),
     ],

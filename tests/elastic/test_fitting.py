@@ -15,13 +15,13 @@ def four() -> Hand:
 
 
 def test_the_others_wait_for_a_replacement(four: Hand) -> None:
-    four.of.expect(4)
+    four.of.started(4)
     four.lose(1)
     four.ready(0, 2, 3)
     assert four.of.changing and four.of.over is None
     assert four.notes.count("short") == 1
     four.come(4)
-    assert four.of.view == [0, 2, 3, 4]
+    assert four.of.members == [0, 2, 3, 4]
 
 
 def test_without_a_replacement_they_say_what_is_missing(four: Hand) -> None:
@@ -32,66 +32,66 @@ def test_without_a_replacement_they_say_what_is_missing(four: Hand) -> None:
 
 
 def test_another_loss_makes_it_fit(four: Hand) -> None:
-    four.of.expect(4)
+    four.of.started(4)
     four.lose(1)
     four.ready(0, 2, 3)
     four.lose(0)
-    assert four.of.view == [2, 3]
+    assert four.of.members == [2, 3]
 
 
 def test_a_joiner_waits_for_another_one(four: Hand) -> None:
-    four.of.want(Bounds(2, 6, 6), four.now)
+    four.of.resize(Bounds(2, 6, 6), four.now)
     four.come(4)
-    assert not four.of.changing and four.kinds(0) == ["view"]
+    assert not four.of.changing and four.kinds(0) == ["membership"]
     four.come(5)
     assert four.of.changing
     four.ready(0, 1, 2, 3, planned=True)
-    assert four.of.view == [0, 1, 2, 3, 4, 5]
+    assert four.of.members == [0, 1, 2, 3, 4, 5]
 
 
 def test_too_many_joiners(four: Hand) -> None:
-    four.of.want(Bounds(2, 6, 5), four.now)
+    four.of.resize(Bounds(2, 6, 5), four.now)
     four.come(4)
     four.lose(0)
     four.ready(1, 2, 3)
-    assert four.of.view == [1, 2, 3, 4]
+    assert four.of.members == [1, 2, 3, 4]
 
 
 def test_one_that_is_refused_says_nothing(four: Hand) -> None:
-    four.of.expect(4)
+    four.of.started(4)
     four.lose(1)
     four.ready(0, 2, 3)
     four.fits = 1, 3
     four.come(4, other="settings")
     assert four.last(4)["type"] == "refused"
-    assert four.of.view == [0, 1, 2, 3] and four.of._fits == (1, 2, 4, 6)
+    assert four.of.members == [0, 1, 2, 3] and four.of._fits == (1, 2, 4, 6)
 
 
 def test_one_leaves(four: Hand) -> None:
     """The others have its part of the state: so some go on, and the rest waits until it fits."""
     four.ready(2, leaving=True, planned=True)
     four.ready(0, 1, 3, planned=True)
-    assert four.of.view == [0, 1]
-    assert four.last(2)["type"] == "dismissed" and four.kinds(3)[0] == "view"
+    assert four.of.members == [0, 1]
+    assert four.last(2)["type"] == "dismissed" and four.kinds(3)[0] == "membership"
     four.come(4)
     four.ready(0, 1, planned=True)
-    assert four.of.view == [0, 1, 3, 4]
+    assert four.of.members == [0, 1, 3, 4]
 
 
 def test_more_at_the_start_than_fit() -> None:
     hand = Hand(least=2, most=6, wanted=5)
     hand.fits = 1, 2, 4, 6
     for _ in range(5):
-        hand.of.hope()
+        hand.of.announce_start()
     hand.come(0, 1, 2, 3, 4)
-    assert hand.of.view == [0, 1, 2, 3]
+    assert hand.of.members == [0, 1, 2, 3]
 
 
-def test_the_first_view() -> None:
+def test_the_first_generation() -> None:
     hand = Hand(least=2, most=6, wanted=6)
     hand.fits = 1, 2, 4, 6
-    hand.of.expect(5)
+    hand.of.started(5)
     hand.come(0, 1, 2, 3, 4)
     hand.now = 31.0
-    hand.of.settle(hand.now)
-    assert hand.of.view == [0, 1, 2, 3]
+    hand.of.advance(hand.now)
+    assert hand.of.members == [0, 1, 2, 3]

@@ -157,7 +157,7 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path) -> Non
         hosts.start(1, 500, "--nodes", "1:3"),
         hosts.start(2, 500, "--nodes", "1:3"),
     ]
-    until(lambda: any(event["event"] == "view" and len(event["workers"]) == 3 for event in hosts.events()))
+    until(lambda: any(event["event"] == "membership" and len(event["workers"]) == 3 for event in hosts.events()))
     until(lambda: steps_done(hosts) > 5)
     os.kill(hosts.worker(1), signal.SIGKILL)
     until(lambda: any(event["event"] == "recovered" and event["lost"] for event in hosts.events()))
@@ -174,12 +174,12 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path) -> Non
 
 
 @needs_root
-def test_the_machine_of_the_roster_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+def test_the_machine_of_the_coordinator_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     shared = ["--nodes", "1:2", "--set", f"checkpoint.directory={tmp_path / 'saved'}", "--set", "checkpoint.every=10"]
     shared += ["--resume", "auto"]
     first = hosts.start(0, 200, "--name", "job", *shared)
     other = hosts.start(1, 200, *shared)
-    until(lambda: any(event["event"] == "view" and len(event["workers"]) == 2 for event in hosts.events()))
+    until(lambda: any(event["event"] == "membership" and len(event["workers"]) == 2 for event in hosts.events()))
     until(lambda: (tmp_path / "saved" / "latest").exists())
     first.send_signal(signal.SIGKILL)  # `ip netns exec` has become the command itself
     first.wait()

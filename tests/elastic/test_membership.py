@@ -3,7 +3,7 @@
 import pytest
 from hand import Hand
 
-from paceline.coordinator.types import Bounds, Lost
+from paceline.coordinator.types import Bounds
 
 
 @pytest.fixture
@@ -14,43 +14,43 @@ def three() -> Hand:
     return hand
 
 
-def test_the_first_view(three: Hand) -> None:
+def test_the_first_generation(three: Hand) -> None:
     for number in range(3):
-        (view,) = three.told[number]
-        assert view["type"] == "view" and view["generation"] == 0
-        assert [member["worker"] for member in view["members"]] == [0, 1, 2]
-        assert [member["progress"] for member in view["members"]] == [None] * 3
-        assert view["joined"] == [0, 1, 2] and view["lost"] == []
+        (members,) = three.told[number]
+        assert members["type"] == "membership" and members["generation"] == 0
+        assert [member["worker"] for member in members["members"]] == [0, 1, 2]
+        assert [member["progress"] for member in members["members"]] == [None] * 3
+        assert members["joined"] == [0, 1, 2] and members["lost"] == []
 
 
 def test_a_fixed_number_of_workers_does_not_wait_for_its_launcher() -> None:
     hand = Hand(least=2, most=2, wanted=2, patience=0.0)
     hand.come(0, 1)
-    hand.of.lose(Lost(1, 1, "rank 1 ended"), hand.now, seen=False)
+    hand.of.lose(1, "rank 1 ended", hand.now, confirmed=False)
     hand.ready(0)
     assert hand.of.over is not None
     assert hand.of.over["reason"] == "rank 1 ended; 1 of at least 2 workers are left"
 
 
-def test_the_first_view_waits_for_all_and_not_without_end() -> None:
+def test_the_first_generation_waits_for_all_and_not_without_end() -> None:
     hand = Hand(least=2)
-    hand.of.expect(2)
+    hand.of.started(2)
     hand.come(0, 1)
-    assert hand.of.view == []
+    assert hand.of.members == []
     hand.now = 29.0
-    hand.of.settle(hand.now)
-    assert hand.of.view == []
+    hand.of.advance(hand.now)
+    assert hand.of.members == []
     hand.now = 31.0
-    hand.of.settle(hand.now)
-    assert hand.of.view == [0, 1]
+    hand.of.advance(hand.now)
+    assert hand.of.members == [0, 1]
     hand.come(2)
     assert hand.of.changing and not hand.last(0)["urgent"]
 
 
-def test_a_standby_is_not_in_the_first_view() -> None:
+def test_a_standby_is_not_in_the_first_generation() -> None:
     hand = Hand()
     hand.come(0, 1, 2, 3)
-    assert hand.of.view == [0, 1, 2]
+    assert hand.of.members == [0, 1, 2]
     assert 3 not in hand.told
     assert not hand.of.changing
 
@@ -62,23 +62,23 @@ def test_a_loss(three: Hand) -> None:
         change = three.last(number)
         assert change["type"] == "change" and change["urgent"]
         assert change["generation"] == 1 and change["lost"] == [1]
-    assert three.kinds(1) == ["view"]
+    assert three.kinds(1) == ["membership"]
     three.ready(0)
     assert three.of.generation == 0
     three.ready(2, steps=6)
-    assert three.of.view == [0, 2]
-    view = three.last(0)
-    assert view["generation"] == 1 and view["lost"] == [1] and view["joined"] == []
-    assert [member["progress"] for member in view["members"]] == [(5, 0), (6, 0)]
+    assert three.of.members == [0, 2]
+    members = three.last(0)
+    assert members["generation"] == 1 and members["lost"] == [1] and members["joined"] == []
+    assert [member["progress"] for member in members["members"]] == [(5, 0), (6, 0)]
     assert not three.of.changing
-    assert three.notes == ["view", "lost", "view"]
+    assert three.notes == ["membership", "lost", "membership"]
 
 
 def test_a_spare_takes_the_place_at_once(three: Hand) -> None:
     three.come(3)
     three.lose(0)
     three.ready(1, 2)
-    assert three.of.view == [1, 2, 3]
+    assert three.of.members == [1, 2, 3]
     assert three.last(3)["joined"] == [3] and three.last(3)["lost"] == [0]
 
 
@@ -89,9 +89,9 @@ def test_a_join_is_planned(three: Hand) -> None:
     assert three.of.changing
     assert three.last(0) | {"urgent": False, "generation": 2, "lost": []} == three.last(0)
     three.ready(0, planned=True, steps=9)
-    assert "view" not in three.kinds(3)
+    assert "membership" not in three.kinds(3)
     three.ready(2, planned=True, steps=9)
-    assert three.of.view == [0, 2, 3]
+    assert three.of.members == [0, 2, 3]
 
 
 def test_no_more_join_than_are_wanted(three: Hand) -> None:
@@ -99,11 +99,11 @@ def test_no_more_join_than_are_wanted(three: Hand) -> None:
     assert not three.of.changing
     three.lose(2)
     three.ready(0, 1)
-    assert three.of.view == [0, 1, 3]
-    three.of.want(Bounds(1, 4, 4), three.now)
+    assert three.of.members == [0, 1, 3]
+    three.of.resize(Bounds(1, 4, 4), three.now)
     assert three.of.changing
     three.ready(0, 1, 3)
-    assert three.of.view == [0, 1, 3, 4]
+    assert three.of.members == [0, 1, 3, 4]
 
 
 def test_two_are_lost_at_once(three: Hand) -> None:
@@ -111,7 +111,7 @@ def test_two_are_lost_at_once(three: Hand) -> None:
     three.lose(1)
     assert three.last(2)["lost"] == [0, 1]
     three.ready(2)
-    assert three.of.view == [2]
+    assert three.of.members == [2]
 
 
 def test_one_is_lost_while_the_others_gather(three: Hand) -> None:
@@ -120,7 +120,7 @@ def test_one_is_lost_while_the_others_gather(three: Hand) -> None:
     three.lose(1)
     assert three.of.generation == 0
     three.ready(2)
-    assert three.of.view == [2]
+    assert three.of.members == [2]
     assert three.last(2)["lost"] == [0, 1]
 
 
@@ -130,19 +130,19 @@ def test_a_join_becomes_urgent_when_somebody_is_lost_on_the_way(three: Hand) -> 
     three.come(3)
     three.ready(0, planned=True)
     three.lose(1)
-    change, view = three.told[0][-2:]
-    assert change["urgent"] and change["generation"] == view["generation"] == 2
-    assert three.of.view == [0, 3]
+    change, members = three.told[0][-2:]
+    assert change["urgent"] and change["generation"] == members["generation"] == 2
+    assert three.of.members == [0, 3]
 
 
-def test_a_joiner_is_lost_before_it_is_in_a_view(three: Hand) -> None:
+def test_a_joiner_is_lost_before_it_is_in_a_generation(three: Hand) -> None:
     three.lose(2)
     three.ready(0, 1)
     three.come(3)
     three.lose(3)
     assert three.of.changing  # the members were told already, and come
     three.ready(0, 1, planned=True)
-    assert three.of.view == [0, 1]
+    assert three.of.members == [0, 1]
     assert three.notes.count("lost") == 1
 
 
@@ -151,30 +151,30 @@ def test_out_of_the_view_without_a_loss(three: Hand) -> None:
     three.ready(1)
     assert three.last(0)["urgent"]
     three.ready(0, 2)
-    assert three.of.view == [0, 1, 2] and three.of.generation == 1
+    assert three.of.members == [0, 1, 2] and three.of.generation == 1
 
 
 def test_below_the_least_the_others_wait() -> None:
     hand = Hand(least=3)
     hand.come(0, 1, 2)
-    hand.of.hope()  # one is being started
+    hand.of.announce_start()  # one is being started
     hand.lose(1)
     hand.ready(0, 2)
     assert hand.of.over is None and hand.of.generation == 0
     hand.now = 50.0
     hand.come(3)
-    assert hand.of.view == [0, 2, 3]
+    assert hand.of.members == [0, 2, 3]
 
 
 def test_below_the_least_for_too_long() -> None:
     hand = Hand(least=3)
     hand.come(0, 1, 2)
-    hand.of.expect(3)
+    hand.of.started(3)
     hand.lose(1)
     hand.ready(0, steps=6)
     hand.ready(2)
     hand.now = 61.0
-    hand.of.settle(hand.now)
+    hand.of.advance(hand.now)
     assert hand.of.over is not None
     assert hand.of.over["code"] == 5
     assert hand.of.over["reason"] == "rank 1 was killed; 2 of at least 3 workers are left within 60 s"
@@ -196,7 +196,7 @@ def test_one_leaves(three: Hand) -> None:
     three.ready(1, leaving=True, planned=True)
     assert not three.last(0)["urgent"]
     three.ready(0, 2, planned=True)
-    assert three.of.view == [0, 2]
+    assert three.of.members == [0, 2]
     assert three.last(1) == {"type": "dismissed"}
     three.of.leave(1, three.now)
     assert "lost" not in three.notes
@@ -206,7 +206,7 @@ def test_one_leaves_and_a_spare_takes_its_place(three: Hand) -> None:
     three.come(3)
     three.ready(1, leaving=True, planned=True)
     three.ready(0, 2, planned=True)
-    assert three.of.view == [0, 2, 3]
+    assert three.of.members == [0, 2, 3]
 
 
 def test_all_leave(three: Hand) -> None:
@@ -261,36 +261,36 @@ def test_a_script_that_ends_early(three: Hand) -> None:
 
 
 def test_one_that_was_dropped_comes_back(three: Hand) -> None:
-    three.of.lose(Lost(1, 1, "rank 1 was late", runs=True), three.now)
+    three.of.lose(1, "rank 1 was late", three.now, may_run=True)
     three.ready(0, 2)
-    assert three.of.view == [0, 2]
+    assert three.of.members == [0, 2]
     assert three.last(0)["fenced"]
     three.ready(1, steps=4)
     assert three.of.changing and not three.last(0)["urgent"]
     three.ready(0, 2, steps=8, planned=True)
-    assert three.of.view == [0, 2, 1]
+    assert three.of.members == [0, 2, 1]
     assert three.last(1)["fenced"]  # others that were dropped with it may still run
     assert [member["progress"] for member in three.last(1)["members"]] == [(8, 0), (8, 0), (4, 0)]
 
 
 def test_one_that_was_dropped_comes_back_before_the_others_have_gathered(three: Hand) -> None:
-    three.of.lose(Lost(1, 1, "rank 1 was late", runs=True), three.now)
+    three.of.lose(1, "rank 1 was late", three.now, may_run=True)
     three.ready(0)
     three.ready(1)
     assert three.of.generation == 0
     three.ready(2)
-    assert three.of.view == [0, 1, 2]
+    assert three.of.members == [0, 1, 2]
 
 
 def test_one_that_does_not_fit_is_refused(three: Hand) -> None:
-    three.of.expect(3)
-    three.of.greet(3, {"pid": 3}, {"version torch": "1"})
+    three.of.started(3)
+    three.of.register(3, {"pid": 3}, {"version torch": "1"})
     assert three.last(3) == {"type": "refused", "key": "version torch", "here": "1", "there": "nothing"}
     three.of.ready(3, None, three.now)
     assert not three.of.changing
     three.lose(2)
     three.ready(0, 1)
-    assert three.of.view == [0, 1]
+    assert three.of.members == [0, 1]
     assert three.of.needs(1) and not three.of.needs(3)
 
 
@@ -315,7 +315,7 @@ def test_losses_with_steps_in_between() -> None:
         hand.lose(number - 1)
         hand.ready(0, steps=number)
     assert hand.of.over is None
-    assert hand.of.view == [0, 39]
+    assert hand.of.members == [0, 39]
 
 
 def test_the_end_waits_for_those_that_can_come(three: Hand) -> None:
@@ -325,7 +325,7 @@ def test_the_end_waits_for_those_that_can_come(three: Hand) -> None:
     three.ready(0)
     assert three.last(0)["type"] == "change"
     three.now = 11.0
-    three.of.settle(three.now)
+    three.of.advance(three.now)
     assert three.last(0)["type"] == "end" and three.last(0)["saver"] == 0
     three.ready(2, steps=6)  # too late to save
     assert three.last(2)["saver"] == 0
@@ -335,25 +335,25 @@ def test_the_first_reason_to_end_stays(three: Hand) -> None:
     three.of.end(5, "one", three.now)
     three.of.end(1, "two", three.now)
     assert three.of.over is not None and three.of.over["reason"] == "one"
-    assert all(three.kinds(number) == ["view", "end"] for number in range(3))
+    assert all(three.kinds(number) == ["membership", "end"] for number in range(3))
 
 
 def test_a_loss_that_the_launcher_has_not_seen_yet(three: Hand) -> None:
     """It may start a new process when it sees it: too few workers wait until then."""
     three.of.bounds = Bounds(3, 3, 3)
-    three.of.lose(Lost(1, 1, "rank 1 ended"), three.now, seen=False)
+    three.of.lose(1, "rank 1 ended", three.now, confirmed=False)
     three.ready(0, 2)
     assert three.of.over is None and three.of.changing
-    three.of.hope()
+    three.of.announce_start()
     three.lose(1)
     three.come(3)
-    assert three.of.view == [0, 2, 3]
+    assert three.of.members == [0, 2, 3]
 
 
 @pytest.mark.parametrize("how", ["lost", "left", "finished"])
 def test_a_loss_after_which_nobody_comes(three: Hand, how: str) -> None:
     three.of.bounds = Bounds(3, 3, 3)
-    three.of.lose(Lost(1, 1, "rank 1 ended"), three.now, seen=False)
+    three.of.lose(1, "rank 1 ended", three.now, confirmed=False)
     three.ready(0, 2)
     if how == "lost":
         three.lose(1)
@@ -365,14 +365,14 @@ def test_a_loss_after_which_nobody_comes(three: Hand, how: str) -> None:
     assert three.of.over["reason"] == "rank 1 ended; 2 of at least 3 workers are left"
 
 
-def test_the_first_view_waits_for_those_that_are_to_be_started() -> None:
+def test_the_first_generation_waits_for_those_that_are_to_be_started() -> None:
     """The first process may be ready before the launcher has started the second one."""
     hand = Hand()
     for _ in range(3):
-        hand.of.hope()
+        hand.of.announce_start()
     hand.come(0)
-    assert hand.of.view == []
+    assert hand.of.members == []
     hand.come(1)
-    assert hand.of.view == []
+    assert hand.of.members == []
     hand.come(2)
-    assert hand.of.view == [0, 1, 2]
+    assert hand.of.members == [0, 1, 2]

@@ -64,7 +64,7 @@ def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undi
     for step in (3, STEPS - 1):  # the lost one has taken its last records along
         found = compare(ran.run, step)
         assert found.pipeline.generation > 0
-        assert len(found.measured.workers) == len(ran.views()[found.pipeline.generation])
+        assert len(found.measured.workers) == len(ran.memberships()[found.pipeline.generation])
         assert all(found.measured.busy) and all(found.predicted.busy)
 
 
@@ -84,7 +84,7 @@ def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run
     """Three stages were asked for, so two workers cannot go on, though MIN is two."""
     ran = run(SCRIPT, *SAVED, "--set", "pipeline.stages=3", faults=faults.kill(rank=1, step=5))
     check(ran, undisturbed(SCRIPT), 3)
-    assert ran.views() == [[0, 1, 2], [0, 2, 3]] and went_back(ran) == [3, 3, 3], ran.story()
+    assert ran.memberships() == [[0, 1, 2], [0, 2, 3]] and went_back(ran) == [3, 3, 3], ran.story()
     (short,) = ran.launcher("short")
     assert short["text"] == "these settings are for 3 workers, and 2 are left; waiting for more"
 
@@ -154,7 +154,7 @@ def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
     words = [word for setting in settings for word in ("--set", setting)]
     ran = run(MODES, "-n", 3, "--elastic", "2:3", *words, faults=faults.kill(rank=1, step=7))
     assert ran.code == 0, ran.story()
-    assert ran.views() == [[0, 1, 2], [0, 2, 3]], ran.story()  # nobody has waited in vain
+    assert ran.memberships() == [[0, 1, 2], [0, 2, 3]], ran.story()  # nobody has waited in vain
     assert went_back(ran) == [4, 4, 4], ran.story()
     assert len(ran.told()) == 3 and len({one["fingerprint"] for one in ran.told()}) == 1, ran.story()
 
@@ -173,7 +173,7 @@ def test_a_worker_that_is_told_to_leave_takes_no_stage_along(
     ran = run(script, "-n", 3, "--elastic", "2:3", *schedule)
     assert ran.code == 0, ran.story()
     assert ran.launcher("lost") == [] and not went_back(ran)
-    assert ran.views() == [[0, 1, 2], [0, 2]]
+    assert ran.memberships() == [[0, 1, 2], [0, 2]]
     assert len(ran.told()) == 2
     if not schedule:
         assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()

@@ -98,7 +98,7 @@ def test_one_message_for_all(scenario: Scenario) -> None:
 
 def test_a_connection_that_was_closed_is_no_cause(scenario: Scenario) -> None:
     scenario.reports(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]", 0.5).ends(1, -9, 1.0)
-    assert scenario.lines()[0] == "rank 1: was ended by signal 9 (SIGKILL)"
+    assert scenario.lines()[0] == "rank 1: was killed by signal 9 (SIGKILL)"
 
 
 def test_a_closed_connection_alone_is_the_cause(scenario: Scenario) -> None:
@@ -111,7 +111,7 @@ def test_a_closed_connection_alone_is_the_cause(scenario: Scenario) -> None:
 )
 def test_a_signal_is_a_cause(scenario: Scenario, number: signal.Signals, code: int, kind: str) -> None:
     scenario.reports(0, "WorkerLost", "rank 1 went away", 0.5, consequence=True).ends(1, -number, 1.0, pid=42)
-    assert scenario.lines()[0] == f"rank 1: was ended by signal {number.value} ({number.name})"
+    assert scenario.lines()[0] == f"rank 1: was killed by signal {number.value} ({number.name})"
     told = scenario.record()
     assert (told["code"], told["kind"], told["signal"], told["pid"]) == (code, kind, number, 42)
     assert told["exit_code"] is None

@@ -46,7 +46,7 @@ _BUSY, _MADE, _WORDS_EACH = 0, 1, 2
 _PATIENCE_SECONDS = 1.0
 """For whoever is in the middle of a change when the workers part."""
 _UPDATE_SECONDS = 3.0
-"""For whoever is in the middle of an update then: it may take longer. The roster waits 5 s for last words."""
+"""For whoever is in the middle of an update then: it may take longer. The coordinator waits 5 s before a last save."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""A worker's line to the roster: what it is told about the others, and what it tells of itself.
+"""A worker's connection to the coordinator: heartbeats go out, changes of the membership come in.
 
-A thread holds the connection, so that a worker whose main thread is in a long computation, or blocked, still hears
-that the world has changed and still says where it is. Messages are JSON objects, one a line.
+A thread holds the connection, so that a worker whose main thread is in a long computation, or blocked, still learns
+that the world has changed and still sends heartbeats. Messages are JSON objects, one a line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from paceline.coordinator.messages import MessageReader, encode, keep_alive
 from paceline.coordinator.types import Departure, Member, Membership, Message
 from paceline.errors import PREEMPTED, StartError, WorkerLost
 
-_BEAT_SECONDS = 1.0
+_HEARTBEAT_SECONDS = 1.0
 _PACKAGE = str(Path(__file__).resolve().parents[2])
 _MAIN = threading.main_thread()
 
@@ -29,7 +29,7 @@ class CoordinatorClient:
     """The connection of one worker.
 
     Args:
-        address: ``host:port`` of the roster.
+        address: ``host:port`` of the coordinator.
         number: of this worker process.
         seconds: how long to try to connect, and how long this worker waits for others (``timeout_seconds``).
         session: how often the script has called ``paceline.start``.
@@ -46,7 +46,7 @@ class CoordinatorClient:
         self.broken = False
         self.on_alarm: Callable[[], None] = lambda: None
         self._status: Callable[[], dict[str, Any]] = dict
-        self._told: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
         host, _, port = address.rpartition(":")
         try:
@@ -56,23 +56,23 @@ class CoordinatorClient:
         keep_alive(self._socket)
         self._socket.settimeout(None)
         self.address = str(self._socket.getsockname()[0])
-        threading.Thread(target=self._listen, name="paceline-line", daemon=True).start()
+        threading.Thread(target=self._listen, name="paceline-coordinator-client", daemon=True).start()
 
     @property
     def alarmed(self) -> bool:
-        """Whether somebody was lost since the present view was formed."""
+        """Whether somebody was lost since this generation was formed."""
         return self._alarm > self.generation
 
     @property
     def missing(self) -> frozenset[int]:
-        """The workers that will not be in the next view, as far as it is known."""
+        """The workers that will not be in the next generation, as far as it is known."""
         generation = self.generation
-        return frozenset().union(*(lost for told, lost in list(self._lost.items()) if told > generation))
+        return frozenset().union(*(lost for announced, lost in list(self._lost.items()) if announced > generation))
 
-    def greet(
+    def register(
         self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, local: bool, fits: Sequence[int]
     ) -> None:
-        """Say that the model is built, what this worker is, and how many workers can train together."""
+        """Report that the model is built, what this worker is, and how many workers can train together."""
         self._send(
             {
                 "type": "hello",
@@ -95,11 +95,11 @@ class CoordinatorClient:
         planned: bool = False,
         ended: Sequence[int] = (),
     ) -> Membership | Departure:
-        """Say that this worker is ready for the next view, and wait for it.
+        """Report that this worker is ready for the next generation, and wait for it.
 
         Raises:
-            WorkerLost: the roster is gone.
-            StartError: this worker does not fit the others.
+            WorkerLost: the coordinator is gone.
+            StartError: this worker does not match the others.
         """
         self._send(
             {
@@ -112,10 +112,10 @@ class CoordinatorClient:
             }
         )
         while True:
-            message = self._told.get()
+            message = self._messages.get()
             kind = message["type"]
-            if kind == "view" and message["generation"] > self.generation:
-                return self._view(message)
+            if kind == "membership" and message["generation"] > self.generation:
+                return self._enter(message)
             if kind == "end":
                 saves = message["save"] and message.get("saver") == self.number
                 return Departure(message["code"], message["reason"], saves)
@@ -123,35 +123,35 @@ class CoordinatorClient:
                 return Departure(PREEMPTED, "preempted; the others go on")
             if kind == "refused":
                 raise StartError(
-                    f"This worker does not fit the run that it was to join: {message['key']} is {message['here']} "
-                    f"here and {message['there']} there."
+                    f"This worker does not match the run that it joins: {message['key']} is {message['here']} here "
+                    f"and {message['there']} there."
                 )
             if kind == "broken":
-                raise WorkerLost(f"Worker {self.number} lost the launcher that holds the roster.")
+                raise WorkerLost(f"Worker {self.number} lost its connection to the coordinator, in the launcher.")
 
-    def _view(self, message: Message) -> Membership:
-        seats = []
+    def _enter(self, message: Message) -> Membership:
+        members = []
         for member in message["members"]:
             progress, arena = member.pop("progress"), member.pop("arena")
-            seats.append(
+            members.append(
                 Member(progress=tuple(progress) if progress else None, arena=tuple(arena) if arena else None, **member)
             )
-        view = Membership(
+        membership = Membership(
             generation=message["generation"],
-            members=tuple(seats),
+            members=tuple(members),
             joined=tuple(message["joined"]),
             lost=tuple(message["lost"]),
             fenced=message["fenced"],
         )
-        self.generation = view.generation
-        return view
+        self.generation = membership.generation
+        return membership
 
     def report(self, status: Callable[[], dict[str, Any]]) -> None:
         """From now on report what this worker does, once a second; nothing if the status is empty."""
         self._status = status
 
     def finish(self) -> None:
-        """Say that the script has come to its end."""
+        """Report that the script has come to its end."""
         self._send({"type": "finished"})
 
     def _send(self, message: Message) -> None:
@@ -162,14 +162,14 @@ class CoordinatorClient:
             self._break()
 
     def _listen(self) -> None:
-        reader, beaten = MessageReader(), 0.0
+        reader, sent = MessageReader(), 0.0
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
         while True:
-            due = beaten + _BEAT_SECONDS - time.monotonic()
+            due = sent + _HEARTBEAT_SECONDS - time.monotonic()
             if due <= 0:
-                beaten, due = time.monotonic(), _BEAT_SECONDS
-                self._beat()
+                sent, due = time.monotonic(), _HEARTBEAT_SECONDS
+                self._send_heartbeat()
             if not poll.poll(1000 * due):
                 continue
             try:
@@ -180,14 +180,14 @@ class CoordinatorClient:
                 self._break()
                 return
             for message in reader.feed(data):
-                self._hear(message)
+                self._receive(message)
 
-    def _beat(self) -> None:
-        place = self._status()
-        if place:
-            self._send({"type": "place", "place": {**place, "line": line_of_script()}})
+    def _send_heartbeat(self) -> None:
+        status = self._status()
+        if status:
+            self._send({"type": "heartbeat", "status": {**status, "line": line_of_script()}})
 
-    def _hear(self, message: Message) -> None:
+    def _receive(self, message: Message) -> None:
         if message["type"] == "change":
             self.pending = max(self.pending, message["generation"])
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
@@ -195,13 +195,13 @@ class CoordinatorClient:
                 self._alarm = max(self._alarm, message["generation"])
                 self.on_alarm()
         else:
-            self._told.put(message)
+            self._messages.put(message)
 
     def _break(self) -> None:
         if not self.broken:
             self.broken = True
             self.pending = self._alarm = sys.maxsize
-            self._told.put({"type": "broken"})
+            self._messages.put({"type": "broken"})
             self.on_alarm()
 
 
