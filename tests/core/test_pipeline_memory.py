@@ -32,10 +32,10 @@ for batch in session.batches(steps=4):
     if batch.step == 1:
         session.evaluate(given["data"])
         found.append(kept())
-staged = session._loop.strategy.staged
+stages = session._loop.strategy.stages
 sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
-used = {name for held in staged.local.values() for name in held.trained}
-updated = {name for names in staged.updated.values() for name in names}
+used = {name for held in stages.local.values() for name in held.trained}
+updated = {name for names in stages.updated.values() for name in names}
 state = {name: 2 * size + 4 for name, size in sizes.items()}  # two moments, and what Adam counts for each tensor
 tell(kept=found, whole=sum(sizes.values()), state=sum(state.values()), fingerprint=session.fingerprint(),
      used=sum(sizes[name] for name in used), updated=sum(state[name] for name in updated))

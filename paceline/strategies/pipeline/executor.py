@@ -65,10 +65,6 @@ class LocalStage:
 class Hooks:
     """What a strategy adds to the operations."""
 
-    def worker_of(self, stage: int, microbatch: int) -> int:
-        """The rank that computes a stage for a microbatch."""
-        raise NotImplementedError
-
     def on_gradients(self, stage: int, microbatch: int) -> None:
         """Take the gradients of a microbatch, which are in the ``.grad`` of a stage's parameters."""
         raise NotImplementedError
@@ -107,7 +103,6 @@ class Executor:
         job: what is trained.
         stages: those of this worker.
         last: the number of the last stage.
-        hooks: of the strategy.
 
     Attributes:
         losses: for each microbatch whose last stage this worker computed a float64 tensor of shape [2]: the sum of the
@@ -117,11 +112,10 @@ class Executor:
         busy_seconds: that this worker has computed.
     """
 
-    def __init__(self, job: Job, stages: Mapping[int, LocalStage], last: int, hooks: Hooks) -> None:
+    def __init__(self, job: Job, stages: Mapping[int, LocalStage], last: int) -> None:
         self._job = job
         self._stages = stages
         self._last = last
-        self._hooks = hooks
         self._links = Links(job, last)
         self._states = len(pack_generators())
         self._random: set[int] = set()
@@ -135,7 +129,7 @@ class Executor:
             Kind.WEIGHT: self._backward_weight,
             Kind.SEND: self._send,
             Kind.RECEIVE: self._receive,
-            Kind.UPDATE: hooks.update,
+            Kind.UPDATE: self._update,
         }
         self.reset()
 
@@ -151,22 +145,31 @@ class Executor:
         self.losses: dict[int, torch.Tensor] = {}
         self.statistics: dict[int, dict[int, dict[str, torch.Tensor]]] = {stage: {} for stage in self._stages}
 
-    def add(self, step: int, pieces: Sequence[Piece], first: int = 0, scale: float = 1.0) -> None:
+    def add(
+        self,
+        step: int,
+        pieces: Sequence[Piece],
+        worker_of: Callable[[int, int], int],
+        first: int = 0,
+        scale: float = 1.0,
+    ) -> None:
         """Add the microbatches of a step.
 
         Args:
             step: its number.
             pieces: the single microbatches of it that this worker has loaded.
+            worker_of: the rank that computes a stage for a microbatch.
             first: the number of its first microbatch.
             scale: multiplies the loss, and so the gradients.
         """
         self._scale = scale
+        self._worker_of = worker_of
         for piece in pieces:
             self._data[first + piece.microbatches.start] = piece.data
         rank = self._job.world.rank
         for microbatch, part in enumerate(self._job.order.parts_of(step)):
             number = first + microbatch
-            if any(self._hooks.worker_of(stage, number) == rank for stage in self._stages):
+            if any(self._worker_of(stage, number) == rank for stage in self._stages):
                 self.samples[number] = len(part)
                 self._origins[number] = step, microbatch
 
@@ -183,19 +186,20 @@ class Executor:
         for stage in self._stages:
             self.statistics[stage].pop(microbatch, None)
 
-    def run(self, operations: Sequence[Operation]) -> None:
-        """Run operations of a step, in order.
+    def run(self, operations: Sequence[Operation], hooks: Hooks) -> None:
+        """Run operations of the microbatches added, in order.
 
         Raises:
             InputError: activations have another shape or type than before.
             WorkerLost: another worker is gone or silent.
         """
+        self._hooks = hooks
         posted = 0
         for place, operation in enumerate(operations):
             while posted < min(len(operations), place + _PREFETCH):
                 _, stage, microbatch, _, peer = ahead = operations[posted]
                 if ahead.kind is Kind.RECEIVE:
-                    rank = self._hooks.worker_of(peer, microbatch)
+                    rank = self._worker_of(peer, microbatch)
                     self._links.receiver(stage, peer, rank).expect(self.samples[microbatch])
                 posted += 1
             self._job.world.check()
@@ -325,14 +329,17 @@ class Executor:
     def _send(self, operation: Operation) -> int:
         _, stage, microbatch, _, peer = operation
         payload = (self._activations if peer > stage else self._gradients).pop((stage, microbatch))
-        rank = self._hooks.worker_of(peer, microbatch)
+        rank = self._worker_of(peer, microbatch)
         return self._links.sender(stage, peer, rank).send(self.samples[microbatch], payload)
 
     def _receive(self, operation: Operation) -> int:
         _, stage, microbatch, _, peer = operation
-        payload = self._links.receiver(stage, peer, self._hooks.worker_of(peer, microbatch)).take()
+        payload = self._links.receiver(stage, peer, self._worker_of(peer, microbatch)).take()
         (self._activations if peer < stage else self._gradients)[peer, microbatch] = payload
         return sum(value.numel() * value.element_size() for value in payload if value is not None)
+
+    def _update(self, operation: Operation) -> None:
+        self._hooks.update(operation)
 
 
 def _whole_backward(saved: Saved) -> None:

@@ -15,11 +15,12 @@ from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, balance, check_memory
-from paceline.schedule.operations import Schedule
+from paceline.schedule.operations import Kind, Schedule
+from paceline.schedule.tree import Node, nodes_of
 from paceline.step.forward import pair_of
 from paceline.step.gather_state import bring_together
 from paceline.step.job import Job
-from paceline.strategies.pipeline.executor import Executor, Hooks, LocalStage
+from paceline.strategies.pipeline.executor import LocalStage
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
@@ -76,7 +77,7 @@ class Stages:
         self.partition = partition or self._agree_on_partition(layers, piece)
         stages = [layers.stage(begin, end) for begin, end in self.partition.bounds]
         self._buffers = [stage.buffers for stage in stages]
-        self.check_buffers()
+        self._check_buffers()
         if world.rank == 0:
             self._record([layers.names[begin:end] for begin, end in self.partition.bounds], again=partition is not None)
         users: dict[str, list[int]] = {}
@@ -101,7 +102,7 @@ class Stages:
         self.replicas = Subgroup(world, self.workers_of[own[0]])
         self._split_state(stages, users, own)
         if job.compute.buffers.settled:
-            self.restrict_buffers()
+            self._restrict_buffers()
 
     def _split_state(self, stages: list[Stage], users: dict[str, list[int]], own: Sequence[int]) -> None:
         """Decide which parameters and buffers this worker has the newest values of, and which to release."""
@@ -167,7 +168,7 @@ class Stages:
         check_memory(costs, bounds, cluster)
         return Partition(bounds, times)
 
-    def check_buffers(self) -> None:
+    def _check_buffers(self) -> None:
         """Refuse a cut between two uses of a buffer that changes: neither stage would see all its changes.
 
         Raises:
@@ -183,13 +184,25 @@ class Stages:
                         f"belongs to in one stage (pipeline.cut), or use one module for each place."
                     )
 
-    def restrict_buffers(self) -> None:
+    def agree_on_buffers(self, changing: Sequence[str]) -> None:
+        """Agree on the buffers that change, of those that change here; all workers call this together."""
+        gathered = self._job.world.gather(changing, "step")
+        self._job.compute.buffers.settle({name for names in gathered for name in names})
+        self._check_buffers()
+        self._restrict_buffers()
+
+    def _restrict_buffers(self) -> None:
         """Average the buffers of local stages only."""
         self._job.compute.buffers.restrict({name for stage in self.local.values() for name in stage.buffers})
 
-    def executor(self, hooks: Hooks) -> Executor:
-        """Runs the operations of the local stages; see :class:`Executor`."""
-        return Executor(self._job, self.local, self.count - 1, hooks)
+    def nodes(self, schedule: Schedule) -> list[list[Node]]:
+        """For each replica the nodes of the canonical tree whose sums it has; without exact bits one, if any."""
+        first = min(self.local)
+        nodes = []
+        for place, rank in enumerate(self.replicas.ranks):
+            mine = [one.microbatch for one in schedule.workers[rank] if one.kind is Kind.FORWARD and one.stage == first]
+            nodes.append(nodes_of(mine) if self._job.settings.exact else [Node(0, place)] if mine else [])
+        return nodes
 
     def pieces(self, schedule: Schedule) -> list[range]:
         """The microbatches whose data this worker needs: for the model's input, or for the loss."""
