@@ -3,10 +3,13 @@
 ::
 
     records      the lines of the event files
-    pipelines    a model cut into stages: how, when, which steps; and the operations that its workers did
-    completeness which steps are recorded in full
-    times        what an operation takes, by the plan or as measured
-    timelines    a step as it was measured, and as the clock predicts it
-    comparison   both of a run's step, and who waited for whom
+    pipelines    the cuts of a model into stages, their steps, and the operations of their workers
+    completeness the steps that are recorded in full
+    times        the duration of operations, profiled or measured
+    timelines    a step as measured, and as the clock predicts it
+    comparison   both for a step of a run, and who waited for whom
+    summary      the comparison in words and numbers
+    drawing      two timelines as SVG
     page         the comparison as one HTML file
+    ledger       whether each step was applied exactly once
 """

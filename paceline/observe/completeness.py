@@ -1,7 +1,7 @@
 """Which steps of a pipeline are recorded in full: an event file may lack records (:mod:`paceline.events`).
 
-Each operation on a microbatch, by whichever worker, is one that the schedule of the step has. How many microbatches a
-step had nobody records: as many as the highest one in its operations says.
+The recorded operations on microbatches must be those of the schedule of the step. The number of microbatches of a step
+is not recorded: it follows from the highest one in its operations.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.pipedream import async_schedule
 
 _Action: TypeAlias = tuple[int, Kind, int, int, int]
-"""What a worker did: rank, kind, stage, microbatch, peer."""
+"""An operation of a worker: rank, kind, stage, microbatch, peer."""
 _ENTERS: _Action = (0, Kind.FORWARD, 0, 0, -1)
-"""The first microbatch of a step enters."""
+"""The first microbatch of a step enters the pipeline."""
 
 
 def complete_steps(done: Iterable[RecordedOperation], pipeline: Pipeline) -> list[int]:
-    """The steps that can be drawn: those that have an end and of which each worker's operations are all there.
+    """The steps that can be drawn: finished ones with all operations of all workers.
 
-    In a pipeline that does not run empty a step has operations of the steps before it as well, which must be there too,
-    and ends where the next one enters. Its updates are not about a step: whether they are all there nobody can tell.
+    Without a flush, a step also has operations on microbatches of earlier steps, which must be complete too, and ends
+    where the next step enters. Updates then belong to no step, and cannot be checked.
     """
     actions, same = defaultdict[int, list[_Action]](list), dict[_Action, _Action]()
     for rank, step, (operation, _, _) in done:
@@ -40,20 +40,20 @@ def complete_steps(done: Iterable[RecordedOperation], pipeline: Pipeline) -> lis
     first, earlier = min(pipeline.steps, default=0), _earlier(pipeline)
     return [
         step
-        for step in pipeline.ended
+        for step in pipeline.finished_steps
         if all(one in whole for one in range(max(first, step - earlier), step + 1))
-        and (not pipeline.streamed or _ENTERS in actions[step + 1])
+        and (not pipeline.asynchronous or _ENTERS in actions[step + 1])
     ]
 
 
 def _matching(actions: Mapping[int, list[_Action]], pipeline: Pipeline) -> set[int]:
-    """The steps of which all operations on their own microbatches are there, once."""
+    """The steps with all operations on their own microbatches, once."""
 
     @lru_cache
     def expected(microbatches: int) -> list[_Action]:
         try:
             schedule = _schedule(pipeline, microbatches)
-        except ConfigError:  # so many microbatches no step has
+        except ConfigError:  # no step has so many microbatches
             return []
         return sorted(
             (rank, kind, stage, microbatch, peer)
@@ -71,7 +71,7 @@ def _matching(actions: Mapping[int, list[_Action]], pipeline: Pipeline) -> set[i
 
 
 def _schedule(pipeline: Pipeline, microbatches: int) -> Schedule:
-    if pipeline.streamed:
+    if pipeline.asynchronous:
         return async_schedule(
             async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches), microbatches
         )
@@ -79,8 +79,8 @@ def _schedule(pipeline: Pipeline, microbatches: int) -> Schedule:
 
 
 def _earlier(pipeline: Pipeline) -> int:
-    """Microbatches of so many steps before may be under way in a step; one more, as one of them may be a short one."""
-    if not pipeline.streamed:
+    """How many steps before may have microbatches in flight in a step; one more, as one of them may be short."""
+    if not pipeline.asynchronous:
         return 0
-    stream = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
-    return math.ceil(stream.lag(0) / pipeline.microbatches) + 1
+    cut = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
+    return math.ceil(cut.lag(0) / pipeline.microbatches) + 1

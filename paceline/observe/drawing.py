@@ -1,4 +1,4 @@
-"""Two timelines of the same workers as a drawing in SVG, one above the other, to the same scale."""
+"""Two timelines of the same workers as SVG, one above the other, to the same scale."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ NAMES = {
     Kind.WEIGHT: "gradients for the weights",
     Kind.SEND: "send",
     Kind.RECEIVE: "wait",
-    Kind.REDUCE: "sum",
+    Kind.REDUCE: "reduction",
     Kind.UPDATE: "update",
 }
 _LEFT, _RIGHT, _HEAD, _AXIS = 110, 60, 30, 30
 _ROW, _GAP = 26, 6
 _MARK = 3
-"""Transfers are so high."""
+"""Height of transfers."""
 _LETTER = 6.5
 _BOX = 26
-"""A usual operation is so wide, if the page does not get narrower or wider than it may."""
+"""Width of a median operation, within the limits of the page."""
 _NARROW, _WIDE = 900, 12_000
 
 
 def svg_timelines(predicted: Timeline, measured: Timeline) -> Element:
-    """The drawing; each operation says what it is when the pointer is on it."""
+    """Draw both timelines; each operation has a tooltip."""
     seconds = max(predicted.seconds, measured.seconds)
     block = _HEAD + len(measured.workers) * (_ROW + _GAP)
     lengths = [end - begin for spans in measured.workers for one, begin, end in spans if one.kind not in TRANSFERS]
@@ -48,7 +48,7 @@ def svg_timelines(predicted: Timeline, measured: Timeline) -> Element:
 
 
 def _axis(drawing: Element, seconds: float, scale: float, bottom: int) -> None:
-    """Lines at round numbers of milliseconds."""
+    """Grid lines at round numbers of milliseconds."""
     step = _round(seconds * 1000 / 8) / 1000 if seconds else 1.0
     digits = max(0, -math.floor(math.log10(step * 1000)))
     for tick in range(math.floor(seconds / step) + 1):
@@ -83,7 +83,7 @@ def _block(group: Element, name: str, timeline: Timeline, scale: float, width: f
 
 
 def visible(span: Span) -> bool:
-    """What takes no time is not drawn, but for a send: it tells when a value left."""
+    """Whether to draw a span: not if it takes no time, unless it is a send."""
     return span.end > span.begin or span.operation.kind is Kind.SEND
 
 
@@ -111,7 +111,7 @@ def _label(span: Span, width: float, several: bool) -> str:
 
 
 def describe(span: Span) -> str:
-    """An operation in words.
+    """Describe an operation.
 
     >>> from paceline.schedule.operations import Operation
     >>> describe(Span(Operation(Kind.FORWARD, 1, 3), 0.0025, 0.0105))

@@ -1,24 +1,23 @@
-"""Was every step done exactly once, whatever went wrong? Read from the records of a run. No torch here.
+"""Was every step applied exactly once, through all failures? Checks the records of a run. No torch here.
 
-The samples of a step are a pure function of its number, so every sample of every epoch was used exactly once if the
-steps 0, 1, 2, ... were each applied exactly once. Every worker records the steps that it applied, so the same step
-stands in several files. The rules:
+The samples of a step are a pure function of its number, so every sample of every epoch was used exactly once if each
+of the steps 0, 1, 2, ... was applied exactly once. Every worker records the steps that it applied, so a step is in
+several files. The rules:
 
 * Each step is recorded, and none beyond the last.
-* A process records its steps in order and none of them twice. A step is done by all workers of a generation together,
-  so a step that is repeated although a worker with it lived on stands twice in the records of that worker. What only
-  lost workers had applied is lost with them, and repeating it is right.
-* A step that was recorded before a checkpoint of an earlier step was resumed from is undone by that. So is one that was
-  recorded in an earlier generation than one that began at an earlier step: all who had applied it are lost.
-* All records of one step tell the same samples, and within a generation the same loss, if workers report one.
+* A process records its steps in order and none of them twice. All workers of a generation apply a step together, so a
+  step that is repeated although a worker that applied it survived is twice in the records of that worker. What only
+  lost workers had applied is lost with them, and is rightly repeated.
+* Resuming from a checkpoint undoes the later steps recorded before. So does a generation that begins at an earlier
+  step: all workers that had applied the later ones are lost.
+* All records of a step have the same samples and, within a generation, the same loss, if workers report one.
 
-With an asynchronous strategy all workers' loops come to a step, and one of them computes it. Only that one records the
-update, so the updates are counted:
+With an asynchronous strategy one worker computes a step, and only that one records the update. So updates are counted:
 
-* Each step has one update, or was skipped. An update stays when its worker is lost; it is undone by resuming from an
-  earlier step, or when all workers are new. One that a worker makes after the others went on without it is in vain.
-* A killed worker's last records are lost with it. Updates are numbered, so steps may lack a record if as many numbers
-  do; one that is left alone gives no numbers, and then it cannot be known.
+* Each step has one update, or was skipped. An update survives the loss of its worker. Resuming from an earlier step
+  undoes it, as does a generation of new workers only. An update by a worker that the others have dropped is void.
+* The last records of a killed worker are lost. Updates are numbered, so as many steps may lack a record as numbers are
+  missing. A worker that is left alone does not number its updates; then the check is not possible.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ _GATHERED = ("membership", "gathered", "recovered")
 
 @dataclass(frozen=True)
 class AppliedStep:
-    """A step that a process recorded as applied.
+    """A step that a worker applied.
 
     Attributes:
         step: its number, from 0.
         generation: of the workers.
-        rank: of the process then.
-        process: the process, which stays while its rank changes.
-        time: seconds since 1970 when the step was done.
-        samples: in the whole batch.
+        rank: of the worker at that time.
+        process: the process, which stays the same while its rank changes.
+        time: when the step was done, in seconds since 1970.
+        samples: of the whole batch.
         loss: of the whole batch.
     """
 
@@ -65,14 +64,14 @@ class AppliedStep:
 
 @dataclass(frozen=True)
 class Update:
-    """A step that one worker did for all.
+    """A step that one worker applied for all.
 
     Attributes:
         step: its number, from 0.
         generation: of the workers.
-        time: seconds since 1970 when it was done.
-        skipped: whether it was left out because its loss was not finite.
-        version: the number of its update, from 1; 0 if it made none, or the worker was alone.
+        time: when it was done, in seconds since 1970.
+        skipped: whether it was skipped because its loss was not finite.
+        version: the number of its update, from 1; 0 without an update, or if the worker was alone.
     """
 
     step: int
@@ -84,17 +83,17 @@ class Update:
 
 @dataclass(frozen=True)
 class Recovery:
-    """A process went on in a new generation.
+    """A process that continued in a new generation.
 
     Attributes:
-        time: seconds since 1970 when it did.
+        time: when it did, in seconds since 1970.
         generation: the new one.
         process: the process.
         step: at which the generation began.
-        seconds: how long the process had done nothing else.
-        lost: the numbers of the workers that are gone.
-        joined: those of the workers that are new, this one perhaps among them.
-        anew: whether all of them are.
+        seconds: that the recovery took.
+        lost: the numbers of the lost workers.
+        joined: the numbers of the new workers, perhaps this one included.
+        all_new: whether all workers are new.
     """
 
     time: float
@@ -104,37 +103,37 @@ class Recovery:
     seconds: float
     lost: tuple[int, ...]
     joined: tuple[int, ...]
-    anew: bool = False
+    all_new: bool = False
 
     @property
     def survived(self) -> bool:
-        """Whether this process was there before and another one was lost."""
+        """Whether this process survived the loss of another one."""
         return bool(self.lost) and self.process not in {_worker(number) for number in self.joined}
 
 
 @dataclass(frozen=True)
 class Records:
-    """What the workers of a run recorded, as far as it concerns the steps, in the order of time.
+    """The records of a run about its steps, in order of time.
 
     Attributes:
-        applied: by each worker whose loop came to a step.
+        applied: by each worker.
         recovered: after each change of the workers.
-        resumed: when, and from which step on.
-        done: by the one worker that computed a step, where each step has one.
-        one_each: whether each step has one.
-        own_losses: whether workers report losses of their own.
+        resumed: time and step of each resume.
+        updates: by the one worker that computed a step, with asynchronous strategies.
+        asynchronous: whether each step is computed by one worker.
+        own_losses: whether each worker reports a loss of its own.
     """
 
     applied: tuple[AppliedStep, ...] = ()
     recovered: tuple[Recovery, ...] = ()
     resumed: tuple[tuple[float, int], ...] = ()
-    done: tuple[Update, ...] = ()
-    one_each: bool = False
+    updates: tuple[Update, ...] = ()
+    asynchronous: bool = False
     own_losses: bool = False
 
 
 def read(events: Path) -> Records:
-    """Read the files ``*.jsonl`` of a run's folder ``events``; the half line of a killed process is left out."""
+    """Read the files ``*.jsonl`` in the folder ``events`` of a run; incomplete lines of killed workers are skipped."""
     lines: list[Mapping[str, Any]] = []
     for path in sorted(events.glob("*.jsonl")):
         for text in path.read_text(errors="replace").splitlines():
@@ -144,12 +143,12 @@ def read(events: Path) -> Records:
 
 
 def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
-    """The same from the records themselves."""
-    applied, recovered, resumed, done = [], [], [], []
+    """The step records among parsed event lines."""
+    applied, recovered, resumed, updates = [], [], [], []
     lines = sorted(lines, key=lambda line: float(line["time"]))
     processes = _processes(lines)
     starts = [line for line in lines if line["event"] == "start"]
-    one_each, own_losses = any(map(_is_asynchronous, starts)), any(map(_has_own_losses, starts))
+    asynchronous, own_losses = any(map(_is_asynchronous, starts)), any(map(_has_own_losses, starts))
     for line in lines:
         when, event = float(line["time"]), line["event"]
         generation = int(line.get("generation", 0))
@@ -161,31 +160,31 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
             lost, joined = (tuple(line.get(key) or ()) for key in ("lost", "joined"))
             seconds = float(line.get("seconds", 0.0))
             process = processes.get((generation, int(line["rank"])), f"rank {line['rank']}")
-            anew = "workers" in line and set(line["workers"]) <= set(joined)
-            recovered.append(Recovery(when, generation, process, int(line["step"]), seconds, lost, joined, anew))
+            all_new = "workers" in line and set(line["workers"]) <= set(joined)
+            recovered.append(Recovery(when, generation, process, int(line["step"]), seconds, lost, joined, all_new))
         elif event == "resume":
             resumed.append((when, int(line["step"])))
-        elif event in ("update", "skipped") and one_each:
+        elif event in ("update", "skipped") and asynchronous:
             skipped, version = event == "skipped", int(line.get("version", 0))
-            done.append(Update(int(line["step"]), generation, when, skipped, version))
-    return Records(tuple(applied), tuple(recovered), tuple(resumed), tuple(done), one_each, own_losses)
+            updates.append(Update(int(line["step"]), generation, when, skipped, version))
+    return Records(tuple(applied), tuple(recovered), tuple(resumed), tuple(updates), asynchronous, own_losses)
 
 
 def _is_asynchronous(start: Mapping[str, Any]) -> bool:
-    """Whether each step is computed by one worker, as a session told when it began."""
+    """Whether each step is computed by one worker, from the start event of a session."""
     strategy = start.get("strategy")
     return strategy == "hogwild" or (strategy == "parameter-server" and start.get("server.mode", "sync") != "sync")
 
 
 def _has_own_losses(start: Mapping[str, Any]) -> bool:
-    """Whether a worker reports the loss of what it computed, or of the newest step that it knows of."""
+    """Whether a worker reports the loss of its own share, or of the newest step that it knows."""
     strategy = start.get("strategy")
-    streamed = strategy == "pipeline" and start.get("pipeline.schedule") in ASYNC_SCHEDULES
-    return strategy == "local-sgd" or streamed or _is_asynchronous(start)
+    unflushed = strategy == "pipeline" and start.get("pipeline.schedule") in ASYNC_SCHEDULES
+    return strategy == "local-sgd" or unflushed or _is_asynchronous(start)
 
 
 def _processes(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:
-    """Which process held a rank in a generation: the workers say so when they gather."""
+    """The process of each generation and rank, from the events of rendezvous."""
     found = {}
     for line in lines:
         for rank, worker in enumerate(line.get("workers") or () if line["event"] in _GATHERED else ()):
@@ -198,58 +197,58 @@ def _worker(number: object) -> str:
 
 
 def check(records: Records, steps: int, samples_of: Callable[[int], int] | None = None) -> list[str]:
-    """What is wrong with the ledger, in sentences; empty if each step was applied exactly once.
+    """The problems in the records, in sentences; empty if each step was applied exactly once.
 
     Args:
         records: of the run.
-        steps: how many steps there must be.
-        samples_of: the samples that the batch of a step must have, if that is to be checked too.
+        steps: the expected number of steps.
+        samples_of: the expected samples of a step; none: not checked.
     """
-    counted, done = _counted(records), _done(records)
-    numbers = {one.step for one in (done if records.one_each else counted)}
+    applied, updates = _applied(records), _updates(records)
+    numbers = {one.step for one in (updates if records.asynchronous else applied)}
     missing = [f"step {step} was never applied" for step in range(steps) if step not in numbers]
-    problems = missing if len(missing) > _unrecorded(done) else []
+    problems = missing if len(missing) > _unrecorded(updates) else []
     problems += [f"step {step} is beyond the last one, {steps - 1}" for step in sorted(numbers) if step >= steps]
-    updates = Counter(one.step for one in done if not one.skipped)
-    problems += [f"step {step} was applied {updates[step]} times" for step in sorted(updates) if updates[step] > 1]
+    counts = Counter(one.step for one in updates if not one.skipped)
+    problems += [f"step {step} was applied {counts[step]} times" for step in sorted(counts) if counts[step] > 1]
     problems += _out_of_order([one for one in records.applied if not _resumed_before(one, records.resumed)])
     by_step: dict[int, list[AppliedStep]] = defaultdict(list)
-    for one in counted:
+    for one in applied:
         by_step[one.step].append(one)
     for step in sorted(by_step):
         problems += _of_step(step, by_step[step], samples_of, records.own_losses)
     return problems
 
 
-def _counted(records: Records) -> list[AppliedStep]:
-    """The steps that were not undone."""
+def _applied(records: Records) -> list[AppliedStep]:
+    """The applied steps that were not undone."""
     begins = {one.generation: one.step for one in records.recovered}
     return [one for one in records.applied if not _is_undone(one, records.resumed, begins)]
 
 
-def _done(records: Records) -> list[Update]:
-    """The same of those that one worker did."""
-    begins = {one.generation: one.step for one in records.recovered if one.anew}
-    kept = [one for one in records.done if not _is_undone(one, records.resumed, begins)]
+def _updates(records: Records) -> list[Update]:
+    """The updates that were not undone."""
+    begins = {one.generation: one.step for one in records.recovered if one.all_new}
+    kept = [one for one in records.updates if not _is_undone(one, records.resumed, begins)]
     return [one for one in kept if not _is_late(one, records)]
 
 
 def _is_late(one: Update, records: Records) -> bool:
-    """Whether the others had gone on without its worker by then, with weights of their own."""
-    resumed = max((when for when, _ in records.resumed if when <= one.time), default=0.0)  # generations begin anew
+    """Whether its worker had been dropped by then."""
+    resumed = max((when for when, _ in records.resumed if when <= one.time), default=0.0)  # generations begin all_new
     return any(one.generation < other.generation and resumed < other.time < one.time for other in records.recovered)
 
 
 def _is_undone(one: AppliedStep | Update, resumed: Sequence[tuple[float, int]], begins: Mapping[int, int]) -> bool:
-    """Whether it was, by a resume or by a later generation; these began at steps."""
+    """Whether a resume or a later generation undid it; ``begins`` has the first step of each generation."""
     return _resumed_before(one, resumed) or any(
         one.generation < generation and begin <= one.step for generation, begin in begins.items()
     )
 
 
-def _unrecorded(done: Sequence[Update]) -> float:
-    """How many updates may have left no record."""
-    versions = {one.version for one in done if not one.skipped}
+def _unrecorded(updates: Sequence[Update]) -> float:
+    """The number of updates that may lack a record."""
+    versions = {one.version for one in updates if not one.skipped}
     if len(versions) > 1 and 0 in versions:  # one was left alone
         return math.inf
     return max(versions, default=0) - len(versions - {0})
@@ -285,31 +284,31 @@ def _of_step(
     return problems
 
 
-# How long it took.
+# Durations.
 
 
 def completions(records: Records) -> list[float]:
-    """When each step was first done by anyone, the earliest first: seconds since 1970."""
+    """When each step was first done by any worker, in order: seconds since 1970."""
     done: dict[int, float] = {}
-    for one in _done(records) if records.one_each else _counted(records):  # in the order of time
+    for one in _updates(records) if records.asynchronous else _applied(records):  # in the order of time
         done.setdefault(one.step, one.time)
     return sorted(done.values())
 
 
 def step_seconds(times: Sequence[float]) -> float:
-    """The median time from the end of one step to that of the next; 0 for less than two steps."""
+    """The median time from the end of one step to the end of the next; 0 for fewer than two steps."""
     return statistics.median(_gaps(times)) if len(times) > 1 else 0.0
 
 
 def stall(times: Sequence[float], fault: float, usual: float) -> float:
-    """The seconds that training lost by a fault.
+    """The seconds that a fault cost.
 
-    That is the longest time between two steps among the one in which the fault falls and the two after it (a worker
-    that is killed after it gave its part is missed in the next step only), less the usual time.
+    That is the longest gap between two steps, among the gap with the fault and the two after it, less the usual gap.
+    (A worker that is killed after it contributed to a step is missed in the next one only.)
 
     Args:
         times: when each step was done, in order.
-        fault: when the fault happened.
+        fault: when it happened.
         usual: seconds between two steps.
     """
     first = max(0, sum(time <= fault for time in times) - 1)
@@ -318,18 +317,18 @@ def stall(times: Sequence[float], fault: float, usual: float) -> float:
 
 
 def replaced_after(records: Records, fault: float) -> float | None:
-    """Seconds from a fault until a new worker had joined; none if none did."""
+    """Seconds from a fault until a new worker joined; none if none did."""
     return next((one.time - fault for one in records.recovered if one.time > fault and one.joined), None)
 
 
 def goodput(times: Sequence[float], began: float, usual: float) -> float:
-    """The part of the wall time from the beginning to the last step that useful steps would have taken alone."""
+    """The part of the wall time that the useful steps alone would have taken."""
     wall = times[-1] - began if times else 0.0
     return min(1.0, len(times) * usual / wall) if wall > 0 else 0.0
 
 
 def percentile(values: Sequence[float], part: float) -> float:
-    """The nearest-rank percentile: the smallest value that at least this part of all does not exceed; NaN of none."""
+    """The nearest-rank percentile; NaN without values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(part * len(values)) - 1)]

@@ -1,4 +1,4 @@
-"""The timeline of a step as one HTML file: predicted above measured, to the same scale. It needs nothing else."""
+"""The timeline of a step as one self-contained HTML file: predicted above measured, to the same scale."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ svg .row { fill: none; stroke: var(--line); }
 .reduce { fill: #e2733d; } .update { fill: #cc79a7; }
 .send { fill: var(--text); } .receive { fill: var(--faint); }
 """
-"""The colours of Okabe and Ito, which the colour-blind tell apart; with dark letters in either mode."""
+"""The colours of Okabe and Ito, for the colour-blind, with dark letters in either mode."""
 
-_ON_THE_PAGE = {
-    Kind.SEND: "a value leaves for another worker (mark on top)",
-    Kind.RECEIVE: "waits for a value (mark at the bottom)",
-    Kind.REDUCE: "sums of the workers of a stage",
+_LEGEND = {
+    Kind.SEND: "send to another worker (mark on top)",
+    Kind.RECEIVE: "wait for another worker (mark at the bottom)",
+    Kind.REDUCE: "reduction over the workers of a stage",
     Kind.UPDATE: "update",
 }
 
 
 def html(comparison: Comparison) -> str:
-    """The page."""
+    """Render the page."""
     page = Element("html", {"lang": "en"})
     head, body = SubElement(page, "head"), SubElement(page, "body")
     SubElement(head, "meta", {"charset": "utf-8"})
@@ -65,15 +65,15 @@ def html(comparison: Comparison) -> str:
     main.append(_legend(comparison))
     _add(main, "h2", "Workers")
     _table(main, summary.workers(comparison))
-    _add(main, "p", "Kept: activations of so many microbatches and stages at a time.")
+    _add(main, "p", "Kept: the most activations at a time, in microbatches and stages.")
     _add(main, "h2", "Stages")
     _table(main, summary.stages(comparison))
-    _add(main, "p", "For a microbatch: the medians of the steps around this one, and what the prediction takes.")
+    _add(main, "p", "Per microbatch: the medians of the steps around this one, and the times of the prediction.")
     return "<!DOCTYPE html>\n" + tostring(page, encoding="unicode") + "\n"
 
 
 def _legend(comparison: Comparison) -> Element:
-    """What the colours mean, of the kinds that are there."""
+    """The legend of the kinds in the drawing."""
     both = comparison.predicted.workers + comparison.measured.workers
     there = {span.operation.kind for spans in both for span in spans if visible(span)}
     legend = Element("ul", {"class": "legend"})
@@ -83,7 +83,7 @@ def _legend(comparison: Comparison) -> Element:
             sample = SubElement(row, "svg", {"width": "14", "height": "14", "aria-hidden": "true"})
             thin = {"y": "6", "height": "3"} if kind in (Kind.SEND, Kind.RECEIVE) else {"height": "14"}
             SubElement(sample, "rect", {"class": kind.name.lower(), "width": "14", **thin})
-            sample.tail = _ON_THE_PAGE.get(kind, NAMES[kind])
+            sample.tail = _LEGEND.get(kind, NAMES[kind])
     return legend
 
 

@@ -1,7 +1,7 @@
-"""Pipelines in the records of a run: how the model was cut, and the operations that the workers did.
+"""The pipelines in the records of a run: how the model was cut, and the operations of the workers.
 
-Rank 0 records each ``cut``. What follows belongs to it, up to the next one: of another session, after a resume, of
-other workers when one was lost, or because another cut is faster.
+Rank 0 records each ``cut``. The records after it belong to it, up to the next cut: by another session, after a resume,
+for other workers when one was lost, or because another cut is faster.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Pipeline:
         begin: when it was cut, in seconds since 1970.
         end: when it was cut the next time.
         again: cut in the middle of a loop, because another cut is faster.
-        device: the type of the devices that compute; empty if that is not known.
-        workers: how many.
-        microbatches: of a whole batch.
+        device: the type of the devices; empty if unknown.
+        workers: their number.
+        microbatches: of a full batch.
         settings: of the pipeline.
         stages: the names of the layers of each.
-        times: seconds that the layers of each stage were measured to take for a microbatch before training, forward
-            and backward; none if they were not measured.
-        steps: those that all workers have finished, and the seconds of the slowest one, with the update and the data.
+        times: forward and backward seconds of each stage per microbatch, profiled before training; none if they were
+            not.
+        steps: the steps that all workers finished, with the seconds of the slowest worker, data and update included.
     """
 
     generation: int
@@ -55,23 +55,23 @@ class Pipeline:
     steps: dict[int, float] = field(default_factory=dict)
 
     @property
-    def streamed(self) -> bool:
-        """Whether it does not run empty at the end of a step."""
+    def asynchronous(self) -> bool:
+        """Whether it is not flushed at the end of a step."""
         return self.settings.schedule in ASYNC_SCHEDULES
 
     @property
-    def ended(self) -> list[int]:
-        """The steps that have an end; in a pipeline that does not run empty that is where the next one begins."""
-        return sorted(step for step in self.steps if not self.streamed or step + 1 in self.steps)
+    def finished_steps(self) -> list[int]:
+        """The steps that have an end; in an asynchronous pipeline that is the begin of the next one."""
+        return sorted(step for step in self.steps if not self.asynchronous or step + 1 in self.steps)
 
 
 class RecordedOperation(NamedTuple):
-    """An operation that a worker did.
+    """A recorded operation of a worker.
 
     Attributes:
         rank: of the worker.
-        step: of the microbatch; none if it is about no microbatch.
-        span: the operation, and when, in seconds since 1970. The microbatch is numbered within its step.
+        step: of the microbatch; none without a microbatch.
+        span: the operation and its times, in seconds since 1970. The microbatch is numbered within its step.
     """
 
     rank: int
@@ -79,8 +79,8 @@ class RecordedOperation(NamedTuple):
     span: Span
 
 
-class _Cut(NamedTuple):
-    """From when on what follows belongs to a pipeline; none if its record cannot be read."""
+class _CutRecord(NamedTuple):
+    """The begin of a pipeline; the pipeline is none if its record cannot be read."""
 
     generation: int
     begin: float
@@ -88,8 +88,8 @@ class _Cut(NamedTuple):
     pipeline: Pipeline | None
 
 
-class _Finished(NamedTuple):
-    """A worker has finished a step."""
+class _StepRecord(NamedTuple):
+    """The end of a step on one worker."""
 
     step: int
     rank: int
@@ -102,10 +102,10 @@ def pipelines_of(records: Iterable[Record]) -> list[Pipeline]:
     """The pipelines in the records ``cut`` and ``step`` of a run, the oldest first.
 
     Raises:
-        InputError: the model was cut, but all records of that are those of another version of Paceline.
+        InputError: all records of cuts are those of another version of Paceline.
     """
     cuts: list[Record] = []
-    finished: list[_Finished] = []
+    finished: list[_StepRecord] = []
     for record in records:
         if record["event"] == "cut":
             cuts.append(record)
@@ -114,42 +114,42 @@ def pipelines_of(records: Iterable[Record]) -> list[Pipeline]:
     found = _cuts(cuts)
     if found and all(cut.pipeline is None for cut in found):
         raise InputError(
-            "The records of how the model was cut are those of another version of Paceline, which this one cannot "
-            "draw. Some new steps are enough: go on with the run (paceline run --set resume=auto ...), or train anew."
+            "The records of how the model was cut are from another version of Paceline, which this one cannot draw. "
+            "Train some new steps: resume the run (paceline run --set resume=auto ...), or start a new one."
         )
     seconds: dict[int, dict[int, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for one in finished:
-        place = _place_of(found, one)
+        place = _index_of(found, one)
         if place is not None:
             seconds[place][one.step][one.rank] = one.seconds
     return [
         replace(
             cut.pipeline,
-            steps={step: max(told.values()) for step, told in seconds[place].items() if len(told) == workers},
+            steps={step: max(by_rank.values()) for step, by_rank in seconds[place].items() if len(by_rank) == workers},
         )
         for place, cut in enumerate(found)
         if cut.pipeline is not None and (workers := cut.pipeline.workers)
     ]
 
 
-def _finished(record: Record) -> _Finished | None:
+def _finished(record: Record) -> _StepRecord | None:
     step, seconds = record.get("step"), number(record.get("seconds"))
     if type(step) is not int or seconds is None:
         return None
-    return _Finished(step, record["rank"], record["generation"], float(record["time"]), seconds)
+    return _StepRecord(step, record["rank"], record["generation"], float(record["time"]), seconds)
 
 
-def _cuts(records: Iterable[Record]) -> list[_Cut]:
+def _cuts(records: Iterable[Record]) -> list[_CutRecord]:
     ordered = sorted(records, key=lambda one: float(one["time"]))
     ends = [*(float(one["time"]) for one in ordered[1:]), math.inf]
     return [
-        _Cut(one["generation"], float(one["time"]), one.get("again") is True, _pipeline(one, end))
+        _CutRecord(one["generation"], float(one["time"]), one.get("again") is True, _pipeline(one, end))
         for one, end in zip(ordered, ends, strict=False)
     ]
 
 
 def _pipeline(cut: Record, end: float) -> Pipeline | None:
-    """As a record says; none if it is not one of this version."""
+    """Parse the record of a cut; none if it is not of this version."""
     try:
         times = cut["times"]
         found = Pipeline(
@@ -170,8 +170,8 @@ def _pipeline(cut: Record, end: float) -> Pipeline | None:
     return found if fits and all(found.stages) else None
 
 
-def _place_of(cuts: Sequence[_Cut], step: _Finished) -> int | None:
-    """The cut that a step was done with: a new one in the middle of a loop comes before the step's own record."""
+def _index_of(cuts: Sequence[_CutRecord], step: _StepRecord) -> int | None:
+    """The index of the cut of a step. A cut in the middle of a loop comes before the record of the step."""
     for place in range(len(cuts) - 1, -1, -1):
         since = step.end - step.seconds if cuts[place].again else step.end
         if cuts[place].generation == step.generation and cuts[place].begin <= since:
@@ -180,7 +180,7 @@ def _place_of(cuts: Sequence[_Cut], step: _Finished) -> int | None:
 
 
 def span_of(record: Record) -> Span | None:
-    """The operation that a record is about, and when, in seconds since 1970; none if it is not about a whole one.
+    """The operation of a record with its times, in seconds since 1970; none if the record has none, or only a part.
 
     >>> record = {"time": 7.5, "event": "forward", "stage": 1, "microbatch": 3, "version": 0, "seconds": 2.5}
     >>> span_of(record) == Span(Operation(Kind.FORWARD, 1, 3), 5.0, 7.5)
@@ -196,7 +196,7 @@ def span_of(record: Record) -> Span | None:
 
 
 def operations_of(records: Iterable[Record], pipeline: Pipeline) -> Iterator[RecordedOperation]:
-    """The operations that the workers of a pipeline did, each worker's in their order."""
+    """The operations of the workers of a pipeline, in order for each worker."""
     for one in records:
         if one["generation"] == pipeline.generation and pipeline.begin <= one["time"] < pipeline.end:
             span, step = span_of(one), one.get("step")

@@ -18,16 +18,16 @@ _LARGE = 1e15
 
 
 def read(run: Path, events: Container[str], steps: Container[int] | None = None) -> Iterator[Record]:
-    """The records of some events, each rank's in their order.
+    """Read the records of some events, in order for each rank.
 
-    Only the lines that are wanted are decoded: a long run has millions of others. A line that is not whole, as a killed
-    worker may leave it, is passed over.
+    Only these lines are decoded: a long run has millions of others. An incomplete line, as a killed worker may leave,
+    is skipped.
 
     Args:
         run: the folder of the run.
         events: their names.
-        steps: if given, records about other steps are passed over. One about no step, as an update of PipeDream, goes
-            with the one before it of the same rank.
+        steps: if given, records of other steps are skipped. A record without a step, such as an update of PipeDream,
+            belongs to the one before it of the same rank.
 
     Raises:
         InputError: a file cannot be read.
@@ -43,7 +43,7 @@ def read(run: Path, events: Container[str], steps: Container[int] | None = None)
 
 
 def _about(lines: Iterable[bytes], events: Container[str], steps: Container[int] | None) -> Iterator[bytes]:
-    """The lines of one rank that are wanted."""
+    """The lines of one rank with these events and steps."""
     wanted = steps is None
     for line in lines:
         event = _EVENT.search(line)
@@ -56,7 +56,7 @@ def _about(lines: Iterable[bytes], events: Container[str], steps: Container[int]
 
 
 def parsed(line: bytes | str) -> Record | None:
-    """A record; none if the line is not a whole one, or what each has is of the wrong kind.
+    """Parse a record; none if the line is incomplete, or a common field has the wrong type.
 
     >>> parsed('{"time": 1.5, "event": "note", "rank": 0, "generation": 0, "text": "hello"}')["text"]
     'hello'
@@ -73,7 +73,7 @@ def parsed(line: bytes | str) -> Record | None:
 
 
 def number(value: object) -> float | None:
-    """A finite number of a size that seconds have; none if it is something else.
+    """A finite number of plausible size for seconds; none for anything else.
 
     >>> [number(value) for value in (3, 2.5, "3", None, True, float("nan"), 10**400)]
     [3.0, 2.5, None, None, None, None, None]

@@ -1,15 +1,15 @@
-"""A comparison in words and numbers, for the terminal and the page."""
+"""A comparison in words and numbers, for terminal and page."""
 
 from __future__ import annotations
 
 from paceline.observe.comparison import Comparison
 
 Rows = list[tuple[str, ...]]
-"""The first one names the columns."""
+"""The first row names the columns."""
 
 
 def milliseconds(seconds: float) -> str:
-    """To a hundredth.
+    """Milliseconds with two decimals.
 
     >>> milliseconds(1.23456)
     '1,234.56'
@@ -18,7 +18,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def headline(comparison: Comparison) -> str:
-    """Which step of which run."""
+    """Name the step and the run."""
     pipeline = comparison.pipeline
     parts = [
         pipeline.settings.schedule,
@@ -40,7 +40,7 @@ def totals(comparison: Comparison) -> Rows:
 
 
 def workers(comparison: Comparison) -> Rows:
-    """Each worker: how much of the step it computes, and for whom it waits."""
+    """Each worker: how much of the step it computes, and whom it waits for."""
     rows: Rows = [
         ("rank", "stages", "utilisation", "predicted", "busy ms", "predicted", "idle ms", "kept", "waits for")
     ]
@@ -56,7 +56,7 @@ def workers(comparison: Comparison) -> Rows:
                 milliseconds(measured.busy[rank]),
                 milliseconds(predicted.busy[rank]),
                 milliseconds(comparison.idle[rank]),
-                str(comparison.kept[rank]),
+                str(comparison.activations[rank]),
                 ", ".join(f"rank {other}: {milliseconds(seconds)} ms" for other, seconds in longest) or "nobody",
             )
         )
@@ -64,16 +64,16 @@ def workers(comparison: Comparison) -> Rows:
 
 
 def stages(comparison: Comparison) -> Rows:
-    """Each stage: its layers, and what a microbatch takes in it."""
+    """Each stage: its layers, and its times per microbatch."""
     rows: Rows = [("stage", "forward ms", "predicted", "backward ms", "predicted", "layers")]
-    usual, times = comparison.median_times, comparison.times
+    medians, times = comparison.median_times, comparison.times
     for stage, layers in enumerate(comparison.pipeline.stages):
         rows.append(
             (
                 str(stage),
-                milliseconds(usual.forward[stage]),
+                milliseconds(medians.forward[stage]),
                 milliseconds(times.forward[stage]),
-                milliseconds(usual.input[stage] + usual.weight[stage]),
+                milliseconds(medians.input[stage] + medians.weight[stage]),
                 milliseconds(times.input[stage] + times.weight[stage]),
                 layers[0] if len(layers) == 1 else f"{layers[0]} to {layers[-1]}",
             )
@@ -83,32 +83,32 @@ def stages(comparison: Comparison) -> Rows:
 
 def waiting(comparison: Comparison) -> str:
     """Who waited most, and for whom."""
-    sums = [sum(waits.values()) for waits in comparison.waits]
-    rank = max(range(len(sums)), key=lambda one: sums[one])
+    totals = [sum(waits.values()) for waits in comparison.waits]
+    rank = max(range(len(totals)), key=lambda one: totals[one])
     waits = comparison.waits[rank]
-    if not sums[rank]:
-        return "No worker waited for another one."
+    if not totals[rank]:
+        return "No worker waited for another."
     other = max(waits, key=lambda one: waits[one])
-    some = f", of these {milliseconds(waits[other])} ms" if len(waits) > 1 else ""
+    part = f", of these {milliseconds(waits[other])} ms" if len(waits) > 1 else ""
     return (
-        f"Rank {rank} waited most: {milliseconds(sums[rank])} ms{some} for rank {other}, to receive from it and to "
-        f"send to it. Another {milliseconds(comparison.idle[rank])} ms it was idle."
+        f"Rank {rank} waited most: {milliseconds(totals[rank])} ms{part} for rank {other}, to receive from it and to "
+        f"send to it. It was idle {milliseconds(comparison.idle[rank])} ms more."
     )
 
 
 def clocks(comparison: Comparison) -> str:
-    """What the times of operations are, where they are not those of computing; else empty."""
+    """A note that the times are those of kernel launches, if they are; else empty."""
     if not comparison.launches:
         return ""
     return (
-        "The workers computed on GPUs: the boxes of operations are the times of launches, not of computing, which goes "
-        "on beside them. What a launch does not show stands where a worker had to wait for its GPU."
+        "The workers computed on GPUs: the boxes are the times of launches, not of the kernels that run after them. "
+        "The time of the kernels shows where a worker had to wait for its GPU."
     )
 
 
 def duration(comparison: Comparison) -> str:
-    """How long the step took with what is not in the drawing; empty if that is not told apart."""
-    if comparison.pipeline.streamed:
+    """How long the step took with what is not in the drawing; empty without a flush, where that is unknown."""
+    if comparison.pipeline.asynchronous:
         return ""
     seconds = comparison.pipeline.steps[comparison.step]
-    return f"With the data, the sums and the update the step took {milliseconds(seconds)} ms."
+    return f"With data loading, reductions and the update the step took {milliseconds(seconds)} ms."

@@ -1,8 +1,8 @@
-"""A step of a pipeline as it was measured, and as the simulated clock predicts it.
+"""A step of a pipeline as measured, and as the simulated clock predicts it.
 
-A step begins when its first microbatch enters the first stage. In a pipeline that runs empty it ends with its last
-operation. In one that does not it ends when the next step begins, and has all that the workers do until then; the
-prediction is that of the same moments when the pipeline has long been full::
+A step begins when its first microbatch enters the first stage. In a synchronous pipeline it ends with its last
+operation. In an asynchronous one it ends when the next step begins, and has all that the workers do until then; the
+prediction covers the same interval once the pipeline is full::
 
     step 1, PipeDream    F3 B1 F4 B2 | F5 B3 F6 B4 | F7 B5 ...      microbatches 5 and 6 enter
 """
@@ -19,15 +19,15 @@ from paceline.schedule.operations import Kind, Operation, Schedule
 from paceline.schedule.pipedream import async_schedule
 
 _FILLED = 2
-"""So many batches at least have entered before the one that is predicted, and so many rounds of all workers."""
+"""At least so many batches, and rounds of all workers, have entered before the predicted one."""
 
 
 def measured(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Timeline:
-    """A step as it was; ``done`` may hold operations of other steps as well."""
+    """A step as measured; ``done`` may have operations of other steps."""
     entered = _entered(done, step)
     assert entered, "a step that is recorded in full has a first microbatch"
     end = math.inf
-    if pipeline.streamed:
+    if pipeline.asynchronous:
         following = _entered(done, step + 1)
         end = following[0].span.begin if following else math.inf
     else:
@@ -39,27 +39,27 @@ def measured(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -
 
 
 def schedule_of(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Schedule:
-    """What the workers do in a step; of a pipeline that does not run empty, from its first microbatch on."""
-    if pipeline.streamed:
-        stream = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
-        return async_schedule(stream, pipeline.microbatches * (_ahead(pipeline) + 2))
+    """The schedule of a step; of an asynchronous pipeline, from its first microbatch on."""
+    if pipeline.asynchronous:
+        cut = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
+        return async_schedule(cut, pipeline.microbatches * (_ahead(pipeline) + 2))
     return synchronous_schedule(pipeline.settings, pipeline.workers, len(_entered(done, step)))
 
 
 def layout_of(pipeline: Pipeline) -> Schedule:
-    """What the workers do in a whole batch: there each of them has a microbatch in each stage that it holds."""
-    if pipeline.streamed:
-        stream = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
-        return async_schedule(stream, max(pipeline.microbatches, *stream.replicas))
+    """The schedule of a full batch, in which each worker has a microbatch in each stage it holds."""
+    if pipeline.asynchronous:
+        cut = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
+        return async_schedule(cut, max(pipeline.microbatches, *cut.replicas))
     return synchronous_schedule(pipeline.settings, pipeline.workers, pipeline.microbatches)
 
 
 def predicted(
     pipeline: Pipeline, done: Sequence[RecordedOperation], step: int, schedule: Schedule, times: Times
 ) -> Timeline:
-    """The same step by the clock; of ``done`` only the number of microbatches and the version count."""
+    """The step as the clock predicts it; only the microbatches and versions of ``done`` are used."""
     timeline = simulate(schedule, times)
-    if not pipeline.streamed:
+    if not pipeline.asynchronous:
         return timeline
     entered, size = _entered(done, step), pipeline.microbatches
     first = _ahead(pipeline) * size
@@ -84,7 +84,7 @@ def _ahead(pipeline: Pipeline) -> int:
 
 
 def _entered(done: Iterable[RecordedOperation], step: int) -> list[RecordedOperation]:
-    """The forward passes of the first stage."""
+    """The forward passes of a step in the first stage."""
     return [
         one
         for one in done
@@ -93,7 +93,7 @@ def _entered(done: Iterable[RecordedOperation], step: int) -> list[RecordedOpera
 
 
 def _window(workers: Iterable[Iterable[Span]], begin: float, end: float) -> Timeline:
-    """What is done between two moments, counted from the first of them."""
+    """Clip spans to an interval, relative to its begin."""
     return Timeline(
         tuple(
             tuple(

@@ -1,4 +1,4 @@
-"""What the operations of a stage take: as the layers were measured before training, or in training itself."""
+"""The times of the operations of a stage: profiled before training, or measured in training."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from paceline.schedule.operations import Kind
 
 
 def profiled_times(pipeline: Pipeline) -> Times | None:
-    """From the layers' own times, by which the model was cut; transfers, sums and updates are free.
+    """The times of layers by which the model was cut; transfers, reductions and updates are free.
 
-    Each half of a backward pass counts as half of it; the first stage has the second half only. With ``recompute`` a
-    backward pass begins with a forward pass.
+    Each part of a split backward pass counts as half of it; the first stage has only the second part. With
+    ``recompute`` a backward pass begins with a forward pass.
 
     Returns:
-        none, if the layers were not measured.
+        none if the layers were not measured.
     """
     if pipeline.times is None:
         return None
     forward = tuple(forward for forward, _ in pipeline.times)
     again = 1.0 if pipeline.settings.recompute else 0.0
     backward = [backward + again * forward for forward, backward in pipeline.times]
-    halves = [0.0, *(seconds / 2 for seconds in backward[1:])]
+    first_parts = [0.0, *(seconds / 2 for seconds in backward[1:])]
     nothing = (0.0,) * len(forward)
     return Times(
         forward=forward,
-        input=tuple(halves),
-        weight=tuple(whole - half for whole, half in zip(backward, halves, strict=True)),
+        input=tuple(first_parts),
+        weight=tuple(whole - part for whole, part in zip(backward, first_parts, strict=True)),
         transfer=nothing[1:],
         reduce=nothing,
         update=nothing,
@@ -38,9 +38,9 @@ def profiled_times(pipeline: Pipeline) -> Times | None:
 
 
 def median_times(done: Iterable[RecordedOperation], stages: int) -> Times:
-    """The medians of what was measured.
+    """The median of each measured operation.
 
-    A transfer takes from the begin of a send to the end of its receive, where the receiver was waiting already.
+    A transfer lasts from the begin of a send to the end of its receive, if the receiver was waiting already.
     """
     done = list(done)
     seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
@@ -55,14 +55,14 @@ def median_times(done: Iterable[RecordedOperation], stages: int) -> Times:
         forward=of(Kind.FORWARD),
         input=of(Kind.INPUT),
         weight=tuple(map(max, of(Kind.BACKWARD), of(Kind.WEIGHT))),  # a stage has the one or the other
-        transfer=tuple(_median(transfers.get(border, [])) for border in range(stages - 1)),
+        transfer=tuple(_median(transfers.get(boundary, [])) for boundary in range(stages - 1)),
         reduce=of(Kind.REDUCE),
         update=of(Kind.UPDATE),
     )
 
 
 def _transfers(done: list[RecordedOperation]) -> Mapping[int, list[float]]:
-    """For each border between stages the seconds of the transfers over it that were waited for."""
+    """For each boundary between stages, the seconds of the transfers that a receiver waited for."""
     sent = {
         (step, span.operation.stage, span.operation.peer, span.operation.microbatch): span.begin
         for _, step, span in done
@@ -71,9 +71,9 @@ def _transfers(done: list[RecordedOperation]) -> Mapping[int, list[float]]:
     found: dict[int, list[float]] = defaultdict(list)
     for _, step, (operation, begin, end) in done:
         if operation.kind is Kind.RECEIVE:
-            left = sent.get((step, operation.peer, operation.stage, operation.microbatch))
-            if left is not None and begin <= left <= end:
-                found[min(operation.stage, operation.peer)].append(end - left)
+            departed = sent.get((step, operation.peer, operation.stage, operation.microbatch))
+            if departed is not None and begin <= departed <= end:
+                found[min(operation.stage, operation.peer)].append(end - departed)
     return found
 
 

@@ -61,7 +61,7 @@ def test_a_run_is_drawn(paceline: Paceline, script: Script, tmp_path: Path, sche
     lines = result.out.splitlines()
     assert lines[0].partition(": ")[2] == f"{schedule}, 2 workers, 2 stages, 4 microbatches"
     assert lines[-1] == f"Written to {page}"
-    assert "Predicted from what the layers took when they were measured before training" in result.out
+    assert "Predicted from the times of the layers when they were measured before training" in result.out
     assert [line.split()[0] for line in lines[2:5]] == ["ms", "predicted", "measured"]
     drawn = operations(tmp_path / page)
     assert len(drawn) == 4
@@ -83,11 +83,11 @@ def test_a_step_a_file_and_no_torch(paceline: Paceline, script: Script, tmp_path
         [sys.executable, "-c", WITHOUT_TORCH, *words], env=dict(os.environ), capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("Step 1 of mine: 1f1b") and "medians" in ended.stdout
+    assert ended.stdout.startswith("Step 1 of mine: 1f1b") and "median time" in ended.stdout
     assert len(operations(tmp_path / "page.html")) == 4 and not (folder / "timeline.html").exists()
     wrong = paceline("timeline", "mine", "--runs-dir", "all my runs", "--step", 17)
     assert (wrong.code, wrong.out) == (2, "")
-    assert wrong.err == "paceline: --step 17: this step cannot be drawn. Those that can: 0 to 5.\n"
+    assert wrong.err == "paceline: --step 17: this step cannot be drawn. Steps that can: 0 to 5.\n"
     wrong = paceline("timeline", "mine", "--runs-dir", "all my runs", "--output", "nowhere/page.html")
     assert (wrong.code, wrong.out) == (2, "")
     assert "nowhere/page.html cannot be written: No such file or directory." in wrong.err

@@ -52,7 +52,7 @@ def test_given_cuts_are_predicted_from_the_medians(run: Path) -> None:
     assert [sum(pair) for pair in zip(found.times.input, found.times.weight, strict=True)] == pytest.approx([2.4, 2.4])
     assert found.times.transfer == pytest.approx((1.2,))
     assert found.predicted.seconds == pytest.approx(found.measured.seconds * 1.2 / 1.3)
-    assert "medians" in found.source
+    assert "median time" in found.source
 
 
 def test_measured_cuts_are_predicted_from_the_times_of_the_layers(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_halves_and_passes_that_are_computed_again(tmp_path: Path) -> None:
     assert found.times == profiled_times(found.pipeline)
     assert (found.times.input, found.times.weight) == ((0.0, 4.0), (5.0, 4.0))
     assert found.median_times.input == found.median_times.weight == (1.0, 1.0)
-    assert "Each half" in found.source
+    assert "Each part" in found.source
 
 
 def test_a_transfer_counts_where_it_was_waited_for(run: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_short_batch_has_fewer_microbatches(run: Path) -> None:
 
 def test_who_waits_for_whom(run: Path) -> None:
     found = compare(run, 0)
-    assert found.kept == (2, 1)
+    assert found.activations == (2, 1)
     (first, second), idle = found.waits, found.idle
     assert set(first) == {1} and set(second) == {0}
     sums = [first[1], second[0]]
@@ -119,7 +119,7 @@ def test_who_has_nothing_to_do_waits_for_nobody(tmp_path: Path) -> None:
 def test_nobody_waits(tmp_path: Path) -> None:
     files.mark_cut(tmp_path, [["a"]], workers=2, microbatches=2, pipeline={"stages": 1, "schedule": "gpipe"})
     files.mark_whole(tmp_path, simulate(gpipe(1, 2, 2), Times.equal(1)), 0, 0.0, 2)
-    assert summary.waiting(compare(tmp_path)) == "No worker waited for another one."
+    assert summary.waiting(compare(tmp_path)) == "No worker waited for another."
 
 
 def test_the_folder_one_is_in(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +208,7 @@ def test_a_cut_in_the_middle_of_a_loop(run: Path) -> None:
     files.mark_step(run, 2, 5, 631.0, seconds=31.0)
     files.mark_whole(run, simulate(one_forward_one_backward(2, 3), UNEVEN), 6, 700.0, 3)
     first, second = pipelines_of(read(run, ("cut", "step")))
-    assert (first.ended, second.ended) == ([0, 1, 2, 3, 4, 5], [6])
+    assert (first.finished_steps, second.finished_steps) == ([0, 1, 2, 3, 4, 5], [6])
     assert compare(run, 5).pipeline.stages == (("a", "b"), ("c",))
     assert compare(run).step == 6
 
