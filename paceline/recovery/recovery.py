@@ -183,12 +183,12 @@ class Recovery:
         """What the first step finds out decides who sends what: after a loss in it all must know it, or none."""
         compute = self._job.compute
         buffers = compute.buffers
-        changing = list(buffers.agreed) if buffers.settled else None
+        changing = list(buffers.agreed) if buffers.fixed else None
         everyone = self._job.world.gather((self._job.learned.fusible, changing), RE_FORMING)
         self._job.learned.fusible = next((fusible for fusible, _ in everyone if fusible is not None), None)
         known = [changing for _, changing in everyone if changing is not None]
         if known:
-            buffers.settle(name for names in known for name in names)
+            buffers.fix(name for names in known for name in names)
 
     def _depart(self, departure: Departure, progress: Progress | None) -> NoReturn:
         """End this worker's part; with a last checkpoint if it is to write one for all."""

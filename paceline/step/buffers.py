@@ -36,9 +36,10 @@ class _Buffer:
 
 
 class Buffers:
-    """The buffers that the forward pass changes, kept apart for each microbatch.
+    """The buffers that the forward pass changes, with a value for each microbatch.
 
-    ``live`` are those that change on this worker, ``agreed`` those of all workers.
+    ``live`` are those that change on this worker, ``agreed`` those that change on any, ``fixed`` says whether that is
+    known.
 
     Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
     samples of what the microbatches made of it (rounded, for a counter): so it does not depend on who computed what.
@@ -49,35 +50,35 @@ class Buffers:
         self._all = _found(model)
         self.live = _statistics(model)
         self.agreed = self.live
-        self.settled = False
+        self.fixed = False
         self._dirty = False
 
-    def settle(self, live: Iterable[str]) -> list[int]:
-        """From now on exactly these buffers change; all workers say so together after the first step.
+    def fix(self, live: Iterable[str]) -> list[int]:
+        """Fix which buffers change, on all workers together after the first step.
 
-        Until then :meth:`collect` returns all buffers; the places of the changing ones among them are returned.
+        Until then :meth:`collect` returns all buffers; returns the places of the changing ones among them.
         """
         known = set(live)
         self.live = self.agreed = [name for name in self._all if name in known]
-        self.settled = True
+        self.fixed = True
         return [place for place, name in enumerate(self._all) if name in known]
 
     def restrict(self, part: Container[str]) -> None:
-        """This worker computes with a part of the model only: of the buffers agreed on, those of the part change."""
+        """Restrict the changing buffers to those of the part of the model that this worker computes."""
         self.live = [name for name in self.agreed if name in part]
 
-    def settle_part(self, part: Container[str]) -> None:
-        """The same without an agreement: of the buffers of the part those change that did so far."""
+    def fix_part(self, part: Container[str]) -> None:
+        """Fix, on this worker alone, that of the buffers of the part those change that did so far."""
         known = {*self.agreed, *self.live}
-        self.settle(known)
+        self.fix(known)
         self.restrict(part)
 
     def examples(self) -> list[torch.Tensor]:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""
-        return [_summable(self._all[name].start) for name in self.live]
+        return [summable(self._all[name].start) for name in self.live]
 
     def begin(self) -> None:
-        """Take the buffers as they are for the start of the step, whoever has changed them since the last one."""
+        """Take the buffers as they are now for the start of the step."""
         for name, buffer in self._all.items():
             if name in self.live or buffer.touched():
                 buffer.tensor = buffer.now()
@@ -98,14 +99,14 @@ class Buffers:
         return frozenset(name for name, buffer in self._all.items() if buffer.module in inside)
 
     def copies(self, part: Container[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Copies of the changing buffers of a part of the model as they are now, each with its module and its key."""
+        """Copy the changing buffers of a part of the model; returns each with its module and its key."""
         buffers = [self._all[name] for name in self.names_in(part)]
         return [(buffer.module, buffer.key, buffer.now().detach().clone()) for buffer in buffers]
 
     def collect(self, samples: int, part: Container[str] | None = None) -> list[torch.Tensor]:
-        """What a microbatch made of the buffers, or those of a part of the model, times its samples.
+        """What a microbatch made of the buffers, or of those of a part of the model, times its samples.
 
-        To be called right after its forward pass.
+        Call this right after its forward pass.
         """
         if not self._all:
             return []
@@ -114,22 +115,22 @@ class Buffers:
                 self._discover(name)
         self._dirty = bool(self.live)
         names = self.names if part is None else self.names_in(part)
-        return [_summable(self._all[name].now().detach()) * samples for name in names]
+        return [summable(self._all[name].now().detach()) * samples for name in names]
 
     @property
     def names(self) -> list[str]:
         """The buffers that :meth:`collect` returns."""
-        return self.live if self.settled else list(self._all)
+        return self.live if self.fixed else list(self._all)
 
     def names_in(self, part: Container[str]) -> list[str]:
-        """Those of them that belong to a part of the model."""
+        """The names that belong to a part of the model."""
         return [name for name in self.names if name in part]
 
     def _changed(self, buffer: _Buffer) -> bool:
-        return buffer.touched() or (not self.settled and not torch.equal(buffer.now(), buffer.start))
+        return buffer.touched() or (not self.fixed and not torch.equal(buffer.now(), buffer.start))
 
     def _discover(self, name: str) -> None:
-        if self.settled:
+        if self.fixed:
             raise InputError(
                 f"The forward pass changed the buffer {name!r}, which it did not change in the first step. "
                 f"Let it change from the first step on, or keep such values outside the model's buffers."
@@ -140,19 +141,19 @@ class Buffers:
         """Set the changing buffers to their means; the next step starts from them."""
         for name, mean in zip(self.live, means, strict=True):
             buffer = self._all[name]
-            whole = not (buffer.start.is_floating_point() or buffer.start.is_complex())
-            buffer.start.copy_(mean.round() if whole else mean)
+            rounds = not (buffer.start.is_floating_point() or buffer.start.is_complex())
+            buffer.start.copy_(mean.round() if rounds else mean)
             buffer.put_back()
         self._dirty = False
 
     def put_all_back(self) -> None:
-        """Undo what an evaluation did to any buffer, after :meth:`take_all`."""
+        """Put all buffers back to what :meth:`take_all` saw."""
         for buffer in self._all.values():
             if buffer.touched():
                 buffer.put_back()
 
     def take_all(self) -> None:
-        """Remember all buffers as they are now."""
+        """Save all buffers as they are now, for an evaluation."""
         for buffer in self._all.values():
             buffer.tensor = buffer.now()
             buffer.start.copy_(buffer.tensor)
@@ -167,8 +168,8 @@ def _found(model: nn.Module) -> dict[str, _Buffer]:
     return found
 
 
-def _summable(buffer: torch.Tensor) -> torch.Tensor:
-    """In a type whose sums are precise enough."""
+def summable(buffer: torch.Tensor) -> torch.Tensor:
+    """Convert to a type whose sums are precise enough."""
     if buffer.dtype in (torch.float16, torch.bfloat16):
         return buffer.float()
     return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()

@@ -77,6 +77,6 @@ class FullBatch:
 
     def _changed(self, sums: Values) -> list[torch.Tensor]:
         buffers = self._job.compute.buffers
-        if not buffers.settled:
-            sums = [sums[place] for place in buffers.settle(buffers.live)]
+        if not buffers.fixed:
+            sums = [sums[place] for place in buffers.fix(buffers.live)]
         return [value for value in sums if value is not None]

@@ -1,13 +1,14 @@
 """Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
 
-It is tried on small parameters with random gradients: some steps with the gradients of all, and as many with those of
-every second one only, must move these alike. Whether it draws random numbers shows in the first update, too.
+A copy of it takes some steps on small parameters with random gradients: with the gradients of all, then with those of
+every second one only, which must move these alike. Whether it draws random numbers also shows in the first update.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import logging
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,13 +21,14 @@ from paceline.data.keys import generator_states, preserve_generators, same_state
 from paceline.errors import InputError
 from paceline.step.job import Job
 
+_log = logging.getLogger("paceline")
 _STEPS = 3
 _LARGEST = 2
 """Of each dimension of the small parameters."""
 
 
 def probe_optimizer(job: Job) -> None:
-    """Refuse an optimizer that cannot work on a part of the parameters; one that cannot be tried is not refused.
+    """Refuse an optimizer that cannot work on a part of the parameters; of one that cannot be tried only warn.
 
     Raises:
         InputError: its update of a parameter depends on others, or on random numbers where the bits are to be those of
@@ -39,11 +41,16 @@ def probe_optimizer(job: Job) -> None:
     with preserve_generators():
         try:
             together, drew = _trial(optimizer, range(count))
-        except Exception:  # noqa: BLE001 - it may be of any kind; what it cannot do shows when it is used
+        except Exception as error:  # noqa: BLE001 - whatever an optimizer does not like about small parameters
+            _log.warning(
+                "The optimizer %s cannot be tried on small parameters (%s: %s), so it is not known whether it updates "
+                "each one by itself. %s.",
+                *(kind, type(error).__name__, error, split),
+            )
             return
         if drew:
             if job.settings.exact:
-                raise _drawing(job)
+                raise _draws(job)
             return
         for first in (0, 1):
             places = range(first, count, 2)
@@ -71,10 +78,10 @@ def check_draws(job: Job) -> None:
             one process.
     """
     if job.divides_update and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
-        raise _drawing(job)
+        raise _draws(job)
 
 
-def _drawing(job: Job) -> InputError:
+def _draws(job: Job) -> InputError:
     return InputError(
         f"The optimizer {type(job.update.optimizer).__name__} draws random numbers. {_split(job)}, so they are not "
         f"those of one process: leave out exact=True, or use strategy 'allreduce'."

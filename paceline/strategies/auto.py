@@ -6,7 +6,7 @@
     steps 13 ... 25   stealing     a step takes 0.6 times as long: stay
     ...
 
-All-reduce overlaps the exchange with the backward pass and may compute a worker's whole share at once, which stealing
+All-reduce overlaps communication with the backward pass and may compute a worker's whole share at once, which stealing
 cannot; stealing does not wait for the slowest worker. What pays is tried: a window of steps each, and the faster one
 stays. After a trial that did not pay the next one comes later. Both compute the same function, and with ``exact`` the
 same bits, so the change is not seen in the result.
@@ -27,11 +27,11 @@ from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
 _log = logging.getLogger("paceline")
 WINDOW = 12
-"""Steps that are measured before anything is decided; the first one is not counted."""
+"""Steps measured before each decision; the first one does not count."""
 _UNEVEN = 1.1
-"""The slowest worker of a step computes so many times as long as the mean: then stealing is tried."""
+"""Try stealing if the slowest worker computes this many times as long as the mean."""
 _WORTH = 0.97
-"""Part of the seconds of all-reduce that a step with stealing may take at most."""
+"""Stay with stealing if a step takes at most this part of the seconds of all-reduce."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -60,66 +60,66 @@ class Auto(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         wanted = self._inner.pieces(step)
-        if [piece.microbatches for piece in pieces] != wanted:  # loaded ahead, before the change
+        if [piece.microbatches for piece in pieces] != wanted:  # loaded ahead, for the strategy before
             pieces = self._job.feed.load(step, wanted)
         begin = time.perf_counter()
-        outcome = self._inner.step(step, pieces)
+        result = self._inner.step(step, pieces)
         self._seconds.append(time.perf_counter() - begin)
         self._uneven.append((max(self._inner.seconds), fmean(self._inner.seconds)))
         if len(self._seconds) > WINDOW:
             self._decide(step)
             self._begin_window()
-        return outcome
+        return result
 
     def close(self) -> None:
         self._inner.close()
 
     def _decide(self, step: int) -> None:
-        """At the end of a window; all workers come to the same decision."""
+        """At the end of a window change the strategy or not, alike on all workers."""
         if isinstance(self._inner, WorkStealing):
-            self._judge(step)
+            self._end_trial(step)
             return
         self._windows += 1
         slowest, mean = (sum(column) for column in zip(*self._uneven[1:], strict=True))
         if self._windows < self._patience or slowest < _UNEVEN * mean:
             return
-        told = f"the slowest worker computes {slowest / mean:.2f} times as long as the mean"
+        reason = f"the slowest worker computes {slowest / mean:.2f} times as long as the mean"
         if not self._steals:
             if not self._job.warnings:
                 least = 4 * self._job.world.size
                 self._say(
-                    step, "allreduce", f"{told}; with {least} microbatches or more others could take over from it"
+                    step, "allreduce", f"{reason}; with {least} microbatches or more others could take over from it"
                 )
             return
         self._usual = self._measured()
-        self._change(step, WorkStealing, "stealing", f"{told}: trying stealing")
+        self._change(step, WorkStealing, "stealing", f"{reason}: trying stealing")
 
-    def _judge(self, step: int) -> None:
+    def _end_trial(self, step: int) -> None:
         if not self._usual:
             return
         ratio = self._measured() / self._usual
         self._usual = 0.0
-        told = f"a step with stealing takes {ratio:.2f} times as long as with all-reduce"
+        reason = f"a step with stealing takes {ratio:.2f} times as long as with all-reduce"
         if ratio <= _WORTH:
-            self._say(step, "stealing", f"{told}: it stays")
+            self._say(step, "stealing", f"{reason}: it stays")
             return
         self._patience, self._windows = 4 * self._patience, 0
-        self._change(step, AllReduce, "allreduce", f"{told}: back to all-reduce")
+        self._change(step, AllReduce, "allreduce", f"{reason}: back to all-reduce")
 
     def _measured(self) -> float:
         """The mean seconds of a step in this window, as rank 0 has measured them."""
         measured: float = self._job.world.gather(fmean(self._seconds[1:]), "step")[0]
         return measured
 
-    def _change(self, step: int, kind: type[AllReduce] | type[WorkStealing], name: str, told: str) -> None:
+    def _change(self, step: int, kind: type[AllReduce] | type[WorkStealing], name: str, reason: str) -> None:
         self._inner.close()
         said = len(self._job.warnings)
         self._inner = kind(self._job)
         del self._job.warnings[said:]  # advice for those who have chosen it
-        self._say(step, name, told)
+        self._say(step, name, reason)
 
-    def _say(self, step: int, name: str, told: str) -> None:
-        text = f"from step {step + 1}: {told}"
+    def _say(self, step: int, name: str, reason: str) -> None:
+        text = f"from step {step + 1}: {reason}"
         self._job.warnings.append(text)
         self._job.events.mark("strategy", step=step + 1, strategy=name, text=text)
         if self._job.world.rank == 0:

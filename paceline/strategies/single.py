@@ -26,19 +26,19 @@ class Single(Strategy):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._whole = FullBatch(job)
+        self._batch = FullBatch(job)
 
     def pieces(self, step: int) -> list[range]:
-        return self._whole.pieces(step)
+        return self._batch.pieces(step)
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        parts, changed = self._whole.gradients(step, pieces)
-        result = commit(self._job, step, pieces, parts, changed, self._job.world.notice())
+        parts, buffers = self._batch.gradients(step, pieces)
+        result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice())
         check_draws(self._job)
         return result
 
     def close(self) -> None:
-        self._whole.take_gradients()
+        self._batch.take_gradients()
 
 
 def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:

@@ -127,12 +127,14 @@ def test_one_that_draws_random_numbers_is_refused_where_bits_count() -> None:
         probe_optimizer(job_of(Noisy(parameters(), lr=0.1)))
 
 
-def test_one_that_cannot_be_tried_is_not_refused() -> None:
+def test_of_one_that_cannot_be_tried_the_user_is_warned(caplog: pytest.LogCaptureFixture) -> None:
     class Closed(optim.SGD):
         def step(self, closure: Any = None) -> None:
             closure()
 
     probe_optimizer(job_of(Closed(parameters(), lr=0.1)))
+    (record,) = caplog.records
+    assert "The optimizer Closed cannot be tried on small parameters (TypeError" in record.getMessage()
 
 
 def test_hooks_are_for_the_steps_of_training() -> None:

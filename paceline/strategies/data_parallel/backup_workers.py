@@ -3,12 +3,12 @@
 ::
 
     worker 0   ▓0 ▓1 ──── ┐                     2 workers are needed, 1 is a backup worker
-    worker 1   ▓2 ░3 ── ✗ ┼ exchange ─ update   worker 1 is late: it sends nothing; 2 and 3 come back in the next step
+    worker 1   ▓2 ░3 ── ✗ ┼ reduce ─ update     worker 1 is late: it sends nothing; 2 and 3 come back in the next step
     worker 2   ▓4 ▓5 ──── ┘
 
 After Chen et al. 2016 (arXiv 1604.00981): of N + b gradients the first N make the update, the others are dropped. Here
 without a server: the workers agree on one set of N contributors (``comm.assignment.quorum``) before any gradient
-leaves, so all tensors are summed over the same workers. Then all exchange; who is late gives up between two passes, and
+is sent, so all tensors are summed over the same workers. Then all reduce; who is late gives up between two passes, and
 only adds up its part of the others' gradients. The sum is divided by the samples that count.
 
 The paper loses the samples of a dropped gradient. Here they go back into the epoch (``schedule.backup``): a step
@@ -41,7 +41,7 @@ from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
 from paceline.strategies.single import Single
 
-_BOOK = "backup"
+_STATE = "backup"
 _FEW = 4
 """With fewer microbatches for each worker it is said that they are few."""
 _PATIENCE = 1.5
@@ -132,7 +132,7 @@ class BackupWorkers(Strategy):
         agreed = self._contributors.agreed()
         result = self._finish(step, groups, agreed, counted)
         used = [one for group in agreed for one in groups.members[group]]
-        job.strategy_state[_BOOK] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
+        job.strategy_state[_STATE] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
         self._record(step, groups, agreed)
         return result
 
@@ -142,12 +142,12 @@ class BackupWorkers(Strategy):
     def _progress(self, step: int) -> EpochProgress:
         """How far the epoch of a step is before it."""
         epoch, place = divmod(step, self._length.steps)
-        book = self._job.strategy_state.get(_BOOK)
-        if book is None:
+        state = self._job.strategy_state.get(_STATE)
+        if state is None:
             return resume_epoch(place, self._length)
         progress = EpochProgress()
-        if book["epoch"] == epoch:
-            progress = EpochProgress(book["steps"], book["before"], tuple(book["beyond"]))
+        if state["epoch"] == epoch:
+            progress = EpochProgress(state["steps"], state["before"], tuple(state["beyond"]))
         while progress.steps < place:  # the script has left steps out
             progress = progress.skipped(self._length)
         return progress

@@ -36,6 +36,7 @@ from paceline.errors import DisagreementError
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
+from paceline.step.buffers import summable
 from paceline.step.checks import mean_loss
 from paceline.step.commit import locate_here, skip
 from paceline.step.full_batch import FullBatch
@@ -43,7 +44,7 @@ from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 
-_BOOK = "local-sgd"
+_STATE = "local-sgd"
 _TAGS = 1 << 20
 
 
@@ -60,7 +61,7 @@ class LocalSgd(Strategy):
         local = job.settings.local
         self._every, self._after = local.every, local.after
         self._synchronous = AllReduce(job) if local.after else None
-        self._whole = None if local.after else FullBatch(job)
+        self._share = None if local.after else FullBatch(job)
         self._models = Models(job)
         self._trained: list[int] = []
         self._pair = 0.0, 0.0
@@ -82,10 +83,10 @@ class LocalSgd(Strategy):
             assert self._synchronous is not None
             return self._synchronous.step(step, pieces)
         self._job.world.check()
-        outcome = self._train(step, pieces)
+        result = self._train(step, pieces)
         if len(self._trained) < self._every:
-            return outcome
-        return self._average(step, outcome)
+            return result
+        return self._average(step, result)
 
     def synchronize(self, steps: int) -> None:
         if self._trained:
@@ -97,10 +98,10 @@ class LocalSgd(Strategy):
         self._own().take_gradients()
 
     def _own(self) -> FullBatch:
-        """What computes this worker's share; made when the synchronous steps have found out how."""
-        if self._whole is None:
-            self._whole = FullBatch(self._job)
-        return self._whole
+        """What computes this worker's share; made once the synchronous steps have found out how."""
+        if self._share is None:
+            self._share = FullBatch(self._job)
+        return self._share
 
     def _train(self, step: int, pieces: list[Piece]) -> StepResult:
         """An update from this worker's share of the batch.
@@ -108,19 +109,19 @@ class LocalSgd(Strategy):
         It may have been made before: when a worker is lost in the average that follows, the step is repeated, from the
         model of one whose update was made.
         """
-        job, book = self._job, self._job.strategy_state.get(_BOOK, {})
-        if step < book.get("steps", 0):
-            return StepResult(book["loss"], book["norm"], book["learning_rate"])
+        job, state = self._job, self._job.strategy_state.get(_STATE, {})
+        if step < state.get("steps", 0):
+            return StepResult(state["loss"], state["norm"], state["learning_rate"])
         self._pair = 0.0, 0.0
-        outcome = self._update(step, pieces) if pieces else self._without_share(book)
+        result = self._update(step, pieces) if pieces else self._without_share(state)
         self._trained.append(step)
-        job.strategy_state[_BOOK] = {
+        job.strategy_state[_STATE] = {
             "steps": step + 1,
-            "loss": outcome.loss,
-            "norm": float(outcome.norm),
-            "learning_rate": outcome.learning_rate,
+            "loss": result.loss,
+            "norm": float(result.norm),
+            "learning_rate": result.learning_rate,
         }
-        return outcome
+        return result
 
     def _update(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
@@ -136,37 +137,37 @@ class LocalSgd(Strategy):
         self._models.weight += self._pair[1]
         return StepResult(mean_loss(parts, exact=False), norm, rate)
 
-    def _without_share(self, book: dict[str, Any]) -> StepResult:
+    def _without_share(self, state: dict[str, Any]) -> StepResult:
         """A short batch may have fewer microbatches than there are workers; the loss is the last one that is known."""
         self._job.update.advance()
         rate = self._job.update.learning_rate
-        return StepResult(book.get("loss", math.nan), 0.0, rate)
+        return StepResult(state.get("loss", math.nan), 0.0, rate)
 
-    def _average(self, step: int, outcome: StepResult | None) -> StepResult:
-        """Average the models; of a step's outcome the loss is then that of the whole batch."""
+    def _average(self, step: int, result: StepResult | None) -> StepResult:
+        """Average the models; of a step's result the loss is then that of the whole batch."""
         begin = time.perf_counter()
         world = self._job.world
         own = self._trained, self._models.weight, self._pair, world.notice(), self._models.kinds()
-        told = world.gather(own, f"averaging after step {step}")
-        _check_trained([trained for trained, *_ in told])
-        weights = [weight for _, weight, *_ in told]
-        self._models.average(weights, same=all(kinds == own[-1] for *_, kinds in told))
+        everyone = world.gather(own, f"averaging after step {step}")
+        _check_trained([trained for trained, *_ in everyone])
+        weights = [weight for _, weight, *_ in everyone]
+        self._models.average(weights, same=all(kinds == own[-1] for *_, kinds in everyone))
         self._trained = []
         self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
-        count = math.fsum(pair[1] for _, _, pair, *_ in told)
-        if outcome is None or count == 0:
-            outcome = outcome or StepResult(math.nan, math.nan, self._job.update.learning_rate)
-            loss = outcome.loss
+        count = math.fsum(pair[1] for _, _, pair, *_ in everyone)
+        if result is None or count == 0:
+            result = result or StepResult(math.nan, math.nan, self._job.update.learning_rate)
+            loss = result.loss
         else:
-            loss = math.fsum(pair[0] for _, _, pair, *_ in told) / count
-        notice = max(notice for *_, notice, _ in told)
-        return StepResult(loss, outcome.norm, outcome.learning_rate, outcome.applied, notice)
+            loss = math.fsum(pair[0] for _, _, pair, *_ in everyone) / count
+        notice = max(notice for *_, notice, _ in everyone)
+        return StepResult(loss, result.norm, result.learning_rate, result.applied, notice)
 
 
-def _check_trained(told: list[list[int]]) -> None:
-    """Refuse an average of workers that have not trained on the same batches, by the steps of each."""
-    steps = set().union(*told)
-    for rank, trained in enumerate(told):
+def _check_trained(everyone: list[list[int]]) -> None:
+    """Refuse to average workers that have not trained on the same batches, by the steps of each."""
+    steps = set().union(*everyone)
+    for rank, trained in enumerate(everyone):
         if missing := steps - set(trained):
             raise DisagreementError(
                 f"Rank {rank} has left out the batch of step {min(missing)}, which others have trained on. Every "
@@ -185,13 +186,13 @@ class Models:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._names: list[str] = []
-        self._exchange: BucketedReduction | None = None
+        self._reduction: BucketedReduction | None = None
         self.weight = 0.0
 
     def kinds(self) -> str:
-        """Tells whether two workers have tensors of the same names, types and shapes."""
-        told = [(name, value.dtype, value.shape) for name, value in self._changing().items()]
-        return hashlib.sha256(repr(told).encode()).hexdigest()
+        """A hash of the names, types and shapes of the tensors."""
+        kinds = [(name, value.dtype, value.shape) for name, value in self._changing().items()]
+        return hashlib.sha256(repr(kinds).encode()).hexdigest()
 
     def average(self, weights: list[float], same: bool) -> None:
         """Take over the mean of all workers' tensors.
@@ -200,19 +201,19 @@ class Models:
             weights: of each worker.
             same: whether all workers have the same tensors; an optimizer has no state for what it never updated.
         """
-        self.weight, whole = 0.0, math.fsum(weights)
-        if whole == 0:  # nobody has made an update
+        self.weight, total = 0.0, math.fsum(weights)
+        if total == 0:  # nobody has made an update
             return
         values = self._changing() if same else self._completed()
-        own = weights[self._job.world.rank] / whole
-        exchange = self._exchange_of(values)
-        exchange.begin([[Node(0, rank)] if weight else [] for rank, weight in enumerate(weights)], lambda: 1.0)
+        own = weights[self._job.world.rank] / total
+        reduction = self._reduction_of(values)
+        reduction.begin([[Node(0, rank)] if weight else [] for rank, weight in enumerate(weights)], lambda: 1.0)
         for member, value in enumerate(values.values()):
-            for slot in exchange.slots(member):
+            for slot in reduction.slots(member):
                 slot.copy_(value).mul_(own)
-            exchange.written(member)
-        exchange.finish()
-        self._take({name: exchange.mean(member) for member, name in enumerate(values)}, values)
+            reduction.written(member)
+        reduction.finish()
+        self._take({name: reduction.mean(member) for member, name in enumerate(values)}, values)
 
     def _changing(self) -> dict[str, torch.Tensor]:
         """What updates and forward passes change, by name."""
@@ -228,10 +229,10 @@ class Models:
         """The same with zeros for what only other workers have, in one order for all."""
         job, own = self._job, self._changing()
         kinds = {name: (value.dtype, value.shape) for name, value in own.items()}
-        told = job.world.gather((job.compute.buffers.live, kinds), "step")
-        job.compute.buffers.settle(name for live, _ in told for name in live)
+        everyone = job.world.gather((job.compute.buffers.live, kinds), "step")
+        job.compute.buffers.fix(name for live, _ in everyone for name in live)
         known: dict[str, tuple[torch.dtype, torch.Size]] = {}
-        for _, others in told:
+        for _, others in everyone:
             known |= others
         own |= {name: value for name, value in self._changing().items() if name in known}
         device = job.world.device
@@ -240,12 +241,12 @@ class Models:
             for name in sorted(known)
         }
 
-    def _exchange_of(self, values: dict[str, torch.Tensor]) -> BucketedReduction:
-        if self._exchange is None or self._names != list(values):
-            examples = [_summable(value).to(self._job.world.device) for value in values.values()]
+    def _reduction_of(self, values: dict[str, torch.Tensor]) -> BucketedReduction:
+        if self._reduction is None or self._names != list(values):
+            examples = [summable(value).to(self._job.world.device) for value in values.values()]
             self._names = list(values)
-            self._exchange = reduction_for(self._job.world, examples, self._job.events, "models", _TAGS)
-        return self._exchange
+            self._reduction = reduction_for(self._job.world, examples, self._job.events, "models", _TAGS)
+        return self._reduction
 
     def _take(self, means: dict[str, torch.Tensor], values: dict[str, torch.Tensor]) -> None:
         job, state = self._job, {}
@@ -258,10 +259,3 @@ class Models:
                 else:
                     value.copy_(mean)
         load_optimizer_state(job.compute.model, job.update.optimizer, state)
-
-
-def _summable(value: torch.Tensor) -> torch.Tensor:
-    """In a type whose sums are precise enough."""
-    if value.dtype in (torch.float16, torch.bfloat16):
-        return value.float()
-    return value if value.is_floating_point() or value.is_complex() else value.double()

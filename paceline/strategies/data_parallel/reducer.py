@@ -215,8 +215,8 @@ class Reducer:
             samples: what the sums are divided by.
         """
         buffers = self._job.compute.buffers
-        if not buffers.settled:
-            places = buffers.settle(chain.from_iterable(self._job.world.gather(buffers.live, "step")))
+        if not buffers.fixed:
+            places = buffers.fix(chain.from_iterable(self._job.world.gather(buffers.live, "step")))
             sums = [[values[place] for place in places] for values in sums]
         if not buffers.live:
             return []

@@ -1,4 +1,4 @@
-"""What the workers of a synchronous step tell each other of its pieces."""
+"""What the workers of a synchronous step know of all its pieces."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 ::
 
     worker 0   ▓0 ▓1 ▓2 ▓7 ┐              8 microbatches on 3 workers: shares of 3, 3, 2
-    worker 1   ▓3     ▓4   ┼ exchange ─   worker 1 is slow: 5 goes to worker 2; worker 0 has done its share
+    worker 1   ▓3     ▓4   ┼ reduce ─     worker 1 is slow: 5 goes to worker 2; worker 0 has done its share
     worker 2   ▓6 ▓7 ▓5    ┘
 
 After FlexRR (Harlap et al., SoCC 2016), which moves work to faster workers in a parameter server that tolerates some
@@ -12,7 +12,7 @@ computes them, so no sample is lost, and with ``exact`` the bits are those of al
 microbatches take at the sum of the workers' speeds, and part of a microbatch of the slowest one.
 
 Who takes what is decided by leases (``comm.assignment.leases``). Between steps the shares follow the speeds
-(``schedule.speed_shares``), so that a worker that is slow for long has less to give away. Gradients leave when
+(``schedule.speed_shares``), so that a worker that is slow for long has less to give away. Gradients are sent when
 everything is computed: until then nobody knows who holds what.
 """
 

@@ -8,8 +8,8 @@
 
 The step is that of ``strategies.data_parallel.allreduce``: the same shares, the same sums, with ``exact`` along the
 canonical tree. Only the update is not made by everybody: each server makes that of its shard, with its part of the
-optimizer's state, and the workers copy the weights. So the bits are those of all-reduce. When they settle, all get all
-states.
+optimizer's state, and the workers copy the weights. So the bits are those of all-reduce. ``synchronize`` gives
+all states to all.
 """
 
 from __future__ import annotations

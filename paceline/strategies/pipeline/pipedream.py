@@ -249,8 +249,8 @@ class _StageUpdates(Hooks):
         """What the forward passes made of the buffers that change, times the samples."""
         buffers = self._job.compute.buffers
         names = buffers.names_in(self._buffers)
-        if not buffers.settled:
-            buffers.settle_part(self._buffers)
+        if not buffers.fixed:
+            buffers.fix_part(self._buffers)
         values = (self._statistics.values() or [[]])[0]
         if not values:  # no microbatch
             return [torch.zeros_like(example) for example in buffers.examples()]

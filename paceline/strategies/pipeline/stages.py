@@ -101,7 +101,7 @@ class Stages:
         }
         self.replicas = Subgroup(world, self.workers_of[own[0]])
         self._split_state(stages, users, own)
-        if job.compute.buffers.settled:
+        if job.compute.buffers.fixed:
             self._restrict_buffers()
 
     def _split_state(self, stages: list[Stage], users: dict[str, list[int]], own: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ class Stages:
     def agree_on_buffers(self, changing: Sequence[str]) -> None:
         """Agree on the buffers that change, of those that change here; all workers call this together."""
         gathered = self._job.world.gather(changing, "step")
-        self._job.compute.buffers.settle({name for names in gathered for name in names})
+        self._job.compute.buffers.fix({name for names in gathered for name in names})
         self._check_buffers()
         self._restrict_buffers()
 

@@ -207,7 +207,7 @@ class Synchronous(Strategy):
             for microbatch, values in self._executor.statistics[stage].items():
                 accumulator.push(microbatch, [*values.values()])
             sums.append(accumulator.values())
-        if not buffers.settled:
+        if not buffers.fixed:
             self.stages.agree_on_buffers(buffers.live)
         if not buffers.live:
             return []
