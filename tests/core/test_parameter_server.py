@@ -50,7 +50,7 @@ def counted(told: Told, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     return run
 
 
-WAYS = [
+SERVERS = [
     {"mode": "async"},
     {"mode": "async", "dedicated": True},
     {"mode": "bounded"},
@@ -58,7 +58,7 @@ WAYS = [
 ]
 
 
-@pytest.mark.parametrize("server", WAYS, ids=str)
+@pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_each_step_is_applied_once(counted: Any, server: dict[str, Any]) -> None:
     updates = counted(server)
     computing = {one["rank"] for one in updates}
@@ -181,9 +181,9 @@ import counted, json, os
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from subjects import tell
 known = []
-set_out = AsyncSteps._start
+start_steps = AsyncSteps._start
 def watched(strategy, step):
-    notice = set_out(strategy, step)
+    notice = start_steps(strategy, step)
     known.append(strategy._claims.look().newest >= 0)
     return notice
 AsyncSteps._start = watched
@@ -198,12 +198,12 @@ for batch in session.batches(steps=int(os.environ["STOP"])):
         session.evaluate(counted.TensorDataset(counted.inputs()))
 tell(known=known, outcomes=outcomes, fingerprint=session.fingerprint())
 """
-APART = [{"strategy": "hogwild"}, *({"strategy": "parameter-server", "server": server} for server in WAYS)]
+ASYNCHRONOUS = [{"strategy": "hogwild"}, *({"strategy": "parameter-server", "server": server} for server in SERVERS)]
 
 
-@pytest.mark.parametrize("given", APART, ids=str)
+@pytest.mark.parametrize("given", ASYNCHRONOUS, ids=str)
 def test_each_report_has_an_outcome(told: Told, tmp_path: Path, given: dict[str, Any]) -> None:
-    """Also of a worker that has computed nothing yet, of a server, after settling and from a checkpoint."""
+    """Also of a worker that has computed nothing yet, of a server, after synchronizing and from a checkpoint."""
     environment = {"GIVEN": json.dumps(given), "SAVED": str(tmp_path / "saved"), "SLOW": "0.002,0.02,0.004"}
     first = told(REPORTED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
     again = told(REPORTED, 3, tmp_path / "again", environment=environment | {"STOP": "12"})
@@ -228,7 +228,7 @@ tell(finite=all(weight == weight for weight in counted.weights(session)), positi
 """
 
 
-@pytest.mark.parametrize("server", WAYS, ids=str)
+@pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path, server: dict[str, Any]) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": json.dumps(server), "THEN": "skip", "EPOCHS": "2"}
     everyone = told(SKIPPED, 3, tmp_path, environment=environment)
@@ -237,7 +237,7 @@ def test_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path, serve
     assert len(updates_in(tmp_path, "skipped")) == 2
 
 
-@pytest.mark.parametrize("server", WAYS, ids=str)
+@pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_a_loss_that_is_not_finite_ends_the_run(ranks: Run, tmp_path: Path, server: dict[str, Any]) -> None:
     environment = {"SERVER": json.dumps(server), "THEN": "stop", "EPOCHS": "1"}
     everyone = ranks(SKIPPED, 3, tmp_path, environment=environment)
@@ -362,7 +362,7 @@ for batch in session.batches(epochs=1):
     session.step(batch)
 print(session.fingerprint())
 """
-SHARING = [*APART, {"strategy": "parameter-server"}]
+SHARING = [*ASYNCHRONOUS, {"strategy": "parameter-server"}]
 
 
 @pytest.mark.parametrize("given", SHARING, ids=str)

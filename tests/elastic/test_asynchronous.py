@@ -159,7 +159,7 @@ def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None
     assert counted == Counter(str(one["delay"]) for one in updates), ran.story()
 
 
-SETTLING = """
+SYNCHRONIZING = """
 import os, signal
 import crew
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
@@ -169,7 +169,7 @@ compute = AsyncSteps._compute
 def compute_and_die(strategy, step):
     if os.environ["PACELINE_WORKER"] == "2" and step > 9:
         look = strategy._claims.look
-        crew.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to settle")
+        crew.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to synchronize")
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(strategy, step)
 
@@ -178,8 +178,8 @@ AsyncSteps._compute = compute_and_die
 
 
 @pytest.mark.parametrize("way", ["hogwild", "async", "dedicated"])
-def test_a_step_that_was_lost_as_all_settled_at_the_end_is_computed(run: Run, way: str) -> None:
-    ran = started(run, way, None, script=SETTLING + SCRIPT)
+def test_a_step_that_was_lost_as_all_synchronized_at_the_end_is_computed(run: Run, way: str) -> None:
+    ran = started(run, way, None, script=SYNCHRONIZING + SCRIPT)
     check(ran, 2)
     assert ran.memberships()[:2] == [[0, 1, 2], [0, 1]]
 

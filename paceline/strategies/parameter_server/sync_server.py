@@ -7,9 +7,8 @@
     worker 2   F3 B3 ─ push       ┴ server 1: add up ─ update ─ flip ┴ pull ─ F3 B3 ...
 
 The step is that of ``strategies.data_parallel.allreduce``: the same shares, the same sums, with ``exact`` along the
-canonical tree. Only the update is not made by everybody: each server makes that of its shard, with its part of the
-optimizer's state, and the workers copy the weights. So the bits are those of all-reduce. ``synchronize`` gives
-all states to all.
+canonical tree. Only the update differs: each server updates its shard, with its part of the optimizer's state, and the
+workers copy the weights. So the bits are those of all-reduce. To synchronize, all read the optimizer's states.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class SyncServer(Strategy):
         return result
 
     def synchronize(self, steps: int) -> None:
-        self._servers.take_states()
+        self._servers.read_states()
 
     def close(self) -> None:
         self._workers.close()
@@ -147,7 +146,7 @@ class Servers:
         self._has_states = False
         return norm, rate
 
-    def take_states(self) -> None:
+    def read_states(self) -> None:
         """Take over the optimizer's states from all servers."""
         if not self._has_states:
             for shard in self.shards:
