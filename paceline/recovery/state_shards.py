@@ -8,7 +8,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.recovery.progress import Progress
-from paceline.step.gather_state import bring_together
+from paceline.step.gather_state import gather_state
 from paceline.step.job import Job
 from paceline.strategies import registry
 
@@ -35,7 +35,7 @@ def assemble(job: Job, everyone: Sequence[Progress | None]) -> bool:
     settings = job.settings
     if len(steps) > 1 and registry.capabilities(settings, job.world.size).exact:
         return False
-    bring_together(job, [frozenset() if one is None else one.holds for one in everyone])
+    gather_state(job, [frozenset() if one is None else one.holds for one in everyone])
     return True
 
 

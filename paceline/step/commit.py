@@ -34,7 +34,7 @@ def commit(
         pieces: what this worker computed.
         parts: what is known of all pieces of all workers, in the order of microbatches.
         statistics: the means of the buffers that the forward pass changes.
-        notice: what the workers told each other of the world.
+        notice: about the world, from any worker.
         apply: makes the update; None: this worker makes all of it.
 
     Raises:
@@ -74,11 +74,11 @@ def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range]
         loss = mean_loss(parts, job.settings.exact)
         return StepResult(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
     if any(part.missing for part in parts):
-        _leave_out_unused(job, parts)
+        _drop_unused(job, parts)
     return None
 
 
-def _leave_out_unused(job: Job, parts: list[Part]) -> None:
+def _drop_unused(job: Job, parts: list[Part]) -> None:
     parameters = job.update.parameters
     if job.settings.missing_gradient == "stop":
         job.compute.buffers.reset()
@@ -90,7 +90,7 @@ def _leave_out_unused(job: Job, parts: list[Part]) -> None:
 
 
 def _locate(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
-    """The one microbatch of a piece whose loss is not finite; the worker that has the data looks, and tells all."""
+    """Find the microbatch of a piece whose loss is not finite: its worker looks, all get the answer."""
     if len(bad.microbatches) == 1:
         return bad.microbatches
     found = locate_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
@@ -99,7 +99,7 @@ def _locate(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
 
 
 def locate_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
-    """The one microbatch of a piece of this worker whose loss is not finite, or all of them."""
+    """Find the microbatch of a piece of this worker whose loss is not finite; all of them if no single one is."""
     (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
     for part in split_piece(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
         if not job.compute.loss_only(part).isfinite().all():

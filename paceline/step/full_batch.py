@@ -69,7 +69,7 @@ class FullBatch:
         return parts, [value.div_(samples) for value in self._changed(statistics.total())]
 
     def take_gradients(self) -> Values:
-        """The gradients as they are; there are none then."""
+        """Take the gradients out of ``.grad``."""
         values: Values = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

@@ -1,4 +1,4 @@
-"""A state of which each worker holds a part, brought together on all of them."""
+"""Gather on all workers a state of which each holds a part."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.step.job import Job
 _TAG = (1 << 26) - 1
 
 
-def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
+def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     """Give all workers the whole state; all call this together.
 
     Args:
@@ -33,7 +33,7 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     held = [everything if part is None else part for part in holds]
     own = held[world.rank].difference(*held[: world.rank])
     mine = {name: value for name, value in state.items() if _bare(name) in own}
-    parts: list[Kinds] = world.gather(kinds_of(mine), "settling")
+    parts: list[Kinds] = world.gather(kinds_of(mine), "synchronizing")
     world.await_process_group()
     flats = [torch.empty(room_of(part), dtype=torch.uint8, device=world.device) for part in parts]
     for name, view in views_of(flats[world.rank], parts[world.rank]).items():
@@ -41,16 +41,16 @@ def bring_together(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     peers = [rank for rank in range(world.size) if rank != world.rank]
     sends = [Message(flats[world.rank], peer, _TAG) for peer in peers if parts[world.rank]]
     receives = [Message(flats[peer], peer, _TAG) for peer in peers if parts[peer]]
-    for transfer in world.post(sends, receives, "while the workers brought their stages together"):
+    for transfer in world.post(sends, receives, "while the workers gathered the state"):
         transfer.wait()
-    whole: dict[str, torch.Tensor] = {}
+    gathered: dict[str, torch.Tensor] = {}
     for flat, part in zip(flats, parts, strict=True):
-        whole.update(views_of(flat, part))
+        gathered.update(views_of(flat, part))
     with torch.no_grad():
         for name, value in state.items():
-            if name in whole and name not in mine and not name.startswith("optimizer/"):
-                value.copy_(whole[name])
-    optimizer = {name: value for name, value in whole.items() if name.startswith("optimizer/")}
+            if name in gathered and name not in mine and not name.startswith("optimizer/"):
+                value.copy_(gathered[name])
+    optimizer = {name: value for name, value in gathered.items() if name.startswith("optimizer/")}
     load_optimizer_state(job.compute.model, job.update.optimizer, optimizer)
 
 

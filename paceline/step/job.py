@@ -32,8 +32,8 @@ class Job:
     """What is to be trained, and with whom.
 
     ``strategy_state`` is what a strategy must remember from step to step besides the tensors: plain values under names
-    of its own. They are saved in checkpoints and handed over to workers that join. ``warnings`` are what its user must
-    know of it, in sentences. ``given`` are the keys of the settings that somebody has set. ``sparse`` says whether
+    of its own. They are saved in checkpoints and sent to workers that join. ``warnings`` are what its user must know
+    of it, in sentences. ``given`` are the keys of the settings that somebody has set. ``sparse`` says whether
     gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
     workers as there may ever be, so that nobody is refused when one joins.
     """
@@ -81,9 +81,8 @@ class Batch:
 class StepResult:
     """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
 
-    ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is what the workers
-    told each other of the world (``comm.rendezvous.coordinator_client``): whether it is about to change, or a worker is
-    to leave.
+    ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is about the world,
+    from any worker (``comm.rendezvous.coordinator_client``): it is about to change, or a worker is to leave.
     """
 
     loss: float

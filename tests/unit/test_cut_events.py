@@ -19,7 +19,7 @@ from paceline.strategies.pipeline.stages import Partition, Stages
 def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) -> Job:
     """As the first of two workers sees it."""
     piece = Piece(range(1), 4, (torch.zeros(4, 6), torch.zeros(4)))
-    buffers = SimpleNamespace(agreed=changing, settled=False)
+    buffers = SimpleNamespace(agreed=changing, fixed=False)
     return cast(
         Job,
         SimpleNamespace(

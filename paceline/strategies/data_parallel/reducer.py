@@ -112,7 +112,7 @@ class Reducer:
         self._sums.push(microbatch, values)
 
     def take(self) -> Values:
-        """The gradients in ``.grad``; there are none then."""
+        """Take the gradients out of ``.grad``."""
         values: Values = [parameter.grad for parameter in self._parameters]
         self.clear()
         check_dense(self._names, values)

@@ -18,7 +18,7 @@ from paceline.schedule.balance import Cluster, balance, check_memory
 from paceline.schedule.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
 from paceline.step.forward import pair_of
-from paceline.step.gather_state import bring_together
+from paceline.step.gather_state import gather_state
 from paceline.step.job import Job
 from paceline.strategies.pipeline.executor import LocalStage
 from paceline.strategies.pipeline.release import Released
@@ -230,7 +230,7 @@ class Stages:
         """Give all workers the whole state; all workers call this together."""
         if not self._is_whole:
             self._released.allocate()
-            bring_together(self._job, self._job.world.gather(self._owned, "settling"))
+            gather_state(self._job, self._job.world.gather(self._owned, "synchronizing"))
             self._is_whole = True
 
     def close(self) -> None:

@@ -165,7 +165,7 @@ class Synchronous(Strategy):
         except InputError:  # two stages would change one buffer
             self._cut(before)
             self._rebalance = None
-        self._job.world.gather(None, "settling")  # no step begins before the cut is recorded
+        self._job.world.gather(None, "synchronizing")  # no step begins before the cut is recorded
 
     def synchronize(self, steps: int) -> None:
         self.stages.synchronize()
