@@ -1,7 +1,7 @@
-"""Where the value of a setting comes from.
+"""Resolve settings from the command line, the environment, a plan file and the script.
 
 Each field of :class:`paceline.settings.Settings` is an argument of ``paceline.start``, a ``--set key=value`` of the
-command line, a ``PACELINE_<KEY>`` variable and a key of the plan file (TOML). The first of these that names it wins:
+command line, a ``PACELINE_<KEY>`` variable and a key of the plan file (TOML). The first source that has it wins:
 command line, environment, plan file, script, default.
 """
 
@@ -21,7 +21,7 @@ from paceline.settings import GROUPS, STRATEGIES, Settings
 
 
 class Resolved(BaseModel):
-    """The settings in force and, for each dotted key, where its value came from."""
+    """The settings and, for each dotted key, the source of its value."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -30,7 +30,7 @@ class Resolved(BaseModel):
 
 
 def flat_keys() -> dict[str, object]:
-    """Every key that can be set, dotted, with its default."""
+    """All dotted keys with their defaults."""
     return _flatten(Settings().model_dump())
 
 
@@ -45,21 +45,21 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
 
 
 def describe(key: str) -> str:
-    """The one-sentence description of a dotted key."""
+    """The description of a dotted key."""
     head, _, tail = key.partition(".")
     field = GROUPS[head].model_fields[tail] if tail else Settings.model_fields[head]
     return field.description or ""
 
 
 def check_keys(keys: Mapping[str, object], where: str) -> None:
-    """Refuse a key that is not a setting, with the nearest one that is.
+    """Refuse an unknown key, and suggest the nearest one.
 
     Raises:
         ConfigError: for the first unknown key.
     """
     known = list(flat_keys())
     for key in keys:
-        if key in known or key == "checkpoint":  # its directory alone
+        if key in known or key == "checkpoint":  # short for checkpoint.directory
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -83,11 +83,11 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
 
 
 def _parsed(values: Mapping[str, str] | None) -> dict[str, object]:
-    return {key: parse_value(value, _is_texts(key)) for key, value in (values or {}).items()}
+    return {key: parse_value(value, _is_string_list(key)) for key, value in (values or {}).items()}
 
 
-def _is_texts(key: str) -> bool:
-    """Whether the value of a dotted key is a list of texts."""
+def _is_string_list(key: str) -> bool:
+    """Whether the value of a dotted key is a list of strings."""
     head, _, tail = key.partition(".")
     group = GROUPS.get(head) if tail else Settings
     field = group.model_fields.get(tail or head) if group else None
@@ -95,17 +95,17 @@ def _is_texts(key: str) -> bool:
     return field is not None and (field.annotation == kind or kind in get_args(field.annotation))
 
 
-def parse_value(text: str, texts: bool = False) -> object:
-    """A value as written on the command line: TOML's numbers and booleans, ``none``, or else the text.
+def parse_value(text: str, strings: bool = False) -> object:
+    """Parse a value of the command line: a number or boolean of TOML, ``none``, or else a string.
 
     Args:
         text: as written.
-        texts: it is to be a list of texts: only what is written as a list or in quotes is read as TOML. A layer may
-            have the name 0.10.
+        strings: whether the setting is a list of strings: then only lists and quoted strings are read as TOML, as a
+            layer may have the name 0.10.
     """
     if text.lower() == "none":
         return None
-    if texts:
+    if strings:
         return _toml(text, parse_float=str) if text.lstrip().startswith(("[", '"', "'")) else text
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
@@ -121,10 +121,10 @@ def _toml(text: str, parse_float: Callable[[str], object]) -> object:
 
 
 def parse_command_line(pairs: list[str]) -> dict[str, str]:
-    """``["batch=64", "checkpoint.every=10"]`` as a mapping, checked for keys and kinds.
+    """Parse and check ``["batch=64", "checkpoint.every=10"]``.
 
     Raises:
-        ConfigError: a pair without ``=``, an unknown key, or a value of the wrong kind.
+        ConfigError: a pair without ``=``, an unknown key, or a value of the wrong type.
     """
     settings: dict[str, str] = {}
     for pair in pairs:
@@ -138,10 +138,10 @@ def parse_command_line(pairs: list[str]) -> dict[str, str]:
 
 
 def read_plan(path: Path) -> dict[str, object]:
-    """The settings in a plan file (TOML).
+    """Read the settings of a plan file (TOML).
 
     Raises:
-        ConfigError: the file is missing, is not TOML, or sets something unknown.
+        ConfigError: the file is missing, is not TOML, or has an unknown key.
     """
     try:
         values = _flatten(tomllib.loads(path.read_text()))
@@ -159,10 +159,10 @@ def resolve(
     environment: Mapping[str, str] | None = None,
     command_line: Mapping[str, str] | None = None,
 ) -> Resolved:
-    """Put the layers on top of each other: the command line is the topmost.
+    """Merge the sources, from the script up to the command line.
 
     Raises:
-        ConfigError: an unknown key or a value of the wrong kind.
+        ConfigError: an unknown key or a value of the wrong type.
     """
     arguments = dict(script)
     for name in GROUPS:
@@ -192,7 +192,7 @@ def resolve(
 
 
 def _one_batch(values: dict[str, Any], layer: Mapping[str, object]) -> None:
-    """``batch`` and ``batch_per_worker`` replace each other: the upper layer's choice wins."""
+    """``batch`` and ``batch_per_worker`` replace each other: the higher source wins."""
     if "batch" in layer and "batch_per_worker" not in layer:
         values.pop("batch_per_worker", None)
     elif "batch_per_worker" in layer and "batch" not in layer:
@@ -223,7 +223,7 @@ _PARTS = {*Settings.model_fields, *(name for group in GROUPS.values() for name i
 
 
 def resolve_here(script: Mapping[str, Any]) -> Resolved:
-    """The settings of this process: the script's arguments under what its launcher and environment say."""
+    """Resolve the settings of this process from its launcher, its environment and the arguments of the script."""
     plan = env.plan_file()
     return resolve(
         script,

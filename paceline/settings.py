@@ -1,4 +1,4 @@
-"""What can be set, as one record for each concern; :mod:`paceline.config` says where a value comes from."""
+"""The settings, one model per concern; :mod:`paceline.config` resolves their values."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pydantic_core import PydanticKnownError
 
 
 def _whole(value: object) -> object:
-    """Pydantic alone takes True and 1.0 for 1; a text may be that of a number."""
+    """Pydantic accepts True and 1.0 for 1; a string may be that of a number."""
     if isinstance(value, bool) or not isinstance(value, Integral | str):
         raise PydanticKnownError("int_type")
     return value
 
 
 def _number(value: object) -> object:
-    """Pydantic alone takes True for 1.0."""
+    """Pydantic accepts True for 1.0."""
     if isinstance(value, bool):
         raise PydanticKnownError("float_type")
     return value
@@ -32,21 +32,21 @@ PositiveFloat = Annotated[pydantic.PositiveFloat, BeforeValidator(_number)]
 
 
 class CheckpointSettings(BaseModel):
-    """Where checkpoints go, how often, and how many stay."""
+    """Where checkpoints go, how often, and how many are kept."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: Path | str | None = Field(
-        None, description="folder of the checkpoints, or a URL; the run's own folder when started by paceline run"
+        None, description="directory of the checkpoints, or a URL; with paceline run by default in that of the run"
     )
     every: PositiveInt | Literal["auto"] | None = Field(
-        None, description="save after every so many steps; auto: as often as is worth it; none: only session.save()"
+        None, description="steps between saves; auto: the interval that costs least; none: only session.save()"
     )
-    keep: PositiveInt = Field(2, description="how many of the newest checkpoints stay")
+    keep: PositiveInt = Field(2, description="how many checkpoints to keep")
     keep_hours: PositiveFloat | None = Field(
-        None, description="remove checkpoints older than this, but never the newest; none: at any age"
+        None, description="remove checkpoints older than this, except the newest; none: keep them at any age"
     )
-    background: bool = Field(True, description="save while training goes on; false: training waits for each save")
+    background: bool = Field(True, description="save in the background; false: training waits for each save")
     mtbf_hours: PositiveFloat = Field(24.0, description="expected hours between two failures of the run, for auto")
 
     @field_validator("directory", mode="before")
@@ -55,12 +55,12 @@ class CheckpointSettings(BaseModel):
         if isinstance(value, str):
             return value if "://" in value else Path(value)
         if isinstance(value, Path) and (found := re.match(r"(\w[\w+.-]+):/(?=[^/])", str(value))):
-            raise ValueError(f"a Path cannot hold a URL; write {found[1]}://... as text")
+            raise ValueError(f"a Path cannot hold a URL; write {found[1]}://... as a string")
         return value
 
 
 class BackupSettings(BaseModel):
-    """Backup workers: a step does not wait for the last ones."""
+    """Backup workers: a step does not wait for the slowest workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -68,7 +68,7 @@ class BackupSettings(BaseModel):
         None, description="how many workers a step does not wait for; none: 1 with strategy backup, else 0"
     )
     late: Literal["return", "lose"] = Field(
-        "return", description="what becomes of the samples of late workers: back into the epoch, or left out of it"
+        "return", description="what to do with the samples of late workers: return them to the epoch, or lose them"
     )
 
 
@@ -80,16 +80,16 @@ class ServerSettings(BaseModel):
     mode: Literal["sync", "async", "bounded"] = Field(
         "sync", description="wait for all workers in each step; for none; or for those that are too far behind"
     )
-    count: PositiveInt = Field(1, description="how many servers share the parameters")
-    dedicated: bool = Field(False, description="the first workers only serve; false: they compute as well")
+    count: PositiveInt = Field(1, description="number of servers that share the parameters")
+    dedicated: bool = Field(False, description="the first workers only serve; false: they also compute")
     staleness: NonNegativeInt = Field(
-        1, description="bounded: by how many rounds (a step of each worker) the weights used may lag behind"
+        1, description="bounded: how many rounds (a step of each worker) the weights may be behind"
     )
     scale_lr: bool = Field(
         False, description="divide the learning rate of an update by 1 + the updates made since its weights were pulled"
     )
     drop_after: NonNegativeInt | None = Field(
-        None, description="drop a gradient when more updates than this were made since; none: never"
+        None, description="drop a gradient after more updates than this since its weights were pulled; none: never"
     )
 
 
@@ -98,44 +98,42 @@ class LocalSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    every: PositiveInt = Field(8, description="average the models after so many steps")
+    every: PositiveInt = Field(8, description="steps between averaging the models")
     after: NonNegativeInt = Field(0, description="steps of synchronous training before that (post-local SGD)")
 
 
 class PipelineSettings(BaseModel):
-    """Models across workers."""
+    """Pipelines: a model across workers."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
     schedule: Literal["layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"] = Field(
         "1f1b", description="in which order the stages compute the microbatches"
     )
-    stages: PositiveInt | None = Field(
-        None, description="into how many stages the model is cut; none: as many as the workers can hold"
-    )
+    stages: PositiveInt | None = Field(None, description="number of stages; none: as many as the workers can hold")
     chunks: PositiveInt = Field(2, description="interleaved: how many stages each worker holds")
     cut: tuple[str, ...] | None = Field(
-        None, description="the layers at which stages begin, except the first; none: where measured times are balanced"
+        None, description="the layers at which stages begin, except the first; none: balanced by measured times"
     )
     replicas: tuple[PositiveInt, ...] | None = Field(
-        None, description="how many workers hold each stage; none: as many for each, the first ones one more if need be"
+        None, description="workers of each stage; none: the same for each, with one more for the first ones if needed"
     )
     memory_gigabytes: PositiveFloat | None = Field(
-        None, description="of each worker for its stages: weights, optimizer, activations; none: not checked"
+        None, description="memory of each worker for its stages: weights, optimizer, activations; none: not checked"
     )
-    recompute: bool = Field(False, description="compute the activations of a stage again in its backward pass")
+    recompute: bool = Field(False, description="recompute the activations of a stage in its backward pass")
     update_every: PositiveInt | None = Field(
-        None, description="pipedream, 2bw: microbatches of an update; none: those of a batch"
+        None, description="pipedream, 2bw: microbatches per update; none: those of a batch"
     )
-    vertical_sync: bool = Field(False, description="pipedream: a microbatch uses weights of the same age in all stages")
+    vertical_sync: bool = Field(False, description="pipedream: a microbatch uses the same weight version in all stages")
     flush_every: PositiveInt | None = Field(
-        None, description="pipedream, 2bw: let the pipeline run empty after so many steps; none: only when it must"
+        None, description="pipedream, 2bw: steps between flushes of the pipeline; none: only when needed"
     )
 
     @field_validator("cut", "replicas", mode="before")
     @classmethod
     def _parts(cls, value: object) -> object:
-        if isinstance(value, int | float) and not isinstance(value, bool):  # one number is a list of one
+        if isinstance(value, int | float) and not isinstance(value, bool):  # a single number is a list of one
             return (value,)
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
@@ -145,49 +143,47 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
 
-    strategy: str = Field("allreduce", description="who computes which microbatch and how gradients come together")
+    strategy: str = Field("allreduce", description="who computes which microbatch, and how gradients are reduced")
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")
     batch_per_worker: PositiveInt | None = Field(None, description="samples per step and worker, instead of batch")
     microbatches: PositiveInt | None = Field(
-        None, description="into how many microbatches a batch is cut; none: 8, or fewer for a small batch"
+        None, description="microbatches per batch; none: 8, or fewer for a small batch"
     )
     shares: Literal["speed", "even"] = Field(
-        "speed", description="how strategy stealing cuts a batch between workers: by their speed, or evenly"
+        "speed", description="how strategy stealing divides a batch among workers: by speed, or evenly"
     )
     backup: BackupSettings = BackupSettings()
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
-    seed: NonNegativeInt = Field(0, description="of the order of samples and of all randomness inside a step")
+    seed: NonNegativeInt = Field(0, description="seed of the order of samples and of all random numbers in a step")
     exact: bool = Field(False, description="the same bits for any number of workers")
-    drop_last: bool = Field(False, description="leave out the short batch at the end of an epoch")
+    drop_last: bool = Field(False, description="drop the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(
         None, description="scale the learning rate with the number of workers; needs batch_per_worker"
     )
     warmup_steps: NonNegativeInt = Field(0, description="steps from the base learning rate up to the scaled one")
     clip_norm: PositiveFloat | None = Field(None, description="clip gradients to this global norm")
-    autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this type")
+    autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this dtype")
     recompute: tuple[str, ...] = Field(
-        (), description="module classes whose activations are computed again in the backward pass"
+        (), description="module classes whose activations are recomputed in the backward pass"
     )
     compile: bool = Field(False, description="compile the model with torch.compile")
-    workers_per_loader: NonNegativeInt = Field(
-        0, description="processes that load data for each worker; 0: the worker itself"
-    )
+    workers_per_loader: NonNegativeInt = Field(0, description="loader processes per worker; 0: the worker loads itself")
     checkpoint: CheckpointSettings = CheckpointSettings()
     resume: str | None = Field(
-        None, description="auto: from the newest complete checkpoint if there is one; or the path of a checkpoint"
+        None, description="auto: from the newest complete checkpoint, if any; or the path of a checkpoint"
     )
     nonfinite: Literal["stop", "skip"] = Field(
-        "stop", description="what a NaN or infinite loss does to the run or to the step"
+        "stop", description="on a NaN or infinite loss: stop the run, or skip the step"
     )
     missing_gradient: Literal["stop", "zero"] = Field(
-        "stop", description="what to do about a parameter that only some microbatches use"
+        "stop", description="if only some microbatches use a parameter: stop, or count its gradient as zero"
     )
     threads: PositiveInt | None = Field(
-        None, description="threads of each worker; none: 1 with exact, else cores / workers on this machine"
+        None, description="threads per worker; none: 1 with exact, else cores / workers on this machine"
     )
-    timeout_seconds: PositiveFloat = Field(600.0, description="how long a worker waits for another one")
+    timeout_seconds: PositiveFloat = Field(600.0, description="how long a worker waits for another")
     hang_seconds: PositiveFloat | None = Field(
         None,
         description="after how long a worker that the others wait for is named, and dropped if the run is elastic; "
@@ -220,7 +216,7 @@ STRATEGIES = (
     "single",
     "stealing",
 )
-"""The names of those in :mod:`paceline.strategies.registry`, for those who do without torch."""
+"""The names in :mod:`paceline.strategies.registry`, for code that does not import torch."""
 
 GROUPS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointSettings,
@@ -229,7 +225,7 @@ GROUPS: dict[str, type[BaseModel]] = {
     "local": LocalSettings,
     "pipeline": PipelineSettings,
 }
-"""The settings that have settings of their own."""
+"""The settings with sub-settings."""
 
 
 class Arguments(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""``paceline config``: each setting of a script, its value, and where that came from."""
+"""``paceline config``: each setting of a script, its value, and the source of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
 
 
 def ask_script(request: Request) -> dict[str, dict[str, object]]:
-    """Run the script in one process up to ``paceline.start``, which writes its settings and ends."""
+    """Run the script in one process up to ``paceline.start``, which writes the settings and exits."""
     from paceline import env
     from paceline.launch.base import Launch
 
@@ -65,7 +65,7 @@ def ask_script(request: Request) -> dict[str, dict[str, object]]:
     if ended.returncode == 0:
         print(f"paceline: {request.script} ended without calling paceline.start.", file=sys.stderr)
         raise typer.Exit(1)
-    print(f"paceline: {request.script} failed before paceline.start; its output stands above.", file=sys.stderr)
+    print(f"paceline: {request.script} failed before paceline.start; see its output above.", file=sys.stderr)
     raise typer.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)
 
 

@@ -21,7 +21,7 @@ _BAR = 24
 def command(
     workers: Annotated[int, typer.Option("--workers", "-n", help="How many workers train.")] = 4,
 ) -> None:
-    """Train on handwritten digits, and see that the result does not depend on the workers."""
+    """Train on handwritten digits, and show that the result does not depend on the number of workers."""
     from paceline.errors import ConfigError
 
     if importlib.util.find_spec("sklearn") is None:
@@ -69,5 +69,5 @@ def _compare(workers: int, many: str, one: str) -> int:
     if many == one:
         print("the same bits: parameters, buffers and optimizer state")
         return 0
-    print("the results differ; this should not happen", file=sys.stderr)
+    print("the results differ, which is a bug", file=sys.stderr)
     return 1

@@ -20,7 +20,7 @@ TEST_SAMPLES = 360
 
 
 def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
-    """1797 images of 8 x 8 pixels, mixed, as a training set and a test set."""
+    """1797 images of 8 x 8 pixels, shuffled, as a training set and a test set."""
     images, labels = load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=torch.float32)[order] / 16
@@ -30,12 +30,12 @@ def digits() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDat
 
 
 def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The share of digits that were read right."""
+    """The fraction of digits that are classified correctly."""
     return (output.argmax(dim=1) == target).float().mean()
 
 
 def main(result: Path) -> None:
-    """Train, and write what there is to see."""
+    """Train, and write the curve and the fingerprint."""
     torch.manual_seed(0)
     train, test = digits()
     session = paceline.start(

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
-"""What stands after the script belongs to the script, also what looks like an option of ours."""
+"""Everything after the script is passed to it, even what looks like an option of Paceline."""
 
 Script = Annotated[Path, typer.Argument(help="The script that trains.", metavar="SCRIPT", show_default=False)]
 Arguments = Annotated[

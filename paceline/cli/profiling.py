@@ -1,4 +1,4 @@
-"""``paceline profile``: what each layer of a model costs, and where to cut it into stages."""
+"""``paceline profile``: the cost of each layer of a model, and where to cut it into stages."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ The script runs up to paceline.start and no further.
 
-Options may also stand after the script; what follows -- is the script's own.
+Options may also follow the script; what follows -- is passed to the script.
 """
 _TRIED = (2, 3, 4)
-_WHOLE = {"strategy": "allreduce", "compile": "false"}  # what is measured is the model itself, in one piece
+_WHOLE = {"strategy": "allreduce", "compile": "false"}  # measure the model itself, in one piece
 
 
 def command(  # noqa: PLR0913 - each is an option
     script: Script,
     arguments: Arguments = None,
     workers: Annotated[
-        int, typer.Option("--workers", "-n", help="Workers to start: from 2 on, the link between them is measured.")
+        int, typer.Option("--workers", "-n", help="Workers to start; with 2 or more, measure the link between them.")
     ] = 1,
-    stages: Annotated[int | None, typer.Option(help="Into how many stages to cut; 2, 3 and 4 if none.")] = None,
+    stages: Annotated[int | None, typer.Option(help="Number of stages; 2, 3 and 4 if none.")] = None,
     memory: Annotated[
-        float | None, typer.Option(help="What a worker may hold, in GB; any amount if none.", metavar="GB")
+        float | None, typer.Option(help="Memory of a worker, in GB; unlimited if none.", metavar="GB")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Write the cut into a plan file; with --stages.", metavar="FILE")
+        Path | None, typer.Option(help="Write the cut to a plan file; needs --stages.", metavar="FILE")
     ] = None,
     set_: Set = None,
     plan: Plan = None,
 ) -> None:
-    """Measure the layers of a script's model, and where to cut it into stages."""
+    """Measure the layers of a model, and find where to cut it into stages."""
     from paceline import config
     from paceline.errors import ConfigError
     from paceline.launch.base import Request
@@ -53,7 +53,7 @@ def command(  # noqa: PLR0913 - each is an option
     if stages is not None and stages < 1:
         raise ConfigError(f"--stages {stages}: a model is cut into at least 1 stage.")
     if output is not None and stages is None:
-        raise ConfigError("--output writes one cut: say into how many stages with --stages.")
+        raise ConfigError("--output writes one cut: set the number of stages with --stages.")
     settings = {**config.parse_command_line(set_ or []), **_WHOLE}
     found = _measure(Request(script, tuple(arguments or ()), workers, settings, plan))
     print("\n".join(_layer_lines(found)))
@@ -64,7 +64,7 @@ def command(  # noqa: PLR0913 - each is an option
     cuts = [_cut(found, count, workers, memory) for count in tried]
     print("\n".join(_cut_lines(cuts)))
     if found.link_bytes_per_second is None:
-        print("Transfers count as free: the link is measured with -n 2 or more.")
+        print("Transfers count as free: use -n 2 or more to measure the link.")
     if output is not None:
         output.write_text(plan_text(found, cuts[0]))
         again = ["paceline", "run", "-n", sum(cuts[0].replicas), "--plan", output, script, *(arguments or ())]
@@ -110,8 +110,8 @@ def _layer_lines(found: Profile) -> list[str]:
         sizes = (layer.parameter_bytes, layer.kept_bytes, layer.output_bytes)
         rows.append((layer.name, *times, *map(_size, sizes)))
     link = found.link_bytes_per_second
-    told = f"; link {8e-6 * link:,.0f} Mbit/s" if link is not None else ""
-    return [f"{found.model}, microbatches of {found.samples} samples{told}", "", *table.lines(rows)]
+    link_text = f"; link {8e-6 * link:,.0f} Mbit/s" if link is not None else ""
+    return [f"{found.model}, microbatches of {found.samples} samples{link_text}", "", *table.lines(rows)]
 
 
 def _cut_lines(cuts: Sequence[Cut]) -> list[str]:

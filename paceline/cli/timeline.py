@@ -1,4 +1,4 @@
-"""``paceline timeline``: a step of a pipeline as it was predicted, above what was measured."""
+"""``paceline timeline``: a step of a pipeline, predicted above measured."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 CONTEXT: dict[str, object] = {}
-MORE_HELP = """ It reads the events of a run with strategy pipeline, which may still be under way.
+MORE_HELP = """ Reads the events of a run with strategy pipeline, which may still be running.
 
-The drawing is one HTML file that needs no network.
+The drawing is one self-contained HTML file.
 """
 
 
@@ -19,12 +19,12 @@ def command(
         str | None,
         typer.Argument(help="Name or folder of the run; the newest one if none.", metavar="[RUN]", show_default=False),
     ] = None,
-    step: Annotated[int | None, typer.Option(help="The step to draw.", show_default="a usual one")] = None,
+    step: Annotated[int | None, typer.Option(help="The step to draw.", show_default="one of median length")] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Where to write the page.", metavar="FILE", show_default="timeline.html of the run"),
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where the directories of the runs stand.")] = Path("runs"),
+    runs_dir: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
 ) -> None:
     """Draw a step of a pipeline, predicted above measured."""
     from paceline.cli import table

@@ -1,8 +1,8 @@
-"""Loading: from sample numbers to microbatches on the device.
+"""Load microbatches: from sample numbers to tensors on the device.
 
-torch's DataLoader does the work; each item it makes is one *piece*, a run of neighbouring microbatches that are
-computed in one pass (mostly a single one). What a data set draws for a sample (augmentation) is keyed by
-(seed, epoch, sample), so that it does not depend on which worker or loader process draws it.
+torch's DataLoader does the work. Each of its items is one *piece*: neighbouring microbatches that are computed in one
+pass, mostly a single one. Random numbers that a data set draws for a sample (augmentation) are keyed by
+(seed, epoch, sample), so they do not depend on the worker or loader process that draws them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.data.order import Order
 
 @dataclass(frozen=True)
 class Piece:
-    """Some microbatches of a step, loaded together: their range, their number of samples, their data."""
+    """Microbatches of a step that were loaded together: their range, number of samples, and data."""
 
     microbatches: range
     samples: int
@@ -32,7 +32,7 @@ class Piece:
 
 
 def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
-    """The single microbatches of a piece of tensors; ``parts`` are the places of all microbatches in their batch."""
+    """Split a piece of tensors into its microbatches; ``parts`` are the positions of all microbatches in the batch."""
     first = parts[piece.microbatches.start].start
     pieces = []
     for microbatch in piece.microbatches:
@@ -52,7 +52,7 @@ class LoadRequest(NamedTuple):
 
 
 class Feed:
-    """Loads the pieces that this worker computes."""
+    """Load the pieces that this worker computes."""
 
     def __init__(
         self,
@@ -78,8 +78,8 @@ class Feed:
         )
 
     def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
-        """The pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` says which are this worker's."""
-        asked: dict[int, list[range]] = {}  # what is this worker's may have changed since it was asked for
+        """Yield the pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` are those of this worker."""
+        asked: dict[int, list[range]] = {}  # pieces_of may have changed since the loader was asked
 
         def pieces_asked(step: int) -> list[range]:
             return asked.setdefault(step, pieces_of(step))
@@ -95,7 +95,7 @@ class Feed:
             del asked[step]
 
     def load(self, step: int, pieces: list[range]) -> list[Piece]:
-        """Some pieces of one step, loaded here and now."""
+        """Load some pieces of one step, now and in this process."""
         parts = self._order.parts_of(step)
         requests = self._requests_of(step, step + 1, lambda _: pieces)
         return [
@@ -122,35 +122,35 @@ def _next(items: Iterator[Any]) -> Any:
     """The next item of a loader.
 
     Raises:
-        RuntimeError: a process that loads has ended; torch says so in most cases, but not in the middle of an item.
+        RuntimeError: a loader process has ended. torch reports this in most cases, but not in the middle of an item.
     """
     try:
         return next(items)
     except (EOFError, ConnectionError) as error:
         raise RuntimeError(
-            "A process that loads the data (workers_per_loader) ended while it handed over samples: somebody killed "
-            "it, or the kernel did for want of memory. Let fewer processes load, or none (workers_per_loader=0)."
+            "A loader process (workers_per_loader) ended while it sent samples: it was killed, perhaps by the kernel "
+            "for lack of memory. Use fewer loader processes, or none (workers_per_loader=0)."
         ) from error
 
 
 class TensorRows(NamedTuple):
-    """Samples of a ``TensorDataset`` that are together already: one tensor of each of its tensors."""
+    """Samples of a ``TensorDataset``, collated already: one tensor for each of its tensors."""
 
     tensors: list[torch.Tensor]
 
 
 def collated(items: list[Any] | TensorRows, collate: Callable[[list[Any]], Any]) -> Any:
-    """What :class:`KeyedDataset` gives, as a model takes it."""
+    """Collate what :class:`KeyedDataset` returns."""
     return items.tensors if isinstance(items, TensorRows) else collate(items)
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Every tensor of a pytree on the device."""
+    """Move every tensor of a pytree to the device."""
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
 class _Requests(Sampler[Any]):
-    """The batch sampler: what ``make`` yields, made anew for each pass."""
+    """The batch sampler; ``make`` returns the requests of a pass."""
 
     make: Callable[[], Iterator[LoadRequest]]
 
@@ -161,8 +161,8 @@ class _Requests(Sampler[Any]):
 class KeyedDataset(Dataset[Any]):
     """A map-style data set whose random draws are keyed by (seed, epoch, sample).
 
-    A data set that draws nothing costs nothing: a request is first read as it is, and read again with keys for each
-    sample only if it used one of the global generators of torch, Python or NumPy.
+    A data set that draws nothing costs nothing: a request is read without keys first, and read again with a key for
+    each sample only if a global generator of torch, Python or NumPy was used.
     """
 
     def __init__(self, data: Any, seed: int, collates: bool) -> None:
@@ -171,7 +171,7 @@ class KeyedDataset(Dataset[Any]):
         self._collates = collates
         self._is_plain = type(data) in (TensorDataset, list, tuple)
         self._tensors: tuple[torch.Tensor, ...] = ()
-        if type(data) is TensorDataset and not collates:  # less than half the time of one after the other
+        if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of reading one by one
             self._tensors = data.tensors
         self._draws = False
 
@@ -182,7 +182,7 @@ class KeyedDataset(Dataset[Any]):
             samples = torch.tensor(request.samples)
             return TensorRows([tensor[samples] for tensor in self._tensors])
         items = self._items(request)
-        if self._collates:  # it may draw, too
+        if self._collates:  # it may draw too
             seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
         return items
 

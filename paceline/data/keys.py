@@ -1,9 +1,8 @@
-"""Random numbers keyed by what they are for, so that no worker's history matters.
+"""Random numbers keyed by their use, independent of the history of a worker.
 
-A key is the tuple of whole numbers that names a use: ``(seed, step, microbatch)`` for what happens inside a
-microbatch, ``(seed, epoch, sample)`` for what a data set draws for a sample, ``(seed, step, before)`` for the
-script's own loop, before or after a step. As every stream follows from the position, a checkpoint needs no generator
-states.
+A key is a tuple of whole numbers: ``(seed, step, microbatch)`` inside a microbatch, ``(seed, epoch, sample)`` for a
+sample of a data set, ``(seed, step, before)`` in the loop of the script, before or after a step. Every stream follows
+from the position in training, so a checkpoint needs no generator states.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from typing import Any
 import torch
 
 ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE = 1, 2, 3, 4, 5, 6
-"""First number of a key: the use, so that equal numbers of different uses never share a stream."""
+"""The first number of a key is its use, so that different uses never share a stream."""
 
 
 def seed_of(*key: int) -> int:
-    """A 63-bit seed from a key; the same on every machine."""
+    """Hash a key to a 63-bit seed, the same on every machine."""
     packed = struct.pack(f"<{len(key)}q", *key)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators: the CPU's and, where used, the accelerator's."""
+    """Seed the generators of torch: of the CPU and, if in use, of the GPU."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(seed)
@@ -46,7 +45,7 @@ def seed_all(seed: int) -> None:
 
 
 def generator_states() -> dict[str, Any]:
-    """The states of the global generators, to be compared by :func:`same_states`."""
+    """The states of the global generators."""
     states: dict[str, Any] = {"torch": torch.default_generator.get_state(), "python": random.getstate()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -66,39 +65,39 @@ def same_states(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return bool(same)
 
 
-class _AsOf:
-    """Inside, the global generators go on from these states; afterwards they are as before. To be used again."""
+class _Replay:
+    """A reusable context in which the global generators continue from given states."""
 
     def __init__(self, states: dict[str, Any]) -> None:
         self._states = states
 
     def __enter__(self) -> None:
         self._before = generator_states()
-        _set(self._states)
+        _restore(self._states)
 
     def __exit__(self, *_: object) -> None:
-        _set(self._before)
+        _restore(self._before)
 
 
 def replay_context() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The ``context_fn`` of a checkpoint: what is computed again draws the same numbers.
+    """The ``context_fn`` of ``torch.utils.checkpoint``: recomputation draws the same random numbers.
 
-    torch itself takes care of its own generators only.
+    torch restores only its own generators.
     """
-    return nullcontext(), _AsOf(generator_states())
+    return nullcontext(), _Replay(generator_states())
 
 
 @contextmanager
 def preserve_generators() -> Iterator[None]:
-    """Afterwards the global generators are as they were before."""
+    """Restore the global generators at the end."""
     before = generator_states()
     try:
         yield
     finally:
-        _set(before)
+        _restore(before)
 
 
-def _set(states: dict[str, Any]) -> None:
+def _restore(states: dict[str, Any]) -> None:
     torch.default_generator.set_state(states["torch"])
     random.setstate(states["python"])
     if "numpy" in states:
@@ -108,7 +107,7 @@ def _set(states: dict[str, Any]) -> None:
 
 
 def pack_generators() -> list[torch.Tensor]:
-    """The states of the global generators as tensors, to go on from in another process by :func:`unpack_generators`."""
+    """The states of the global generators as tensors, for :func:`unpack_generators` in another process."""
     states = generator_states()
     version, words, gauss = states["python"]
     packed = [states["torch"], torch.tensor([version, *words])]
@@ -122,7 +121,7 @@ def pack_generators() -> list[torch.Tensor]:
 
 
 def unpack_generators(packed: list[torch.Tensor]) -> None:
-    """Set the global generators to the states of another process, which uses the same libraries."""
+    """Set the global generators to the states of another process with the same libraries."""
     first, words, spare, *rest = (state.cpu() for state in packed)
     torch.default_generator.set_state(first)
     version, *inner = words.tolist()
@@ -130,8 +129,8 @@ def unpack_generators(packed: list[torch.Tensor]) -> None:
     random.setstate((version, tuple(inner), None if math.isnan(gauss) else gauss))
     numpy = sys.modules.get("numpy")
     if numpy is not None and len(rest) > 1:
-        place, has_gauss, value = rest[1].tolist()
-        numpy.random.set_state(("MT19937", rest[0].numpy().astype("uint32"), int(place), int(has_gauss), value))
+        index, has_gauss, value = rest[1].tolist()
+        numpy.random.set_state(("MT19937", rest[0].numpy().astype("uint32"), int(index), int(has_gauss), value))
         rest = rest[2:]
     if rest and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(rest[0])

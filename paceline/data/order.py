@@ -1,4 +1,4 @@
-"""Which samples make up which batch: a pure function of (seed, epoch, step, length).
+"""The samples of each batch: a pure function of (seed, epoch, step, length).
 
 ::
 
@@ -6,7 +6,7 @@
     step t       the next `batch` of them; the last one may be short
     microbatch   a fixed slice of the batch (schedule.shares.microbatches)
 
-The number of workers appears nowhere. A position in training is one whole number: the step.
+The number of workers plays no part. A position in training is one whole number: the step.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ class Order:
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that a step belongs to."""
+        """The epoch of a step."""
         return step // self.steps_per_epoch
 
     def samples_of(self, step: int) -> int:
-        """How many samples the batch of a step has."""
+        """The number of samples in the batch of a step."""
         start = step % self.steps_per_epoch * self.batch
         return min(self.batch, self.length - start)
 
     def samples_before(self, step: int) -> int:
-        """How many samples all steps before this one have."""
+        """The number of samples in all steps before this one."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         per_epoch = self.steps_per_epoch * self.batch if self.drop_last else self.length
         return epochs * per_epoch + rest * self.batch
@@ -62,14 +62,14 @@ class Order:
         return _microbatches_of(self, step)
 
     def parts_of(self, step: int) -> tuple[range, ...]:
-        """The places in its batch that each microbatch of a step takes."""
+        """The positions of each microbatch of a step in the batch."""
         return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
 
 
-@lru_cache(maxsize=4)  # who computes a step asks for each of its microbatches
+@lru_cache(maxsize=4)  # a step asks once per microbatch
 def _microbatches_of(order: Order, step: int) -> list[list[int]]:
-    epoch, place = divmod(step, order.steps_per_epoch)
-    start = place * order.batch
+    epoch, index = divmod(step, order.steps_per_epoch)
+    start = index * order.batch
     samples = _permutation(order.length, seed_of(ORDER, order.seed, epoch))[start : start + order.batch].tolist()
     return [samples[part.start : part.stop] for part in order.parts_of(step)]
 

@@ -1,1 +1,1 @@
-"""What training costs, before it runs."""
+"""What training will cost: profile and plan file."""

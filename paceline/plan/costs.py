@@ -1,4 +1,4 @@
-"""What was measured of a model, as a file; and the plan file that follows from it."""
+"""The profile of a model as a file, and the plan file made from it."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from paceline.schedule.balance import Cluster, Cut, LayerCost
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured.
+    """The measured costs of a model.
 
     Attributes:
         model: the name of its class.
-        layers: what each costs.
-        samples: of the microbatch that was measured.
+        layers: the cost of each.
+        samples: of the measured microbatch.
         microbatches: of a step.
-        link_bytes_per_second: between two workers; none: there was one worker only.
+        link_bytes_per_second: between two workers; none with a single worker.
     """
 
     model: str
@@ -28,29 +28,29 @@ class Profile:
     link_bytes_per_second: float | None
 
     def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
-        """Workers like those that were measured; without a measured link transfers are free."""
+        """Workers like the measured ones; without a measured link, transfers are free."""
         link = self.link_bytes_per_second or float("inf")
         return Cluster(link, memory_bytes, workers, self.microbatches)
 
 
 def write(profile: Profile, path: Path) -> None:
-    """As JSON."""
+    """Write a profile as JSON."""
     path.write_text(json.dumps(asdict(profile)))
 
 
 def read(path: Path) -> Profile:
-    """What :func:`write` wrote."""
+    """Read what :func:`write` wrote."""
     values = json.loads(path.read_text())
     return Profile(**{**values, "layers": tuple(LayerCost(**layer) for layer in values["layers"])})
 
 
 def plan_text(profile: Profile, cut: Cut) -> str:
-    """A plan file (TOML) that cuts the model so. A person may edit it."""
+    """A plan file (TOML) with this cut, for people to edit."""
     times = ", ".join(f"{seconds * 1000:.2f}" for seconds in cut.seconds)
     names = ", ".join(f'"{layer.name}"' for layer in profile.layers)
     return "\n".join(
         (
-            f"# {profile.model}, measured with microbatches of {profile.samples}: milliseconds of the stages: {times}",
+            f"# {profile.model}, measured with microbatches of {profile.samples}: milliseconds per stage: {times}",
             'strategy = "pipeline"',
             "",
             "[pipeline]",

@@ -24,7 +24,7 @@ _LINK_REPEATS = 5
 
 
 def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
-    """What the model of a job costs, measured by rank 0, and its link; all workers call this together.
+    """Measure the layers of a model on rank 0, and the links of all workers; all workers call this together.
 
     Raises:
         ConfigError: the loss is not ``loss(output, target)``, so the model cannot be cut.
@@ -32,11 +32,11 @@ def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
     """
     if loss is None:
         raise ConfigError(
-            "The layers of a model are measured with loss(output, target), but the script gives forward(model, "
-            "microbatch): a model that is cut has its output on another worker than its input."
+            "Layers are measured with loss(output, target), but the script gives forward(model, microbatch): a model "
+            "that is cut has its output on another worker than its input."
         )
     costs = _layer_costs(job) if job.world.rank == 0 else []
-    job.world.gather(None, "profile")  # nobody disturbs the one that measures
+    job.world.gather(None, "profile")  # the other workers stay idle while rank 0 measures
     link = _link(job.world)
     order, model = job.order, type(job.compute.model).__name__
     return Profile(model, tuple(costs), len(order.parts_of(0)[0]), order.microbatches, link)
@@ -56,12 +56,12 @@ def _link(world: World) -> float | None:
         if world.rank in (first, first + 1):
             found.append(_speed(world, 2 * first + 1 - world.rank))
         world.gather(None, "profile")
-    speeds = [speed for told in world.gather(found, "profile") for speed in told]
+    speeds = [speed for measured in world.gather(found, "profile") for speed in measured]
     return min(speeds, default=None)
 
 
 def _speed(world: World, peer: int) -> float:
-    """Both send at the same time, as neighbours in a pipeline do."""
+    """Measure both directions at once, as neighbours in a pipeline use them."""
     own, others = (torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2))
     seconds = []
     for tag in range(_LINK_REPEATS + 1):

@@ -61,7 +61,7 @@ def test_a_run_is_drawn(paceline: Paceline, script: Script, tmp_path: Path, sche
     lines = result.out.splitlines()
     assert lines[0].partition(": ")[2] == f"{schedule}, 2 workers, 2 stages, 4 microbatches"
     assert lines[-1] == f"Written to {page}"
-    assert "Predicted from the times of the layers when they were measured before training" in result.out
+    assert "Predicted from the times of the layers measured before training" in result.out
     assert [line.split()[0] for line in lines[2:5]] == ["ms", "predicted", "measured"]
     drawn = operations(tmp_path / page)
     assert len(drawn) == 4
@@ -111,7 +111,7 @@ def a_run(tmp_path: Path, name: str, *records: dict[str, Any]) -> None:
         (["", "--runs-dir", "runs"], "There is no run ''. There are the-newest"),
         (["old"], "The run runs/old has no events"),
         (["reduced"], "trained with strategy 'allreduce' on 2 workers"),
-        (["runs/reduced"], "The timeline shows pipelines"),
+        (["runs/reduced"], "Timelines show pipelines"),
         (["--runs-dir", "elsewhere"], "There are no runs in elsewhere"),
         (["--step", "last"], "--step"),
     ],

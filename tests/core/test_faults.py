@@ -159,7 +159,7 @@ def test_a_process_that_loads_is_killed(crew: Run) -> None:
     """Not the worker: it finds out, and says so."""
     ended = crew(faults.kill(rank=1, step=4, point="in the loader"), environment={"LOADERS": "1"})
     assert [ended[0].code, ended[2].code] == [5, 5]
-    in_an_item = "A process that loads the data (workers_per_loader) ended"
+    in_an_item = "A loader process (workers_per_loader) ended"
     assert ended[1].code != 0 and any(words in ended[1].err for words in ("killed by signal: Killed", in_an_item))
 
 

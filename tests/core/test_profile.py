@@ -181,7 +181,7 @@ def test_the_best_cuts_of_a_traced_model(command: Command) -> None:
     assert [line.split()[0] for line in lines[3:7]] == ["embedding", "blocks.0", "blocks.1", "output"]
     assert [line.split()[0] for line in lines[9:12]] == ["2", "3", "4"]
     assert lines[11].endswith("1 1 1 1  blocks.0, blocks.1, output")
-    assert "the link is measured with -n 2 or more" in lines[-1]
+    assert "use -n 2 or more to measure the link" in lines[-1]
 
 
 def test_what_cannot_be_profiled(command: Command) -> None:
@@ -190,7 +190,7 @@ def test_what_cannot_be_profiled(command: Command) -> None:
     assert "the script gives forward(model, microbatch)" in shown.err
     shown = command("list", "--output", "plan.toml")
     assert shown.code == 2
-    assert "say into how many stages with --stages" in shown.err
+    assert "set the number of stages with --stages" in shown.err
     shown = command("list", "--stages", 0)
     assert (shown.code, shown.out) == (2, "")
     assert "--stages 0" in shown.err and "at least 1" in shown.err
