@@ -24,8 +24,8 @@ import paceline
 from paceline.partition.cut import layers_of
 from paceline.partition.profile import measure as layer_times
 from paceline.schedule.balance import Cluster, LayerCost, balance
-from paceline.schedule.choice import synchronous_schedule
-from paceline.schedule.clock import Times, simulate
+from paceline.schedule.pipeline.choice import synchronous_schedule
+from paceline.schedule.pipeline.clock import Times, simulate
 from paceline.settings import PipelineSettings
 
 ASLEEP = (1, 4, 10, 2, 7, 1, 3, 9, 2, 5, 1, 6)

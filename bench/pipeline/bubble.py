@@ -21,10 +21,10 @@ from sleeping import FORWARD, INPUT, WEIGHT, sleepers, targets
 import paceline
 from paceline.observe.pipelines import operations_of, pipelines_of
 from paceline.observe.timelines import measured
-from paceline.schedule.choice import synchronous_schedule
-from paceline.schedule.clock import Timeline, Times, simulate
-from paceline.schedule.drawing import draw
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.choice import synchronous_schedule
+from paceline.schedule.pipeline.clock import Timeline, Times, simulate
+from paceline.schedule.pipeline.drawing import draw
+from paceline.schedule.pipeline.operations import Kind
 from paceline.settings import PipelineSettings
 from paceline.strategies.pipeline.split_backward import backward_input, backward_weight
 

@@ -22,7 +22,7 @@ from sleeping import sleepers, targets
 
 import paceline
 from paceline.observe.pipelines import span_of
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.operations import Kind
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 

@@ -14,9 +14,9 @@ from paceline.observe.pipelines import KINDS, Pipeline, RecordedOperation, opera
 from paceline.observe.records import read
 from paceline.observe.timelines import layout_of, measured, predicted, schedule_of
 from paceline.observe.times import median_times, profiled_times
-from paceline.schedule.clock import TRANSFERS, Timeline, Times
-from paceline.schedule.operations import Kind, Schedule
-from paceline.schedule.proof import prove
+from paceline.schedule.pipeline.clock import TRANSFERS, Timeline, Times
+from paceline.schedule.pipeline.operations import Kind, Schedule
+from paceline.schedule.pipeline.proof import prove
 
 _WARM = 3
 """Steps at the beginning that are not chosen by default."""

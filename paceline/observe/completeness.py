@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 from paceline.errors import ConfigError
 from paceline.observe.pipelines import Pipeline, RecordedOperation
-from paceline.schedule.choice import async_pipeline_for, synchronous_schedule
-from paceline.schedule.operations import Kind, Schedule
-from paceline.schedule.pipedream import async_schedule
+from paceline.schedule.pipeline.choice import async_pipeline_for, synchronous_schedule
+from paceline.schedule.pipeline.operations import Kind, Schedule
+from paceline.schedule.pipeline.pipedream import async_schedule
 
 _Action: TypeAlias = tuple[int, Kind, int, int, int]
 """An operation of a worker: rank, kind, stage, microbatch, peer."""

@@ -7,8 +7,8 @@ from statistics import median
 from xml.etree.ElementTree import Element, SubElement
 
 from paceline.observe.summary import milliseconds
-from paceline.schedule.clock import TRANSFERS, Span, Timeline
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.clock import TRANSFERS, Span, Timeline
+from paceline.schedule.pipeline.operations import Kind
 
 NAMES = {
     Kind.FORWARD: "forward pass",
@@ -113,7 +113,7 @@ def _label(span: Span, width: float, several: bool) -> str:
 def describe(span: Span) -> str:
     """Describe an operation.
 
-    >>> from paceline.schedule.operations import Operation
+    >>> from paceline.schedule.pipeline.operations import Operation
     >>> describe(Span(Operation(Kind.FORWARD, 1, 3), 0.0025, 0.0105))
     'forward pass, stage 1, microbatch 3, version 0: begins at 2.50 ms, takes 8.00 ms'
     """

@@ -33,7 +33,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from paceline.schedule.choice import ASYNC_SCHEDULES
+from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES
 
 _NEXT_GAPS = 2
 _GATHERED = ("membership", "gathered", "recovered")

@@ -8,7 +8,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from paceline.observe import summary
 from paceline.observe.comparison import Comparison
 from paceline.observe.drawing import NAMES, svg_timelines, visible
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.operations import Kind
 
 _STYLE = """
 :root { color-scheme: light dark; --text: #1b1b1b; --faint: #595959; --line: #d0d0d0; --page: #ffffff; }

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from paceline.errors import InputError
 from paceline.observe.records import Record, number
-from paceline.schedule.choice import ASYNC_SCHEDULES, shape_of
-from paceline.schedule.clock import Span
-from paceline.schedule.operations import Kind, Operation
+from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES, shape_of
+from paceline.schedule.pipeline.clock import Span
+from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.settings import PipelineSettings
 
 KINDS = {kind.name.lower(): kind for kind in Kind}

@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterable, Sequence
 
 from paceline.observe.pipelines import Pipeline, RecordedOperation
-from paceline.schedule.choice import async_pipeline_for, synchronous_schedule
-from paceline.schedule.clock import Span, Timeline, Times, simulate
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import async_schedule
+from paceline.schedule.pipeline.choice import async_pipeline_for, synchronous_schedule
+from paceline.schedule.pipeline.clock import Span, Timeline, Times, simulate
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.pipedream import async_schedule
 
 _FILLED = 2
 """At least so many batches, and rounds of all workers, have entered before the predicted one."""

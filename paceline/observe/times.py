@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 
 from paceline.observe.pipelines import Pipeline, RecordedOperation
-from paceline.schedule.clock import Times
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.clock import Times
+from paceline.schedule.pipeline.operations import Kind
 
 
 def profiled_times(pipeline: Pipeline) -> Times | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.observe.comparison import compare
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.operations import Kind
 
 Told = Callable[..., list[dict[str, Any]]]
 

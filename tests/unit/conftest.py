@@ -6,9 +6,9 @@ import event_files as files
 import pytest
 from event_files import STREAM, TWO, UNEVEN, slower
 
-from paceline.schedule.clock import simulate
-from paceline.schedule.pipedream import pipedream
-from paceline.schedule.pipeline import one_forward_one_backward
+from paceline.schedule.pipeline.clock import simulate
+from paceline.schedule.pipeline.pipedream import pipedream
+from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 
 
 @pytest.fixture

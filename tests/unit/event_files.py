@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline.schedule.clock import Timeline, Times
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.clock import Timeline, Times
+from paceline.schedule.pipeline.operations import Kind
 
 HOUR = 1_000_000.0
 """When these runs begin."""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.schedule.choice import Shape, async_pipeline_for, shape_of, synchronous_schedule
-from paceline.schedule.operations import Kind
+from paceline.schedule.pipeline.choice import Shape, async_pipeline_for, shape_of, synchronous_schedule
+from paceline.schedule.pipeline.operations import Kind
 from paceline.settings import PipelineSettings
 
 

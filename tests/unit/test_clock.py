@@ -5,10 +5,16 @@ from textwrap import dedent
 import pytest
 
 from paceline.errors import ConfigError, InputError
-from paceline.schedule.clock import Span, Timeline, Times, simulate
-from paceline.schedule.drawing import draw, listing
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipeline import gpipe, interleaved, layerwise, one_forward_one_backward, zero_bubble_h1
+from paceline.schedule.pipeline.clock import Span, Timeline, Times, simulate
+from paceline.schedule.pipeline.drawing import draw, listing
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.synchronous import (
+    gpipe,
+    interleaved,
+    layerwise,
+    one_forward_one_backward,
+    zero_bubble_h1,
+)
 
 
 def lines(text: str) -> str:

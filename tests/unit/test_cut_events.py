@@ -10,7 +10,7 @@ from torch import nn
 from paceline.comm.subgroup import Subgroup
 from paceline.data.feed import Piece
 from paceline.errors import InputError
-from paceline.schedule.pipeline import one_forward_one_backward
+from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 from paceline.settings import Settings
 from paceline.step.job import Job
 from paceline.strategies.pipeline.stages import Partition, Stages

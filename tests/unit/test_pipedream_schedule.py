@@ -6,10 +6,10 @@ from textwrap import dedent
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.schedule.clock import Times, simulate
-from paceline.schedule.drawing import listing
-from paceline.schedule.operations import Kind, Schedule
-from paceline.schedule.pipedream import (
+from paceline.schedule.pipeline.clock import Times, simulate
+from paceline.schedule.pipeline.drawing import listing
+from paceline.schedule.pipeline.operations import Kind, Schedule
+from paceline.schedule.pipeline.pipedream import (
     AsyncPipeline,
     drain,
     pipedream,
@@ -18,7 +18,7 @@ from paceline.schedule.pipedream import (
     pipedream_pipeline,
     window,
 )
-from paceline.schedule.proof import prove
+from paceline.schedule.pipeline.proof import prove
 
 REPLICAS = [(2, 2), (2, 1), (1, 2), (3, 1), (1, 4, 2), (2, 3), (4, 2, 1)]
 

@@ -7,11 +7,14 @@ from textwrap import dedent
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.schedule import drawing, pipeline, replicas
-from paceline.schedule.clock import Times, simulate
-from paceline.schedule.drawing import draw, listing
-from paceline.schedule.operations import Kind, Schedule
-from paceline.schedule.pipeline import (
+from paceline.schedule.pipeline import drawing, replicas
+from paceline.schedule.pipeline import synchronous as pipeline
+from paceline.schedule.pipeline.clock import Times, simulate
+from paceline.schedule.pipeline.drawing import draw, listing
+from paceline.schedule.pipeline.operations import Kind, Schedule
+from paceline.schedule.pipeline.proof import prove
+from paceline.schedule.pipeline.replicas import backwards_first, runs
+from paceline.schedule.pipeline.synchronous import (
     SCHEDULES,
     gpipe,
     interleaved,
@@ -20,10 +23,8 @@ from paceline.schedule.pipeline import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from paceline.schedule.proof import prove
-from paceline.schedule.replicas import backwards_first, runs
+from paceline.schedule.pipeline.transfers import build_schedule
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import build_schedule
 
 STAGES = range(1, 7)
 MICROBATCHES = range(1, 14)

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.errors import InputError
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import pipedream, pipedream_2bw
-from paceline.schedule.pipeline import (
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.pipedream import pipedream, pipedream_2bw
+from paceline.schedule.pipeline.proof import Peaks, prove
+from paceline.schedule.pipeline.synchronous import (
     gpipe,
     interleaved,
     layerwise,
@@ -15,7 +16,6 @@ from paceline.schedule.pipeline import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from paceline.schedule.proof import Peaks, prove
 
 RIGHT = [
     layerwise(3, 2),

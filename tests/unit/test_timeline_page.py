@@ -11,9 +11,9 @@ import pytest
 
 from paceline.observe import page
 from paceline.observe.comparison import compare
-from paceline.schedule.clock import Times, simulate
-from paceline.schedule.interleaved import interleaved
-from paceline.schedule.pipeline import one_forward_one_backward
+from paceline.schedule.pipeline.clock import Times, simulate
+from paceline.schedule.pipeline.interleaved import interleaved
+from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 
 BOXES = {"forward", "backward", "input", "weight", "reduce", "update"}
 TIMES = Times((1.0, 2.0), (0.0, 1.0), (2.0, 1.0), (1.0,), (0.0, 0.0), (0.0, 0.0))

@@ -11,8 +11,8 @@ from event_files import TWO, UNEVEN, change
 
 from paceline.errors import ConfigError, InputError
 from paceline.observe.comparison import compare
-from paceline.schedule.clock import simulate
-from paceline.schedule.pipeline import one_forward_one_backward
+from paceline.schedule.pipeline.clock import simulate
+from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 
 
 def test_a_run_without_events(tmp_path: Path) -> None:

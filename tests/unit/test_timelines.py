@@ -15,10 +15,10 @@ from paceline.observe.page import html
 from paceline.observe.pipelines import KINDS, operations_of, pipelines_of
 from paceline.observe.records import read
 from paceline.observe.times import median_times, profiled_times
-from paceline.schedule.clock import Timeline, Times, simulate
-from paceline.schedule.drawing import draw
-from paceline.schedule.operations import Kind
-from paceline.schedule.pipeline import gpipe, layerwise, one_forward_one_backward, zero_bubble_h1
+from paceline.schedule.pipeline.clock import Timeline, Times, simulate
+from paceline.schedule.pipeline.drawing import draw
+from paceline.schedule.pipeline.operations import Kind
+from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward, zero_bubble_h1
 
 THREE = [["a"], ["b"], ["c"]]
 

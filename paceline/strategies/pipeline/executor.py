@@ -1,4 +1,4 @@
-"""Runs the operations of one worker of a pipeline (``schedule.operations``) for one step.
+"""Runs the operations of one worker of a pipeline (``schedule.pipeline.operations``) for one step.
 
 A stage on another worker is reached through a channel, one on this worker through a dictionary. Activations travel with
 the states of the random generators, so that a model in stages draws the same numbers as in one piece; but not behind
@@ -29,7 +29,7 @@ from paceline.data.keys import (
     unpack_generators,
 )
 from paceline.errors import InputError
-from paceline.schedule.operations import Kind, Operation
+from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
 from paceline.step.forward import computed_again, on_copy, pair_of, sum_and_count
 from paceline.step.job import Job

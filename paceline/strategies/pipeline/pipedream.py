@@ -2,7 +2,7 @@
 
 Harlap et al. 2018, arXiv 1806.03377; Narayanan et al. 2021, arXiv 2006.09503. Microbatches stream through from step to
 step; each stage updates its weights while others are in flight, and a backward pass uses the version of the weights of
-its forward pass (:mod:`paceline.schedule.pipedream`)::
+its forward pass (:mod:`paceline.schedule.pipeline.pipedream`)::
 
     PipeDream, 3 stages     F3:1  the forward pass of microbatch 3 with the weights after update 1   U:1  that update
 
@@ -30,9 +30,9 @@ from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError
-from paceline.schedule.choice import async_pipeline_for
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import AsyncPipeline, drain, window
+from paceline.schedule.pipeline.choice import async_pipeline_for
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.pipedream import AsyncPipeline, drain, window
 from paceline.schedule.tree import Node
 from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense, non_finite

@@ -15,7 +15,7 @@ from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, balance, check_memory
-from paceline.schedule.operations import Kind, Schedule
+from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
 from paceline.step.forward import pair_of
 from paceline.step.gather_state import gather_state

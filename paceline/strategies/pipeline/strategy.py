@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.data.order import Order
 from paceline.errors import ConfigError
-from paceline.schedule.choice import ASYNC_SCHEDULES, async_pipeline_for, shape_of
+from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES, async_pipeline_for, shape_of
 from paceline.settings import Settings
 from paceline.step.job import Job
 from paceline.strategies.base import Capabilities, Strategy

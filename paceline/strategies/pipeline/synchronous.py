@@ -37,8 +37,8 @@ from paceline.comm.step_header import HEADER_TAG, StepHeader, header_bytes
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
-from paceline.schedule.choice import synchronous_schedule
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.choice import synchronous_schedule
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node
 from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense, mean_loss

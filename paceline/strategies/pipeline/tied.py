@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm.links.variable_length import TAGS, VariableLengthReceiver, VariableLengthSender
 from paceline.comm.world import Message
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.step.job import Job
 from paceline.strategies.pipeline.tied_exact import TiedUses
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.shares import even
 
 Order = list[Operation]

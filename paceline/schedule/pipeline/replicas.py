@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from paceline.errors import ConfigError
-from paceline.schedule.operations import Kind, Operation
+from paceline.schedule.pipeline.operations import Kind, Operation
+from paceline.schedule.pipeline.transfers import Order, check_at_least
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import Order, check_at_least
 
 
 def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:

@@ -11,9 +11,9 @@ are idle for 1 / v of the time of 1F1B, keep more activations, and send v times 
 
 from __future__ import annotations
 
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.transfers import Order, build_schedule, check_at_least, replicated_orders
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import Order, build_schedule, check_at_least, replicated_orders
 
 
 def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1) -> Schedule:

@@ -29,13 +29,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import chain, repeat
 
-from paceline.schedule.interleaved import interleaved
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.pipedream import pipedream, pipedream_2bw
-from paceline.schedule.replicas import backwards_first, forwards_first, replica_counts
+from paceline.schedule.pipeline.interleaved import interleaved
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.pipedream import pipedream, pipedream_2bw
+from paceline.schedule.pipeline.replicas import backwards_first, forwards_first, replica_counts
+from paceline.schedule.pipeline.transfers import Order, build_schedule, check_at_least, replicated_orders
+from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from paceline.schedule.shares import even
-from paceline.schedule.transfers import Order, build_schedule, check_at_least, replicated_orders
-from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
 
 
 def layerwise(stages: int, microbatches: int, replicas: int = 1) -> Schedule:

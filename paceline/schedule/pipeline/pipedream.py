@@ -26,9 +26,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.errors import ConfigError
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.replicas import replica_counts
-from paceline.schedule.transfers import Order, check_at_least, with_transfers
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.replicas import replica_counts
+from paceline.schedule.pipeline.transfers import Order, check_at_least, with_transfers
 
 
 @dataclass(frozen=True)

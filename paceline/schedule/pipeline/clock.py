@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.schedule.dry_run import Reductions, dry_run
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.dry_run import Reductions, dry_run
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 
 
 @dataclass(frozen=True)

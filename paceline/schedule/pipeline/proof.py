@@ -14,9 +14,9 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass
 
 from paceline.errors import InputError
-from paceline.schedule.dry_run import Reductions, describe, dry_run
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.transfers import receive_before, send_after
+from paceline.schedule.pipeline.dry_run import Reductions, describe, dry_run
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.transfers import receive_before, send_after
 
 _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 

@@ -23,8 +23,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from paceline.schedule.operations import Kind, Operation, Schedule
-from paceline.schedule.transfers import Order, build_schedule, check_at_least, replicated_orders
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.transfers import Order, build_schedule, check_at_least, replicated_orders
 
 
 def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedule:

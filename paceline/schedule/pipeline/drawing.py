@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from paceline.schedule.clock import TRANSFERS, Span, Timeline
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.clock import TRANSFERS, Span, Timeline
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 
 
 def listing(schedule: Schedule, transfers: bool = True) -> str:
@@ -21,7 +21,7 @@ def listing(schedule: Schedule, transfers: bool = True) -> str:
         schedule: to draw.
         transfers: whether to draw sends and receives.
 
-    >>> from paceline.schedule.pipeline import one_forward_one_backward
+    >>> from paceline.schedule.pipeline.synchronous import one_forward_one_backward
     >>> print(listing(one_forward_one_backward(2, 2)))
     0  F0 s0> F1 s1> r0< B0 r1< B1 U:1
     1  r0> F0 B0 s0< r1> F1 B1 s1< U:1
@@ -43,8 +43,8 @@ def draw(timeline: Timeline, column: float | None = None) -> str:
         column: seconds per cell; none: the shortest forward or backward pass. Timelines drawn with the same seconds can
             be compared line by line.
 
-    >>> from paceline.schedule.clock import Times, simulate
-    >>> from paceline.schedule.pipeline import one_forward_one_backward
+    >>> from paceline.schedule.pipeline.clock import Times, simulate
+    >>> from paceline.schedule.pipeline.synchronous import one_forward_one_backward
     >>> print(draw(simulate(one_forward_one_backward(3, 3), Times.equal(3))))
     0  F0 F1 F2             B0---    B1---    B2---
     1     F0 F1       B0--- F2 B1---    B2---

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from paceline.errors import InputError
-from paceline.schedule.operations import Kind, Operation, Schedule
+from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from paceline.errors import ConfigError
-from paceline.schedule.interleaved import interleaved
-from paceline.schedule.operations import Operation, Schedule
-from paceline.schedule.pipedream import AsyncPipeline, pipedream_2bw_pipeline, pipedream_pipeline
-from paceline.schedule.pipeline import gpipe, layerwise, one_forward_one_backward
-from paceline.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+from paceline.schedule.pipeline.interleaved import interleaved
+from paceline.schedule.pipeline.operations import Operation, Schedule
+from paceline.schedule.pipeline.pipedream import AsyncPipeline, pipedream_2bw_pipeline, pipedream_pipeline
+from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward
+from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from paceline.settings import PipelineSettings
 
 _UNEVEN = "gpipe", "1f1b", "pipedream", "2bw"
