@@ -6,7 +6,6 @@ import json
 import os
 import socket
 import sys
-import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -14,14 +13,7 @@ from pathlib import Path
 from types import TracebackType
 
 from paceline.errors import PacelineError, WorkerLost
-
-_OURS = str(Path(__file__).resolve().parent)
-_FOREIGN = tuple({_OURS, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))})
-
-
-def is_of_user(file: str) -> bool:
-    """Whether a source file is the user's, and not of a library."""
-    return not file.startswith((*(f"{place}{os.sep}" for place in _FOREIGN), "<"))
+from paceline.user_code import user_frames
 
 
 def install(
@@ -49,7 +41,7 @@ def install(
             _write(path, _record(rank, step(), error, trace))
         elif isinstance(error, PacelineError):
             name = f"rank {rank}: " if size > 1 else ""
-            where = f" [{line.replace(':', ', line ')}]" if (line := _line(_own_frames(trace))) else ""
+            where = f" [{line.replace(':', ', line ')}]" if (line := _line(user_frames(trace))) else ""
             sys.stderr.write(f"paceline: {name}{type(error).__name__}: {error}{where}\n")
         else:
             before(kind, error, trace)
@@ -63,7 +55,7 @@ def install(
 
 
 def _record(rank: int | str, step: int, error: BaseException, trace: TracebackType | None) -> dict[str, object]:
-    own = _own_frames(trace)
+    own = user_frames(trace)
     return {
         "rank": rank,
         "host": socket.gethostname(),
@@ -78,11 +70,6 @@ def _record(rank: int | str, step: int, error: BaseException, trace: TracebackTy
         "time": time.time(),
         "step": step,
     }
-
-
-def _own_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
-    """The lines of the user's code, the one from which a library was called last."""
-    return [frame for frame in traceback.extract_tb(trace) if is_of_user(frame.filename)]
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.excepthook import is_of_user
 from paceline.launch.base import Launch, WorkerExit
+from paceline.user_code import is_user_code
 
 _TAIL_LINES = 30
 _LONGEST_TRACEBACK = 500
@@ -221,7 +221,7 @@ def exception_in(lines: list[str]) -> tuple[UncaughtException, str] | None:
     where = ""
     for number in range(starts[-1], len(lines)):
         frame = _FRAME.match(lines[number])
-        if frame and is_of_user(frame[1]):
+        if frame and is_user_code(frame[1]):
             where = f"{Path(frame[1]).name}:{frame[2]}"
         found = _EXCEPTION.match(lines[number])
         if found and number > starts[-1]:

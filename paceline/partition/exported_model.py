@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
@@ -22,10 +21,9 @@ from paceline.data.keys import generator_states, same_states
 from paceline.errors import InputError
 from paceline.partition.base import dataclass_remedy, tensor_names
 from paceline.partition.preserve import preserved
+from paceline.user_code import user_frames
 
 REMEDY = "Write the model as nn.Sequential of its blocks, which may do anything, or do not cut it."
-_TORCH = Path(torch.__file__).parent
-_PACKAGE = Path(__file__).resolve().parents[1]
 _DROPPED = {torch.ops.aten._assert_tensor_metadata.default}  # wrong under autocast, which is not traced
 
 
@@ -144,14 +142,9 @@ def _silenced() -> Iterator[None]:
 
 def _reason(error: Exception) -> str:
     """What torch.export could not trace, and where, in one line."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_user_code(frame.filename)]
+    frames = user_frames(error.__traceback__)
     where = f"{frames[-1].line!r} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else "a line"
     if "DataDependent" in type(error).__name__:
         return f"{where} depends on the values of tensors"
     text = str(error).strip().splitlines()
     return f"{where} ends in {type(error).__name__}: {text[0] if text else ''}".rstrip(": .")
-
-
-def _is_user_code(filename: str) -> bool:
-    path = Path(filename)
-    return path.is_absolute() and not path.is_relative_to(_TORCH) and not path.is_relative_to(_PACKAGE)

@@ -9,6 +9,7 @@ them by identity.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import sys
 import weakref
@@ -104,6 +105,7 @@ def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
     _groups.clear()
     if _replaced:
         return
+    atexit.register(stop)
     recorded = {}
     for name in OPERATIONS:
         original = getattr(dist, name, None)

@@ -13,15 +13,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from paceline.coordinator.messages import MessageReader, encode, keep_alive
 from paceline.coordinator.types import Departure, Member, Membership, Message
 from paceline.errors import PREEMPTED, StartError, WorkerLost
+from paceline.user_code import user_line
 
 _HEARTBEAT_SECONDS = 1.0
-_PACKAGE = str(Path(__file__).resolve().parents[2])
 _MAIN = threading.main_thread()
 
 
@@ -185,7 +184,12 @@ class CoordinatorClient:
     def _send_heartbeat(self) -> None:
         status = self._status()
         if status:
-            self._send({"type": "heartbeat", "status": {**status, "line": line_of_script()}})
+            self._send(
+                {
+                    "type": "heartbeat",
+                    "status": {**status, "line": user_line(sys._current_frames().get(_MAIN.ident or 0))},
+                }
+            )
 
     def _receive(self, message: Message) -> None:
         if message["type"] == "change":
@@ -203,15 +207,3 @@ class CoordinatorClient:
             self.pending = self._alarm = sys.maxsize
             self._messages.put({"type": "broken"})
             self.on_alarm()
-
-
-def line_of_script() -> str:
-    """Where the main thread is in the user's code: ``train.py:41``; empty if nowhere."""
-    frame = sys._current_frames().get(_MAIN.ident or 0)
-    others = _PACKAGE, f"{sys.base_prefix}/lib", "<"
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if not file.startswith(others) and "site-packages" not in file:
-            return f"{Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

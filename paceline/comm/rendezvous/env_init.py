@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
-from paceline.comm.desync import patch
 from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
@@ -121,7 +120,6 @@ def _within(seconds: float, connect: Callable[[], Store]) -> Store:
 
 
 def _leave() -> None:
-    patch.stop()
     if dist.is_initialized():
         dist.destroy_process_group()
 
