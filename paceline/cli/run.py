@@ -60,6 +60,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")
     ] = 25.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
     from paceline import config
@@ -86,6 +87,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         grace_seconds=grace,
         nodes=machines,
         rendezvous=rendezvous,
+        launcher=launcher,
     )
     raise typer.Exit(train(request, quiet=quiet))
 

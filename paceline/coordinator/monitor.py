@@ -84,9 +84,7 @@ class RunMonitor:
         self._record(event, **fields)
         if event == "lost":
             number = fields["worker"]
-            self._losses.append(
-                LostWorker(number, fields["rank_lost"], fields["reason"], number in self.late_workers, time.time())
-            )
+            self._losses.append(LostWorker(number, fields["rank_lost"], time.time()))
             if fields["rank_lost"] is not None:
                 self._last_seen.setdefault(number, last_seen_of(statuses, fields["rank_lost"]))
             self.alerts.append(Alert("lost", fields["reason"], (number,)))

@@ -1,4 +1,4 @@
-"""What the roster knows of a run that has ended, as plain data: the other side of what the processes left behind."""
+"""What the coordinator knows of a run that has ended, as plain data."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from paceline.launch.base import WorkerExit
 
 @dataclass(frozen=True)
 class LastSeen:
-    """What one worker did, and who waited for it, when it was lost or found to be late.
+    """What a worker was doing, and who waited for it, when it was lost or late.
 
     Attributes:
-        step: the step it was at; none if it was not heard of.
-        doing: in words, such as ``in the data loader``.
+        step: the step it was at; None without a heartbeat.
+        doing: such as ``in the data loader``.
         line: of the script, ``train.py:41``; empty if unknown.
         waiting: the ranks that waited for it.
         seconds: how long they had waited.
-        where: what those did, such as ``in the all-reduce of bucket 2 of the gradients``.
+        where: what they were doing, such as ``in the all-reduce of bucket 2 of the gradients``.
     """
 
     step: int | None = None
@@ -32,41 +32,37 @@ class LastSeen:
 
 @dataclass(frozen=True)
 class LostWorker:
-    """A worker that was lost on the way.
+    """A worker that was lost during the run.
 
     Attributes:
         worker: its number.
-        rank: what it was then.
-        what: in words, who and how.
-        late: it was dropped because it was late; its process was still there.
+        rank: at that time.
         time: when, in seconds since 1970.
     """
 
     worker: int
     rank: int | None
-    what: str
-    late: bool
     time: float
 
 
 @dataclass(frozen=True)
 class CoordinatorReport:
-    """How the roster saw the run end. Workers are named by their numbers.
+    """How the run ended, as the coordinator saw it. Workers are named by their numbers.
 
     Attributes:
-        code: the exit code that was decided on; none if nothing was.
-        reason: why, in words.
+        code: the exit code that was decided on, if any.
+        reason: why.
         kind: ``hang``, ``ended-early`` or ``not-started``; else empty.
         blamed: whom the reason is about.
         elastic: whether lost workers were replaced.
         step: how many steps were done.
-        ranks: of the workers of the last view.
+        ranks: of the workers of the last generation.
         processes: process id and host of each worker.
         lost: in the order in which it was noticed.
-        joined: how many workers came to take the place of others.
+        joined: how many workers replaced others.
         leaving: workers that were asked to end.
         last_seen: of workers that were lost or late.
-        reports: what workers of other machines said of their failure.
+        reports: the failure reports of workers of other machines.
         exits: how workers of other machines ended.
     """
 
@@ -86,7 +82,7 @@ class CoordinatorReport:
     exits: tuple[WorkerExit, ...] = ()
 
     def rank_of(self, worker: int) -> int | None:
-        """Its rank in the last view, or when it was lost; before the first view workers have their number."""
+        """Return its rank in the last generation, or when it was lost; before the first generation its number."""
         if worker in self.ranks:
             return self.ranks[worker]
         known = [loss.rank for loss in self.lost if loss.worker == worker]

@@ -35,7 +35,7 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Context:
-    """What else there is to tell.
+    """What the message needs besides the failure.
 
     Attributes:
         workers: how many the run started with.
@@ -43,7 +43,7 @@ class Context:
         text: the file with the whole message, likewise.
         checkpoint: the newest one, its step, and when it was written, in seconds since 1970.
         resume: the command that goes on from it.
-        coordinator: what the roster knows.
+        coordinator: what the coordinator knows.
     """
 
     workers: int
@@ -55,7 +55,7 @@ class Context:
 
 
 def short(failure: Failure, context: Context) -> list[str]:
-    """At most ten lines: the cause, who, what was done and what is to be done."""
+    """Say in at most ten lines what happened to whom, what was done, and what to do."""
     lines = [_first_line(failure, context)]
     if failure.cause is not None:
         lines += [f"who: {_who(failure)}", *_when(failure), *_others(failure, context)]
@@ -71,7 +71,7 @@ def short(failure: Failure, context: Context) -> list[str]:
 
 
 def details(failure: Failure) -> list[str]:
-    """What the first worker left last: its exception, or the last lines it printed."""
+    """What the first failing worker left: its exception, or the last lines it printed."""
     return failure.cause.details.rstrip("\n").split("\n") if failure.cause and failure.cause.details else []
 
 
@@ -102,13 +102,13 @@ def record(failure: Failure, context: Context) -> dict[str, Any]:
         "done": _done(failure, context),
         "checkpoint": {"path": found[0], "step": found[1]} if found else None,
         "resume": context.resume if found else None,
-        "others": [_told(one, context.coordinator) for one in failure.others],
-        "consequences": [_told(one, context.coordinator) for one in failure.consequences],
+        "others": [_named_message(one, context.coordinator) for one in failure.others],
+        "consequences": [_named_message(one, context.coordinator) for one in failure.consequences],
         "time": failure.time,
     }
 
 
-def _told(report: WorkerReport, coordinator: CoordinatorReport) -> dict[str, Any]:
+def _named_message(report: WorkerReport, coordinator: CoordinatorReport) -> dict[str, Any]:
     return {"rank": coordinator.rank_of(report.worker), "worker": report.worker, "message": report.message}
 
 
@@ -158,9 +158,9 @@ def _when(failure: Failure) -> list[str]:
 def _others(failure: Failure, context: Context) -> list[str]:
     lines = []
     if failure.others:
-        told = [f"{_named([one], context)} failed too: {one.message}" for one in failure.others]
-        more = f" (and {len(told) - 1} more)" if len(told) > 1 else ""
-        lines.append(f"{told[0][:_LONGEST]}{more}")
+        first, more = failure.others[0], len(failure.others) - 1
+        text = f"{_named([first], context)} failed too: {first.message}"
+        lines.append(text[:_LONGEST] + (f" (and {more} more)" if more else ""))
     if failure.consequences:
         who = _named(failure.consequences, context)
         assert failure.cause is not None

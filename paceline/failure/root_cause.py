@@ -53,8 +53,8 @@ def diagnose(
     Args:
         launch: what was started.
         result: how its processes ended.
-        coordinator: what the roster knows, if there was one.
-        seen: the worker whose output the user has seen already.
+        coordinator: what the coordinator knows, if there was one.
+        seen: the worker whose output was shown.
     """
     coordinator = coordinator or CoordinatorReport()
     ended = [one for one in (*result.exits, *coordinator.exits) if one.code not in (0, errors.PREEMPTED)]
@@ -62,14 +62,16 @@ def diagnose(
     reports = {one.worker: report_of(launch, one, seen, records.get(one.worker)) for one in ended}
     spared = {one.worker for one in result.exits if one.tolerated}  # such as one that came to join, and failed first
     reports = {
-        number: one for number, one in reports.items() if number not in spared or not one.told or one.consequence
+        number: one
+        for number, one in reports.items()
+        if number not in spared or not one.self_reported or one.consequence
     }
     for loss in coordinator.lost:  # the other workers may have noticed it before the launcher
         if loss.worker in reports:
             report = reports[loss.worker]
             reports[loss.worker] = replace(report, time=min(report.time, loss.time))
     stopped = {one.worker for one in result.exits if one.stopped}
-    alone = {number: one for number, one in reports.items() if one.told or number not in stopped}
+    alone = {number: one for number, one in reports.items() if one.self_reported or number not in stopped}
     causes = _causes([one for one in alone.values() if not one.consequence], coordinator)
     if coordinator.code == 0:
         went_on = {loss.worker for loss in coordinator.lost} if coordinator.elastic else set()
@@ -86,7 +88,7 @@ def diagnose(
 def _of_consequences(
     result: RunResult, reports: dict[int, WorkerReport], coordinator: CoordinatorReport, seen: int | None
 ) -> Failure | None:
-    """Nobody failed of itself: somebody left early, or else the first of those that lost another one stands for it."""
+    """Find the cause when no worker failed on its own: one ended early, or else the first that lost another worker."""
     early = tuple(one.worker for one in result.exits if one.code == 0 and not one.stopped)
     if reports and early:
         return _by_coordinator(reports, [], replace(coordinator, kind="ended-early", blamed=early))
@@ -96,18 +98,18 @@ def _of_consequences(
 def _causes(reports: list[WorkerReport], coordinator: CoordinatorReport) -> list[WorkerReport]:
     """Those that may have been first: without what went well again, and without what the loss of another explains."""
     replaced = coordinator.replaced()
-    reports = [one for one in reports if one.worker not in replaced or (one.told and not one.caused_by_loss())]
+    reports = [one for one in reports if one.worker not in replaced or (one.self_reported and not one.caused_by_loss())]
     own = [one for one in reports if not one.caused_by_loss()]
-    told = [one for one in own if one.told]
-    return (told if coordinator.elastic else []) or own or reports
+    reported = [one for one in own if one.self_reported]
+    return (reported if coordinator.elastic else []) or own or reports
 
 
 def _first(
     causes: list[WorkerReport], reports: dict[int, WorkerReport], coordinator: CoordinatorReport, seen: int | None
 ) -> Failure:
     cause = min(causes, key=lambda one: (one.time, one.worker))
-    same = [one for one in causes if one.like(cause)] if not cause.consequence else [cause]
-    if not cause.told:
+    same = [one for one in causes if one.same_cause(cause)] if not cause.consequence else [cause]
+    if not cause.self_reported:
         cause = next((one for one in same if one.worker == seen), cause)
     workers = tuple(sorted(one.worker for one in same))
     named = {*workers, *(one.worker for one in causes)} if not cause.consequence else {*workers}
@@ -145,7 +147,7 @@ _BY_COORDINATOR = {
 def _by_coordinator(
     reports: dict[int, WorkerReport], causes: list[WorkerReport], coordinator: CoordinatorReport
 ) -> Failure:
-    """What only the roster can know: somebody was late, or left."""
+    """Blame whom only the coordinator can: a worker was late, or ended early."""
     message, code = _BY_COORDINATOR[coordinator.kind]
     workers = coordinator.blamed
     when = min((one.time for one in reports.values()), default=time.time())

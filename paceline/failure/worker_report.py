@@ -74,7 +74,7 @@ class WorkerReport:
         step: at which it was, if it said so.
         exception: the exception, if it was one.
         details: the traceback, or the last lines it printed.
-        told: by the worker itself.
+        self_reported: whether the worker itself wrote it.
         consequence: it only lost another worker.
         last_line: that it printed, when it did not report.
     """
@@ -91,18 +91,18 @@ class WorkerReport:
     step: int | None = None
     exception: UncaughtException | None = None
     details: str = ""
-    told: bool = False
+    self_reported: bool = False
     consequence: bool = False
     last_line: str = ""
 
-    def like(self, other: WorkerReport) -> bool:
-        """Whether both failed for what looks like the same reason."""
+    def same_cause(self, other: WorkerReport) -> bool:
+        """Whether both seem to have failed for the same reason."""
         if self.kind == other.kind == "exit" and self.exit_code != 1:  # no code by chance
             return self.exit_code == other.exit_code
         return (self.message, self.last_line) == (other.message, other.last_line)
 
     def caused_by_loss(self) -> bool:
-        """Whether it is an error that the loss of another worker brings about."""
+        """Whether it is an error that follows from the loss of another worker."""
         text = self.exception.message.lower() if self.exception else ""
         return any(words in text for words in _CUT_OFF)
 
@@ -115,8 +115,8 @@ def report_of(
     Args:
         launch: what was started.
         ended: how the process ended.
-        seen: the worker whose output the user has seen already.
-        record: what it said itself, if that is not in the run's directory.
+        seen: the worker whose output was shown.
+        record: its own report, if that is not in the run directory.
     """
     plain = WorkerReport(
         ended.worker,
@@ -165,7 +165,7 @@ def _by_itself(plain: WorkerReport, record: Mapping[str, Any], out_of_memory: bo
         pid=int(record.get("pid") or plain.pid),
         step=record.get("step"),
         details=str(record.get("in_script") or record.get("traceback") or ""),
-        told=True,
+        self_reported=True,
         consequence=bool(record["consequence"]),
     )
 

@@ -94,7 +94,7 @@ def test_late_workers_are_reported_again_when_the_deadline_has_passed_again() ->
 
 def test_the_last_line_counts_the_lost() -> None:
     assert summary(CoordinatorReport()) == ""
-    lost = tuple(LostWorker(number, number, "", False, 0.0) for number in (1, 2))
+    lost = tuple(LostWorker(number, number, 0.0) for number in (1, 2))
     assert (
         summary(CoordinatorReport(ranks={0: 0, 3: 1}, lost=lost, joined=1))
         == "2 workers were lost on the way; 1 was replaced"

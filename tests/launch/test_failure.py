@@ -229,7 +229,7 @@ def test_no_failure_no_diagnosis(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_was_replaced_is_no_failure(scenario: Scenario, tmp_path: Path) -> None:
-    lost = (LostWorker(1, 1, "rank 1 was ended", False, 1.0),)
+    lost = (LostWorker(1, 1, 1.0),)
     coordinator = CoordinatorReport(code=0, elastic=True, ranks={0: 0, 2: 1}, lost=lost, joined=1)
     result = RunResult(
         (WorkerExit(0, 0, 9.0, False), WorkerExit(1, -9, 1.0, False), WorkerExit(2, 0, 9.0, False)), None, 9.0
