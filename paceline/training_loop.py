@@ -46,8 +46,8 @@ class TrainingLoop:
         resume: the checkpoint to start from, if any.
 
     Attributes:
-        position: steps that the script has behind it.
-        strategy: the one at work.
+        position: how many steps the script has come past.
+        strategy: of the present workers.
     """
 
     strategy: Strategy
@@ -65,8 +65,8 @@ class TrainingLoop:
         self._activity = Activity(job.world)
         self._closed = False
         self.position = 0
-        self._target = 0  # where the script's calls of batches() lead to
-        self._given = -1  # the last step whose batch the script has got
+        self._target = 0  # the position at which the last call of batches() ends
+        self._given = -1  # the last step whose batch the script got
         self._evaluated = 0, 0  # after how many steps the script last evaluated, and how often
         self._running: Generator[Batch, None, None] | None = None
         fault_points.arm(lambda: -1 if self._progress is None else job.world.rank)
@@ -87,12 +87,12 @@ class TrainingLoop:
 
     @property
     def progress(self) -> Progress:
-        """How far this worker is; ahead of the position where it has received the state of another one."""
+        """How far this worker is: ahead of the position once it has received the state of another one."""
         assert self._progress is not None
         return self._progress
 
     def batches(self, count: int) -> Iterator[Batch]:
-        """The batches of the next ``count`` steps; ends the iterator before."""
+        """Iterate over the batches of the next ``count`` steps; the iterator before ends."""
         if self._running is not None:
             self._running.close()
             self._target = min(self._target, self.position)
@@ -121,7 +121,7 @@ class TrainingLoop:
                     return
 
     def _load(self, start: int, stop: int) -> Iterator[Batch]:
-        """The batches of some steps, until the workers change: then this one computes other pieces."""
+        """Load the batches of some steps, until the workers change: then this one computes other pieces."""
         generation, before = self._job.world.generation, time.perf_counter()
         self._activity.begin("in the data loader")
         for step, pieces in enumerate(self._job.feed.steps(start, stop, self.strategy.pieces), start):
@@ -143,7 +143,7 @@ class TrainingLoop:
         return Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited, generation)
 
     def _leave_out(self, step: int) -> None:
-        """The script did not give the batch to :meth:`step`."""
+        """Pass over a step whose batch the script did not give to :meth:`step`."""
         self.progress.left_out.add(step)
         if self.progress.steps == step:
             self.progress.steps = step + 1
@@ -155,7 +155,7 @@ class TrainingLoop:
         seed_all(seed_of(LOOP, self._job.settings.seed, position, before))
 
     def step(self, batch: Batch) -> tuple[StepResult, float]:
-        """Take a step; returns its result, and the seconds it took with the loading of the batch.
+        """Take a step; return its result, and the seconds it took, the loading of the batch included.
 
         Raises:
             WorkerLost: there are not enough workers left.
@@ -187,12 +187,12 @@ class TrainingLoop:
         pieces = batch.pieces
         if batch.generation != self._job.world.generation:
             pieces = self._job.feed.load(step, self.strategy.pieces(step))
-        self._activity.begin("computing")
-        result = self._run_step(step, pieces)
-        self._activity.step_done(time.perf_counter() - begin)
         progress = self.progress
         progress.left_out.update(range(progress.steps, step))
         progress.left_out.discard(step)
+        self._activity.begin("computing")
+        result = self._run_step(step, pieces)
+        self._activity.step_done(time.perf_counter() - begin)
         progress.steps, progress.result = step + 1, result
         self._activity.begin("in the script")
         return result
@@ -204,7 +204,7 @@ class TrainingLoop:
         return result
 
     def _repeat_lost_steps(self, stop: int) -> None:
-        """After going back to a checkpoint: take the steps below ``stop`` again that the script has seen."""
+        """After going back to a checkpoint, repeat the steps below ``stop`` that the script has seen."""
         while (step := self.progress.steps) < min(stop, self.progress.repeat_until):
             notice = 0
             if step not in self.progress.left_out:
@@ -235,7 +235,7 @@ class TrainingLoop:
         )
 
     def evaluate(self, forward: Callable[..., Any], data: Any) -> float:
-        """The mean of a metric; a worker that joined later gets the results that there were before.
+        """Return the mean of a metric; a worker that joined later gets the results of evaluations before that.
 
         Raises:
             InputError, DisagreementError: see :func:`paceline.evaluation.evaluate`.
@@ -277,7 +277,7 @@ class TrainingLoop:
         self._activity.begin("in the script")
 
     def save(self) -> Path | str:
-        """Save the state after the steps done; all call this together."""
+        """Save the state after the steps done and wait for it; all call this together."""
         self.synchronize()
         self._activity.begin("saving a checkpoint", busy=True)
         place = self._checkpointer.save(self._state, self.progress.steps)
@@ -291,7 +291,7 @@ class TrainingLoop:
         self._activity.begin("in the script")
 
     def close(self) -> None:
-        """Another session follows in this process: leave the others, once all have come so far."""
+        """Leave the others, once all have come so far: another session follows in this process."""
         world = self._job.world
         with contextlib.suppress(WorkerLost):
             self.strategy.synchronize(self.progress.steps)
@@ -312,7 +312,7 @@ class TrainingLoop:
     # How the workers come together, and what follows when they change.
 
     def _begin(self) -> int:
-        """Nobody has a state: agree, and load the checkpoint if there is one to go on from."""
+        """Compare what is to be trained, and load the checkpoint to go on from, if any: nobody has a state yet."""
         check(self._job.world, self._facts)
         resume = self._resume
         if resume is None and self._job.world.generation > 0 and self._checkpointer.enabled:
@@ -329,7 +329,7 @@ class TrainingLoop:
         self._strategy_ready = True
 
     def _await_process_group(self) -> None:
-        """The script may use torch's process group as soon as it goes on."""
+        """Wait for torch's process group, which the script may use as soon as it goes on."""
         while self._job.world.generation == 0:
             try:
                 self._job.world.await_process_group()
@@ -338,7 +338,7 @@ class TrainingLoop:
                 self._re_form(lost=lost)
 
     def _status(self) -> dict[str, Any]:
-        """For the coordinator; called by the thread of its client."""
+        """Report to the coordinator; called by the thread of its client."""
         return self._activity.status(0 if self._progress is None else self._progress.steps)
 
     def _retry(self, act: Callable[[], _T]) -> _T:
@@ -369,7 +369,7 @@ class TrainingLoop:
                 planned, lost = False, again
 
     def _follow(self, notice: int) -> None:
-        """Do what the workers told each other in a step: re-form if the world is to change, or stop in good order.
+        """Act on the notice of a step: re-form if the world is to change, or save and stop.
 
         Raises:
             SystemExit: this worker's part is over, or the run's.

@@ -149,7 +149,7 @@ class Recovery:
         )
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
-        """Send the state of the furthest worker to those that are behind it; returns the progress of this worker."""
+        """Send the state of the furthest worker to those that are behind it; return the progress of this worker."""
         keys = [None if one is None else one.key for one in everyone]
         furthest = max(key for key in keys if key is not None)
         sender = keys.index(furthest)
@@ -180,7 +180,7 @@ class Recovery:
         return replace(furthest, steps=steps, repeat_until=repeat_until, holds=None, received=received)
 
     def _share_findings(self) -> None:
-        """What the first step finds out decides who sends what: after a loss in it all must know it, or none."""
+        """Share what the first step finds out, which decides who sends what: all must know it, or none."""
         compute = self._job.compute
         buffers = compute.buffers
         changing = list(buffers.agreed) if buffers.fixed else None
