@@ -117,7 +117,7 @@ def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """How a worker that a launcher of ours started finds the others.
+    """How a worker that ``paceline run`` started finds the others.
 
     Attributes:
         coordinator: ``host:port`` of the coordinator.
@@ -135,7 +135,7 @@ class LaunchInfo:
 
 
 def launch_info() -> LaunchInfo | None:
-    """How this worker finds the others; none when another launcher started it."""
+    """Find how this worker reaches the others; None when ``paceline run`` did not start it."""
     if COORDINATOR not in os.environ:
         return None
     number, started = _number(WORKER, 0), _number("LOCAL_WORLD_SIZE", 1)
@@ -144,10 +144,10 @@ def launch_info() -> LaunchInfo | None:
     return LaunchInfo(os.environ[COORDINATOR], number, spare, _number(LARGEST, _number("WORLD_SIZE", 1)), name)
 
 
-def tell_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
+def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
     """Set torchrun's variables to what this worker is now, for the script and the libraries it uses."""
-    told = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
-    os.environ.update({name: str(value) for name, value in told.items()})
+    variables = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_world_size}
+    os.environ.update({name: str(value) for name, value in variables.items()})
 
 
 def trace() -> Trace | None:

@@ -1,4 +1,4 @@
-"""How far the training is: read from the events of rank 0, drawn as a bar or told as lines."""
+"""How far the training is: read from the events of rank 0, drawn as a bar or printed as lines."""
 
 from __future__ import annotations
 
@@ -150,13 +150,13 @@ class LineDisplay(Display):
     def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         super().__init__(events, alerts)
         self._last = time.monotonic()
-        self._told = 0
+        self._printed = 0
 
     def draw(self) -> None:
-        """Tell the progress when it is time and there is some."""
+        """Print the progress when it is time and there is some."""
         now = time.monotonic()
-        if now - self._last >= _LINE_SECONDS and self.progress.done != self._told:
-            self._last, self._told = now, self.progress.done
+        if now - self._last >= _LINE_SECONDS and self.progress.done != self._printed:
+            self._last, self._printed = now, self.progress.done
             with self._lock:
                 _write(sys.stderr, self.progress.text() + "\n")
 

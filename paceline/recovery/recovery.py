@@ -130,7 +130,7 @@ class Recovery:
             except WorkerLost as lost:
                 planned, ended = False, world.worker_ids(lost.ranks)
                 continue
-            env.tell_identity(world.rank, world.size, world.local_rank, world.local_size)
+            env.set_identity(world.rank, world.size, world.local_rank, world.local_size)
             self._job.events.move(world.rank, answer.generation)
             now = time.perf_counter()
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
