@@ -51,7 +51,7 @@ class AllGather:
         gathered = [own if rank == self.world.rank else torch.empty_like(own) for rank in range(self.world.size)]
         sends = [Message(own, peer, self._tag) for peer in self.world.others]
         receives = [Message(gathered[peer], peer, self._tag) for peer in self.world.others]
-        transfers = self.world.post(sends, receives)
+        transfers = self.world.start_transfers(sends, receives)
 
         def finish() -> list[torch.Tensor]:
             for transfer in transfers:

@@ -41,9 +41,11 @@ class Subgroup:
         """See :meth:`World.check`."""
         self._world.check()
 
-    def post(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
+    def start_transfers(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
         """See :meth:`World.post`; peers are ranks of the team."""
-        return self._world.post([self._outside(one) for one in sends], [self._outside(one) for one in receives])
+        return self._world.start_transfers(
+            [self._outside(one) for one in sends], [self._outside(one) for one in receives]
+        )
 
     def _outside(self, message: Message) -> Message:
         return Message(message.tensor, self.ranks[message.peer], message.tag)

@@ -147,7 +147,7 @@ class World(Waiting):
         Raises:
             WorkerLost: another worker was lost meanwhile.
         """
-        while self._group.is_joining(_POLL_SECONDS):
+        while self._group.is_connecting(_POLL_SECONDS):
             self.check()
 
     def _share_memory(self) -> SharedMemory | None:
@@ -235,7 +235,7 @@ class World(Waiting):
             dist.all_gather_object(values, own)
         return values
 
-    def post(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
+    def start_transfers(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
         if not sends and not receives:
             return []

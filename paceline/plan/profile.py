@@ -66,7 +66,7 @@ def _speed(world: World, peer: int) -> float:
     seconds = []
     for tag in range(_LINK_REPEATS + 1):
         begin = time.perf_counter()
-        for transfer in world.post([Message(own, peer, tag)], [Message(others, peer, tag)]):
+        for transfer in world.start_transfers([Message(own, peer, tag)], [Message(others, peer, tag)]):
             transfer.wait()
         if world.device.type == "cuda":
             torch.cuda.synchronize()

@@ -85,9 +85,9 @@ def _over_network(
     transfers = []
     for number, chunk in enumerate(flat.split(_CHUNK_BYTES)):
         if state is not None:
-            transfers += world.post([Message(chunk, rank, _TAG + number) for rank in behind], [])
+            transfers += world.start_transfers([Message(chunk, rank, _TAG + number) for rank in behind], [])
         else:
-            transfers += world.post([], [Message(chunk, sender, _TAG + number)])
+            transfers += world.start_transfers([], [Message(chunk, sender, _TAG + number)])
     for transfer in transfers:
         transfer.wait()
     return None if state is not None else flat

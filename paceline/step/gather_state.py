@@ -41,7 +41,7 @@ def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     peers = [rank for rank in range(world.size) if rank != world.rank]
     sends = [Message(flats[world.rank], peer, _TAG) for peer in peers if parts[world.rank]]
     receives = [Message(flats[peer], peer, _TAG) for peer in peers if parts[peer]]
-    for transfer in world.post(sends, receives, "while the workers gathered the state"):
+    for transfer in world.start_transfers(sends, receives, "while the workers gathered the state"):
         transfer.wait()
     gathered: dict[str, torch.Tensor] = {}
     for flat, part in zip(flats, parts, strict=True):

@@ -46,7 +46,7 @@ class Wire:
         assert purpose in ("to send the output of stage 0", "to take the output of stage 0")
         return nullcontext()
 
-    def post(self, sends: list[Message], receives: list[Message], where: str) -> list[Arrival]:
+    def start_transfers(self, sends: list[Message], receives: list[Message], where: str) -> list[Arrival]:
         assert where.startswith("while it sent ")
         new = [Arrival(self, one, True) for one in sends] + [Arrival(self, one, False) for one in receives]
         self.posted += new

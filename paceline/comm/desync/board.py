@@ -40,7 +40,7 @@ class Board(Protocol):
     immediate: bool
     """Whether what is posted can be seen at once, so that :meth:`parted` can tell."""
 
-    def post(self, number: int, mark: int, text: bytes) -> bool:
+    def publish(self, number: int, mark: int, text: bytes) -> bool:
         """Leave a call of all workers for the others to read; whether one of them differs, as :meth:`parted`.
 
         Args:
@@ -50,7 +50,7 @@ class Board(Protocol):
         """
         ...
 
-    def post_in_group(self, slot: int, text: bytes) -> None:
+    def publish_in_group(self, slot: int, text: bytes) -> None:
         """Leave a call of a smaller group; the slot counts all of these."""
         ...
 
@@ -107,7 +107,7 @@ class SharedMemoryBoard:
         self._own_marks = self._marks[rank]
         self._others = [marks for place, marks in enumerate(self._marks) if place != rank]
 
-    def post(self, number: int, mark: int, text: bytes) -> bool:
+    def publish(self, number: int, mark: int, text: bytes) -> bool:
         slot = number % KEPT[ALL]
         start = 8 * KEPT[ALL] + slot * _BYTES
         self._own[start : start + len(text)] = text
@@ -118,7 +118,7 @@ class SharedMemoryBoard:
                 return True
         return False
 
-    def post_in_group(self, slot: int, text: bytes) -> None:
+    def publish_in_group(self, slot: int, text: bytes) -> None:
         start = 8 * KEPT[ALL] + (KEPT[ALL] + slot % KEPT[SOME]) * _BYTES
         self._own[start : start + len(text)] = text
 
@@ -151,11 +151,11 @@ class StoreBoard:
         self._rank = rank
         self._size = size
 
-    def post(self, number: int, mark: int, text: bytes) -> bool:
+    def publish(self, number: int, mark: int, text: bytes) -> bool:
         self._set(self._key(self._rank, ALL, number), text)
         return False
 
-    def post_in_group(self, slot: int, text: bytes) -> None:
+    def publish_in_group(self, slot: int, text: bytes) -> None:
         self._set(self._key(self._rank, SOME, slot), text)
 
     def _set(self, key: str, text: bytes) -> None:

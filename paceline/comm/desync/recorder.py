@@ -176,7 +176,7 @@ class CallRecorder:
             text = line(call.record())
             if not note and len(self._lines) < _CACHED:
                 self._lines[what, site] = text
-        if self._posts.post(number, what.hash, b"%d" % number + text):
+        if self._posts.publish(number, what.hash, b"%d" % number + text):
             self._refuse()
         return call
 
@@ -186,7 +186,7 @@ class CallRecorder:
         call = Call(number, group, what, site, "")
         self._kept.append(call)
         self._others += 1
-        self._posts.post_in_group(self._others, b"%d" % number + line(call.record()))
+        self._posts.publish_in_group(self._others, b"%d" % number + line(call.record()))
         return call
 
     def meet(self, name: str, note: str) -> tuple[float, float]:

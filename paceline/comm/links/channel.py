@@ -124,7 +124,9 @@ class Sender:
         return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value))
 
     def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
-        return self._world.post([Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}")
+        return self._world.start_transfers(
+            [Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}"
+        )
 
 
 class Receiver:
@@ -202,7 +204,9 @@ class Receiver:
         return forms
 
     def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
-        return self._world.post([], [Message(tensor, self._peer, self._tag + place)], f"while it sent {self._what}")
+        return self._world.start_transfers(
+            [], [Message(tensor, self._peer, self._tag + place)], f"while it sent {self._what}"
+        )
 
 
 class _Arrival:

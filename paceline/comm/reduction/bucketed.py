@@ -198,7 +198,7 @@ class BucketedReduction:
                 receives.append(Message(bucket.inbox[place * world.size + peer], peer, tag + place))
             for place in range(len(self._nodes[world.rank])):
                 sends.append(Message(bucket.flats[place][self._chunk(bucket, peer)], peer, tag + place))
-        transfers = world.post(sends, receives)
+        transfers = world.start_transfers(sends, receives)
         bucket.receives, bucket.sends = transfers[: len(receives)], transfers[len(receives) :]
 
     def _await_parts(self, bucket: Bucket) -> None:
@@ -216,7 +216,7 @@ class BucketedReduction:
         peers = [peer for peer in range(self._world.size) if peer != self._world.rank]
         tag = self._tag(bucket) + _TAGS - 1
         receives = [Message(bucket.flats[0][self._chunk(bucket, peer)], peer, tag) for peer in peers]
-        transfers = self._world.post([Message(mean, peer, tag) for peer in peers], receives)
+        transfers = self._world.start_transfers([Message(mean, peer, tag) for peer in peers], receives)
         bucket.receives = transfers[: len(receives)]
         bucket.sends += transfers[len(receives) :]
 

@@ -68,7 +68,7 @@ class EnvRendezvous:
                     f"(MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
                 ) from None
             reason = str(error).splitlines()[0]
-            doing = "open the meeting point" if opens else "reach rank 0"
+            doing = "open the store" if opens else "reach rank 0"
             raise StartError(
                 f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}"
             ) from None
@@ -94,7 +94,7 @@ class EnvRendezvous:
                 time.sleep(_POLL_SECONDS)
         except dist.DistError as error:
             raise StartError(
-                f"Rank {self.rank} lost the meeting point at {address} before all workers were there: "
+                f"Rank {self.rank} lost the store at {address} before all workers were there: "
                 f"{reason_of(error)}. See the log of rank 0 for the cause."
             ) from error
 

@@ -85,14 +85,14 @@ class ProcessGroup:
     def join_soon(self, store: tuple[str, int], rank: int, size: int, generation: int) -> None:
         """Come together in the background."""
 
-        def joining() -> None:
+        def connecting() -> None:
             with contextlib.suppress(RuntimeError):  # who needs the group finds that it is not there
                 self.join(store, rank, size, generation)
 
-        self._thread = threading.Thread(target=joining, name="paceline-group", daemon=True)
+        self._thread = threading.Thread(target=connecting, name="paceline-group", daemon=True)
         self._thread.start()
 
-    def is_joining(self, seconds: float) -> bool:
+    def is_connecting(self, seconds: float) -> bool:
         """Whether the group is still on its way after so many seconds."""
         if self._thread is not None:
             self._thread.join(seconds)
@@ -134,7 +134,7 @@ class ProcessGroup:
     def leave(self) -> None:
         """Leave the group, whatever its other members do."""
         self.cut()
-        while self.is_joining(_LOOK_SECONDS):  # it may open more
+        while self.is_connecting(_LOOK_SECONDS):  # it may open more
             self.cut()
         self._thread = None
         self._before = None
@@ -144,7 +144,7 @@ class ProcessGroup:
 
     def end(self) -> None:
         """Leave the group in good order: the others may still read what this worker has sent."""
-        if self.is_joining(_END_SECONDS):
+        if self.is_connecting(_END_SECONDS):
             self.leave()
         elif dist.is_initialized():
             dist.destroy_process_group()

@@ -44,7 +44,7 @@ class _Entry(NamedTuple):
     place: int
 
 
-class _Notes(NamedTuple):
+class _Metadata(NamedTuple):
     """What is no tensor, and where the optimizer states are."""
 
     entries: list[_Entry]
@@ -87,7 +87,7 @@ class Shard:
         self._size = -(-(self._states_at + states) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         self._block = shared_memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
-        self._read_notes: list[tuple[int, _Notes, list[torch.Tensor]] | None] = [None, None]
+        self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]
         self._taken = -1
         self.check_states()
 
@@ -155,7 +155,7 @@ class Shard:
                 torch._foreach_copy_(self._state_views(copy, notes.entries), values)
         self._taken = number
 
-    def _packed(self, notes: _Notes) -> bytes:
+    def _packed(self, notes: _Metadata) -> bytes:
         try:
             written = pickle.dumps(tuple(notes))
         except Exception as error:  # pickling runs code of the values: it may be of any kind
@@ -167,7 +167,7 @@ class Shard:
             )
         return written
 
-    def _unshareable(self, notes: _Notes, error: Exception) -> InputError:
+    def _unshareable(self, notes: _Metadata, error: Exception) -> InputError:
         """Names the first value that cannot be pickled."""
         held: list[tuple[object, str, object]] = [(self._optimizer, key, value) for _, key, value in notes.numbers]
         held += [(self._optimizer, key, value) for group in notes.groups for key, value in group.items()]
@@ -189,7 +189,7 @@ class Shard:
             f"workers ({type(error).__name__}: {error}): {cure}."
         )
 
-    def _described(self) -> tuple[_Notes, list[torch.Tensor]]:
+    def _described(self) -> tuple[_Metadata, list[torch.Tensor]]:
         entries: list[_Entry] = []
         numbers: list[tuple[int, str, object]] = []
         values: list[torch.Tensor] = []
@@ -217,7 +217,7 @@ class Shard:
             {key: value for key, value in group.items() if key != "params"} for group in self._optimizer.param_groups
         ]
         schedule = None if self._schedule is None else self._schedule.state_dict()
-        return _Notes(entries, numbers, groups, schedule), values
+        return _Metadata(entries, numbers, groups, schedule), values
 
     def read_states(self, copy: int) -> None:
         """Take over the optimizer states, the learning rates and the schedule."""
@@ -243,7 +243,7 @@ class Shard:
                 self._schedule.load_state_dict(notes.schedule)
             self._taken = number
 
-    def _drop_others(self, notes: _Notes) -> None:
+    def _drop_others(self, notes: _Metadata) -> None:
         """Remove states that the copy does not have."""
         held = {(owner, key) for owner, key, *_ in (*notes.entries, *notes.numbers)}
         for owner, parameter in enumerate(self.parameters):
@@ -253,13 +253,13 @@ class Shard:
             if not own:
                 self._optimizer.state.pop(parameter, None)
 
-    def _noted(self, copy: int) -> tuple[int, _Notes, list[torch.Tensor]]:
+    def _noted(self, copy: int) -> tuple[int, _Metadata, list[torch.Tensor]]:
         start = copy * self._size
         number, length = _HEADER.unpack_from(self._block, start)
         known = self._read_notes[copy]
         if known is None or known[0] != number:
             begin = start + _NOTES_AT
-            notes = _Notes(*pickle.loads(self._block[begin : begin + length]))
+            notes = _Metadata(*pickle.loads(self._block[begin : begin + length]))
             notes = notes._replace(entries=[_Entry(*entry) for entry in notes.entries])
             known = self._read_notes[copy] = number, notes, self._state_views(copy, notes.entries)
         return known

@@ -177,9 +177,11 @@ class TiedWeights:
                 if rank == owner or rank in self._workers_of[first]:
                     continue
                 if owner == self._world.rank:
-                    transfers += self._world.post([Message(value, rank, tag)], [], f"while it sent {name!r}")
+                    transfers += self._world.start_transfers([Message(value, rank, tag)], [], f"while it sent {name!r}")
                 elif rank == self._world.rank:
-                    transfers += self._world.post([], [Message(value, owner, tag)], f"while it sent {name!r}")
+                    transfers += self._world.start_transfers(
+                        [], [Message(value, owner, tag)], f"while it sent {name!r}"
+                    )
         for transfer in transfers:
             transfer.wait()
 
