@@ -16,6 +16,7 @@ from paceline.settings import Arguments
 
 PACKAGE = Path(paceline.__file__).parent
 LONGEST_FILE = 400
+MOST_MODULES = 14
 
 NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
@@ -72,6 +73,12 @@ def test_no_file_is_too_long() -> None:
     assert not {path: length for path, length in lengths.items() if length > LONGEST_FILE}
 
 
+def test_no_folder_holds_too_many_modules() -> None:
+    folders = [PACKAGE, *(path for path in PACKAGE.rglob("*") if path.is_dir())]
+    held = {folder: [path for path in folder.glob("*.py") if not path.stem.startswith("__")] for folder in folders}
+    assert not {folder: len(modules) for folder, modules in held.items() if len(modules) > MOST_MODULES}
+
+
 @pytest.fixture(scope="module")
 def lint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str]:
     """Add a line to a file of a copy of the package; what the contracts say of that."""
@@ -98,6 +105,10 @@ def lint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], str]:
 
 
 TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+def test_the_contracts_hold(lint: Callable[[str, str], str]) -> None:
+    assert "0 broken" in lint("errors.py", "")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.coordinator.types import Bounds, Lost, Message, Worker
+from paceline.coordinator.types import Bounds, Lost, Message, Worker, largest_fit
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost, name_ranks
 
 Send = Callable[[int, Message], None]
@@ -45,7 +45,7 @@ class MembershipProtocol:
         self.lost: list[Lost] = []
         self._send = send
         self._record = record
-        self._changing = False
+        self.changing = False  # the members are on their way into the next generation
         self._shortage_noted = False
         self._fenced = False
         self._pending_starts = 0
@@ -56,11 +56,6 @@ class MembershipProtocol:
         self._session = 1
         self._furthest: tuple[int, ...] = (-1, -1)
         self._facts: Mapping[str, Any] | None = None
-
-    @property
-    def changing(self) -> bool:
-        """Whether the members are on their way into the next generation."""
-        return self._changing
 
     def rank_of(self, number: int) -> int | None:
         """Return the rank of a worker; None if it is no member."""
@@ -124,9 +119,9 @@ class MembershipProtocol:
         if self.over is not None:
             self.advance(now)
             return
-        if worker.session > self._session and not self._changing:
-            self._changing, self._since = True, now  # all members come on their own
-        if number in self.members and not self._changing:
+        if worker.session > self._session and not self.changing:
+            self.changing, self._since = True, now  # all members come on their own
+        if number in self.members and not self.changing:
             self._announce_change(urgent=not planned, now=now, why=f"worker {number} left its generation")
         if progress is not None and progress[:2] > self._furthest:
             self._furthest, self._losses_since_step = progress[:2], 0
@@ -192,7 +187,7 @@ class MembershipProtocol:
         members = [self.workers[member] for member in self.members]
         if self.members and all(member.state == "gone" for member in members):
             self._finish(now)
-        elif self._changing and number in self.members:
+        elif self.changing and number in self.members:
             self.advance(now)
 
     def _finish(self, now: float) -> None:
@@ -258,14 +253,12 @@ class MembershipProtocol:
             self._send_end(now)
         elif self.generation < 0:
             self._form_first(now)
-        elif self._changing:
+        elif self.changing:
             self._form_next(now)
-        elif self._largest_fit(min(self.bounds.wanted, len(self.members) + len(self._spares()))) > len(self.members):
+        elif largest_fit(self._fits, min(self.bounds.wanted, len(self.members) + len(self._spares()))) > len(
+            self.members
+        ):
             self._announce_change(urgent=False, now=now, why="a worker joins")
-
-    def _largest_fit(self, count: int) -> int:
-        """The largest number up to ``count`` that can train together; 0 if there is none."""
-        return max((fit for fit in self._fits if fit <= count), default=0) if self._fits else count
 
     @property
     def _fits(self) -> Sequence[int]:
@@ -287,9 +280,8 @@ class MembershipProtocol:
         return max((one.session for one in there if one.state == "ready"), default=self._session)
 
     def _announce_change(self, urgent: bool, now: float, why: str) -> None:
-        if not self._changing:
-            self._since = now
-        self._changing = True
+        self._since = self._since if self.changing else now
+        self.changing = True
         gone = [member for member in self.members if self.workers[member].state == "gone"]
         message = {"type": "change", "generation": self.generation + 1, "urgent": urgent, "why": why, "lost": gone}
         for member in self.members:
@@ -301,8 +293,8 @@ class MembershipProtocol:
         ready = sorted(one.number for one in self._spares())
         if ready:
             self._since = self._since if self._since is not None else now
-        most = self._largest_fit(self.bounds.wanted)
-        there = self._largest_fit(min(len(ready), most))
+        most = largest_fit(self._fits, self.bounds.wanted)
+        there = largest_fit(self._fits, min(len(ready), most))
         if there < self.bounds.least:
             if self.bounds.replaces and self._since is not None and now - self._since > self.bounds.patience:
                 self.end(
@@ -343,7 +335,7 @@ class MembershipProtocol:
         spares = [one.number for one in self._spares() if not one.leaving]
         chosen = [*left, *spares[: max(0, self.bounds.wanted - len(left))]]
         holders = [number for number in [*left, *leaving] if self.workers[number].progress is not None]
-        count = self._largest_fit(len(chosen))  # fewer spares if need be
+        count = largest_fit(self._fits, len(chosen))  # fewer spares if need be
         kept = not holders or any(self.workers[number].progress is not None for number in chosen[:count])
         needed = 0 if leaving else len(left)  # a leaving worker has given its part of the state to the others before
         if count >= max(self.bounds.least, needed) and kept:
@@ -356,12 +348,12 @@ class MembershipProtocol:
             self._end_short(len(chosen), now, f" within {self.bounds.patience:.0f} s")
         elif not self._shortage_noted and not self._unconfirmed:
             self._shortage_noted = True
-            self._record("short", text=f"{self._short(len(chosen))}; waiting for more")
+            self._record("short", text=f"{self.bounds.shortage(len(chosen), self._fits)}; waiting for more")
 
     def overdue(self, now: float, seconds: float) -> list[int]:
         """Find the members that others have waited for that long, to come together."""
         states = {number: self.workers[number].state for number in self.members}
-        if not self._changing or self._since is None or now - self._since < seconds or "ready" not in states.values():
+        if not self.changing or self._since is None or now - self._since < seconds or "ready" not in states.values():
             return []
         return [number for number, state in states.items() if state == "training"]
 
@@ -376,21 +368,14 @@ class MembershipProtocol:
         late_workers = [lost.worker for lost in gone if lost.may_run]
         hang = bool(late_workers) and len(late_workers) == len(gone)
         about: dict[str, Any] = {"kind": "hang", "workers": late_workers} if hang else {}
-        reason = f"{last}; {self._short(there)}{when}"
+        reason = f"{last}; {self.bounds.shortage(there, self._fits)}{when}"
         self.end(DEADLINE_PASSED if hang else WorkerLost.exit_code, reason, now, save=True, **about)
-
-    def _short(self, there: int) -> str:
-        """Say why that many workers cannot go on."""
-        if there >= self.bounds.least and self._fits and there not in self._fits:
-            counts = [str(count) for count in self._fits if self.bounds.least <= count <= self.bounds.most]
-            return f"these settings are for {' or '.join(counts)} workers, and {there} are left"
-        return f"{there} of at least {self.bounds.least} workers are left"
 
     def _publish(self, chosen: list[int], dismissed: list[int] | None = None) -> None:
         before = self.members
         self.generation += 1
         self.members = chosen
-        self._changing = self._shortage_noted = False
+        self.changing = self._shortage_noted = False
         self._since = None
         members = []
         for number in chosen:
@@ -404,14 +389,9 @@ class MembershipProtocol:
             self._furthest = (-1, -1)
         joined = [number for number in chosen if number not in before]
         gone = [number for number in before if number not in chosen]
-        message = {
-            "type": "membership",
-            "generation": self.generation,
-            "members": members,
-            "joined": joined,
-            "lost": gone,
-        }
-        message["fenced"], self._fenced = self._fenced, False
+        message = {"type": "membership", "generation": self.generation, "members": members}
+        message |= {"joined": joined, "lost": gone, "fenced": self._fenced}
+        self._fenced = False
         self._record("membership", generation=self.generation, workers=chosen, joined=joined, gone=gone)
         for number in chosen:
             self._send(number, message)

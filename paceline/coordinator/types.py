@@ -30,6 +30,13 @@ class Bounds:
     patience: float = 600.0
     drops: bool = False
 
+    def shortage(self, there: int, fits: Sequence[int]) -> str:
+        """Say why that many workers cannot go on; ``fits`` as in :class:`Worker`."""
+        if there >= self.least and fits and there not in fits:
+            counts = [str(count) for count in fits if self.least <= count <= self.most]
+            return f"these settings are for {' or '.join(counts)} workers, and {there} are left"
+        return f"{there} of at least {self.least} workers are left"
+
 
 @dataclass(frozen=True)
 class Lost:
@@ -117,3 +124,8 @@ class Departure:
     code: int
     reason: str
     save: bool = False
+
+
+def largest_fit(fits: Sequence[int], count: int) -> int:
+    """The largest number up to ``count`` that can train together; 0 if there is none."""
+    return max((fit for fit in fits if fit <= count), default=0) if fits else count
