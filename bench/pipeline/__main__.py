@@ -1,11 +1,11 @@
-"""Pipelines: step time beside what is predicted, beside torch's pipelining, and beside DistributedDataParallel.
+"""Pipelines: step time against its prediction, torch's pipelining and DistributedDataParallel.
 
-bubble     layers asleep, 4 workers: the step time of each schedule beside its prediction by the simulated clock
-peer       layers that compute, 2 stages: beside torch.distributed.pipelining with the same schedule and cut
-link       a model of many weights and few activations over links of 200 Mbit/s: beside DistributedDataParallel
-           (makes network namespaces, so it needs root)
+bubble     sleeping layers, 4 workers: the step time of each schedule and its prediction by the simulated clock
+peer       computing layers, 2 stages: torch.distributed.pipelining with the same schedule and cut
+link       many weights and few activations over links of 200 Mbit/s: DistributedDataParallel
+           (creates network namespaces, so it needs root)
 stream     PipeDream: how busy its workers are, and its loss after as many samples as a synchronous pipeline
-balance    layers of very unequal cost: the step time beside that predicted from measured layers
+balance    layers of very unequal cost: the step time and its prediction from measured layers
 
 python bench/pipeline                                    # all parts: 8 minutes
 python bench/pipeline bubble --schedules 1f1b,zb-v --draw zb-v
@@ -26,7 +26,7 @@ SCHEDULES = ("layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
 def options_of(arguments: list[str]) -> argparse.Namespace:
-    """The options; what is a list is separated by commas."""
+    """The options; lists are separated by commas."""
     parser = argparse.ArgumentParser(
         prog="pipeline", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -58,7 +58,7 @@ def _some(parser: argparse.ArgumentParser, names: list[str] | tuple[str, ...], k
 
 def main() -> None:
     options = options_of(sys.argv[1:])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # let go of processes and namespaces on the way out
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # release processes and namespaces on the way out
     results = {}
     with tempfile.TemporaryDirectory(prefix="paceline-pipeline-") as folder:
         for part in options.parts:

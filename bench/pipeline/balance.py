@@ -1,7 +1,7 @@
-"""Layers whose costs differ by a factor of ten: the step time beside the one predicted from measured layers.
+"""Layers whose costs differ by a factor of ten: the step time and its prediction from measured layers.
 
-The first worker measures the layers (``partition.profile``) and the program cuts the model (``schedule.balance``).
-The prediction is that of the simulated clock for these stages, with nothing for all that is not a layer.
+Rank 0 measures the layers (``partition.profile``), and the model is cut by them (``schedule.balance``). The prediction
+is that of the simulated clock for these stages; only layers take time.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 
 import paceline
 from paceline.partition.cut import layers_of
-from paceline.partition.profile import measure as layer_times
+from paceline.partition.profile import measure as measure_layers
 from paceline.schedule.balance import Cluster, LayerCost, balance
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.pipeline.clock import Times, simulate
@@ -56,12 +56,12 @@ def work(given: dict[str, Any]) -> dict[str, Any]:
     data = targets(MICROBATCHES * samples, WIDTH)
     features, target = (tensor[:samples] for tensor in data.tensors)
     layers = layers_of(model, features)
-    costs = layer_times(model, layers, features, lambda output: nn.functional.mse_loss(output, target))
+    costs = measure_layers(model, layers, features, lambda output: nn.functional.mse_loss(output, target))
     dist.init_process_group("gloo")
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, costs)  # all cut alike
-    costs = told[0]
-    cut = balance(costs, len(told), Cluster(microbatches=MICROBATCHES))
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, costs)  # all cut alike
+    costs = gathered[0]
+    cut = balance(costs, len(gathered), Cluster(microbatches=MICROBATCHES))
     session = paceline.start(
         model=model,
         optimizer=partial(torch.optim.SGD, lr=0.01),
@@ -99,13 +99,13 @@ def predicted(costs: list[LayerCost], bounds: tuple[tuple[int, int], ...], sched
 
 
 def measure(folder: Path, options: Namespace) -> list[dict[str, Any]]:
-    """Print the table; the numbers."""
+    """Print the table, and return its numbers."""
     print(f"\nlayers of very unequal cost, {MICROBATCHES} microbatches, milliseconds of a step")
     print(f"{'':34} {'dearest/cheapest':>17} {'predicted':>10} {'measured':>9} {'ratio':>7}  layers of the stages")
     results = []
     for asleep, workers, schedule in ((True, 4, "1f1b"), (True, 4, "gpipe"), (False, 2, "1f1b")):
         given = {"asleep": asleep, "unit": options.base / 5, "schedule": schedule, "steps": options.steps * 2}
-        one = run(folder, "balance", workers, given).told[0]
+        one = run(folder, "balance", workers, given).results[0]
         name = f"{'asleep' if asleep else 'computing'}, {workers} workers, {schedule}"
         print(
             f"{name:34} {one['dearest'] / one['cheapest']:17.1f} {1e3 * one['predicted']:10.1f} "

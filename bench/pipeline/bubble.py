@@ -1,8 +1,8 @@
-"""How long a step takes, beside what the schedule itself predicts.
+"""The time of a step, and what the schedule predicts.
 
-Layers sleep: the forward pass and both halves of the backward pass equally long. The prediction takes for an operation
-what it takes by itself, measured in the same processes right before each session, and nothing for transfers, sums,
-updates and all else that is done besides.
+Layers sleep: the forward pass and both halves of the split backward pass equally long. The prediction takes for an
+operation its time alone, measured in the same processes right before each session, and nothing for transfers,
+reductions, updates and everything else.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def session(given: dict[str, Any], schedule: str) -> dict[str, Any]:
 
 
 def alone(given: dict[str, Any], schedule: str) -> dict[str, float]:
-    """What the operations of one stage take by themselves."""
+    """The times of the operations of one stage, measured alone."""
     layers = LAYERS // _stages(schedule, given["workers"])
     stage = sleepers([given["base"]] * layers, given["width"])
     weights = list(stage.parameters())
@@ -107,15 +107,15 @@ def _stages(schedule: str, workers: int) -> int:
 
 
 def _cut(schedule: str, workers: int) -> tuple[str, ...]:
-    """Stages of as many layers each."""
+    """Stages of equally many layers."""
     stages = _stages(schedule, workers)
     return tuple(str(LAYERS // stages * place) for place in range(1, stages))
 
 
 def predicted(schedule: str, workers: int, seconds: dict[str, float]) -> Timeline:
-    """What the clock says; ``seconds`` are those of a stage.
+    """The timeline on the simulated clock; ``seconds`` are those of a stage.
 
-    The first stage has no input to find the gradient of, so both halves of its backward pass are done as the second.
+    The first stage needs no input gradient, so the second half of its backward pass does all of it.
     """
     plan = synchronous_schedule(PipelineSettings(schedule=schedule), workers, MICROBATCHES)  # type: ignore[arg-type]
     forward, of_input, of_weight = (seconds[what] for what in (FORWARD, INPUT, WEIGHT))
@@ -132,7 +132,7 @@ def predicted(schedule: str, workers: int, seconds: dict[str, float]) -> Timelin
 
 
 def measure(folder: Path, options: Namespace) -> dict[str, Any]:
-    """Print the table and a drawing; the numbers."""
+    """Print the table and a drawing, and return the numbers."""
     given = {
         "schedules": options.schedules,
         "workers": options.workers,
@@ -150,10 +150,10 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
     )
     results: dict[str, Any] = {}
     for schedule in options.schedules:
-        places = [place for place, one in enumerate(done.told[0]) if one["schedule"] == schedule]
+        places = [place for place, one in enumerate(done.results[0]) if one["schedule"] == schedule]
         seconds, ratios, bubbles = [], [], []
         for place in places:
-            workers = [told[place] for told in done.told]
+            workers = [one[place] for one in done.results]
             seconds_each = {what: fmean(one["alone"][what] for one in workers) for what in (FORWARD, INPUT, WEIGHT)}
             timeline = predicted(schedule, options.workers, seconds_each)
             ends = [max(moments) for moments in zip(*(one["ends"] for one in workers), strict=True)]
@@ -170,7 +170,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
         print(
             f"{schedule:12} {1e3 * timeline.seconds:12.1f} {1e3 * median(seconds):12.1f} {median(ratios):7.3f} "
             f"{median(bubbles):8.1%} {timeline.bubble:10.1%} "
-            f"{1e3 * sum(told[places[0]]['processor'] for told in done.told):13.1f}"
+            f"{1e3 * sum(one[places[0]]['processor'] for one in done.results):13.1f}"
         )
         results[schedule]["drawing"] = _drawn(done, options, places[-1], timeline)
     for schedule in options.draw:
@@ -179,7 +179,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
 
 
 def _drawn(done: Any, options: Namespace, place: int, timeline: Timeline) -> str:
-    """The last step of a session below what was predicted, to the same scale."""
+    """The last step of a session below its prediction, to the same scale."""
     pipeline = pipelines_of(done.events)[place]
     done_each = list(operations_of(done.events, pipeline))
     step = measured(pipeline, done_each, WARM + options.steps - 1)

@@ -1,4 +1,4 @@
-"""Runs of a part's workers under ``paceline run``, and what they wrote down."""
+"""Runs the workers of a part under ``paceline run``, and reads what they wrote."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ HERE = Path(__file__).resolve().parent
 
 
 class RunFailed(Exception):
-    """A run did not end well; the text says how."""
+    """A run failed; the text says how."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What each worker has to say, in the order of ranks, and the events of all."""
+    """What each worker returned, in the order of ranks, and the events of all."""
 
-    told: list[Any]
+    results: list[Any]
     events: list[dict[str, Any]]
 
 
 def run(folder: Path, part: str, workers: int, given: dict[str, Any], deadline: float = 900.0) -> Run:
-    """Let workers do their share of a part.
+    """Run the workers of a part.
 
     Raises:
-        RunFailed: with the end of what it printed.
+        RunFailed: with the end of its output.
     """
     name = f"{part}-{len(list(folder.iterdir()))}"
     home = folder / name
@@ -51,14 +51,14 @@ def run(folder: Path, part: str, workers: int, given: dict[str, Any], deadline: 
         raise RunFailed(f"{part}: still running after {deadline:.0f} s") from None
     if ended.returncode != 0:
         raise RunFailed(f"{part}: ended with {ended.returncode}\n{ended.stdout[-3000:]}")
-    return Run(told(home, workers), events_of(home / "run" / "events"))
+    return Run(results_of(home, workers), events_of(home / "run" / "events"))
 
 
-def told(home: Path, workers: int) -> list[Any]:
+def results_of(home: Path, workers: int) -> list[Any]:
     """What the workers wrote."""
-    return [json.loads((home / f"told-{rank}.json").read_text()) for rank in range(workers)]
+    return [json.loads((home / f"result-{rank}.json").read_text()) for rank in range(workers)]
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """The records of all workers of a run, each worker's in their order."""
+    """The events of all workers of a run, ordered for each worker."""
     return [json.loads(line) for path in sorted(folder.glob("rank-*.jsonl")) for line in path.read_text().splitlines()]

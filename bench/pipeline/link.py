@@ -1,4 +1,4 @@
-"""A model of many weights and few activations over slow links, beside DistributedDataParallel.
+"""A model of many weights and few activations over slow links, compared with DistributedDataParallel.
 
 Each worker has a network namespace of its own; all are joined by a bridge, and each one's link carries 200 Mbit/s in
 each direction. The same model, batch and learning rate; every step sees the same samples, so the losses of the
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from launched import HERE, RunFailed, told
+from launched import HERE, RunFailed, results_of
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -131,7 +131,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
         (home / "given.json").write_text("{}")
         with network(workers) as names:
             drops = run_in(names, home)
-        everyone = told(home, workers)
+        everyone = results_of(home, workers)
         weights = sum(weight.numel() for weight in model_of(workers).parameters())
         print(
             f"\n{workers} workers, links of 200 Mbit/s, {weights / 1e6:.1f} million weights, {SAMPLES} samples a step; "
@@ -139,7 +139,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
         )
         print(f"{'':24} {'ms a step':>10} {'samples/s':>10} {'x DDP':>7} {'first losses':>22}")
         for place, one in enumerate(everyone[0]):
-            slowest = [max(values) for values in zip(*(told[place]["seconds"] for told in everyone), strict=True)]
+            slowest = [max(values) for values in zip(*(worker[place]["seconds"] for worker in everyone), strict=True)]
             base = results.setdefault(str(workers), {}).get("DistributedDataParallel", {"seconds": median(slowest)})
             results[str(workers)][one["name"]] = {"seconds": median(slowest), "losses": one["losses"]}
             print(

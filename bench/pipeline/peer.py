@@ -1,4 +1,4 @@
-"""Two stages that compute, on two workers, beside ``torch.distributed.pipelining``.
+"""Two stages that compute, on two workers, compared with ``torch.distributed.pipelining``.
 
 The same model, cut and schedule, in the same two processes of one thread each. Both take turns, step by step; what is
 compared is the ratio of the two in the same turn. A step loads the batch, computes, and updates with AdamW.
@@ -193,7 +193,7 @@ def measure(folder: Path, options: Namespace) -> list[dict[str, Any]]:
     print(f"\n2 workers, {MICROBATCHES} microbatches, {options.turns} turns; milliseconds of a step, medians")
     print(f"{'':6} {'':12} {'paceline':>9} {'torch':>9} {'ratio':>7} {'quarters':>14}")
     results = []
-    for one in done.told[0]:
+    for one in done.results[0]:
         ratios = sorted(ours / other for ours, other in zip(one["ours"], one["theirs"], strict=True))
         low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
         ours, other = median(one["ours"]), median(one["theirs"])

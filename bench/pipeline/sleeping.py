@@ -1,7 +1,7 @@
 """Layers that sleep instead of computing, so that two cores are enough for several workers.
 
-A forward pass sleeps, and so do both halves of the backward pass, each in a node of its own: what is asked for the
-gradient of the input alone does not wait for the weights' time.
+A forward pass sleeps, and so do both halves of the split backward pass, each in a node of its own: the input gradient
+alone does not take the time of the weight gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def sharpen_sleep() -> None:
 
 
 class _Slow(torch.autograd.Function):
-    """The values as they are, after a while; back as well."""
+    """The identity, forward and backward, after a sleep."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Slow(torch.autograd.Function):
 
 
 class _SlowBack(torch.autograd.Function):
-    """The weight as it is; its gradient takes a while."""
+    """The identity; the gradient sleeps."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, seconds: float) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _SlowBack(torch.autograd.Function):
 class Sleeper(nn.Module):
     """A layer whose forward pass, and each half of whose backward pass, take so many seconds.
 
-    ``before`` lets the first layer have a gradient to wait for, too: its input wants none.
+    ``before`` gives the first layer a gradient to compute as well, as its input requires none.
     """
 
     def __init__(self, width: int, seconds: float) -> None:

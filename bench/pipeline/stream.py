@@ -1,8 +1,8 @@
-"""PipeDream: how busy its workers are when the pipeline has filled up, and what the older weights do to the loss.
+"""PipeDream: how busy its workers are in a full pipeline, and the effect of older weights on the loss.
 
-Busy is a worker during forward and backward passes, of layers that sleep, and updates, as its events say, from its
-first forward pass of one step to that of another. The loss is that of a small transformer on characters, over the last
-steps, after as many samples as a synchronous pipeline.
+A worker is busy during forward passes, backward passes and updates, according to its events, between the first forward
+passes of two steps. The loss is that of a small transformer on characters, over the last steps, after as many samples
+as a synchronous pipeline.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 TEXT = Path(__file__).resolve().parents[3] / "shared" / "data" / "tinyshakespeare"
 STEPS = 12
-"""Of the sleeping model; the middle half is looked at."""
+"""Of the sleeping model; the middle half is measured."""
 LEARNING_STEPS = 400
 LAST = 40
 """So many steps at the end are averaged for the loss."""
@@ -94,11 +94,11 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
     if text is None:
         print(f"\nloss: left out, as there is no text in {TEXT}; give one with --data")
         return results
-    told = {
-        schedule: run(folder, "stream", 4, {"text": str(text), "schedule": schedule}).told[0]
+    losses_of = {
+        schedule: run(folder, "stream", 4, {"text": str(text), "schedule": schedule}).results[0]
         for schedule in ("1f1b", "pipedream")
     }
-    losses = {schedule: fmean(values[-LAST:]) for schedule, values in told.items()}
+    losses = {schedule: fmean(values[-LAST:]) for schedule, values in losses_of.items()}
     ratio = losses["pipedream"] / losses["1f1b"]
     print(
         f"\na small transformer on characters, 4 workers: mean loss of the last {LAST} of {LEARNING_STEPS} steps\n"

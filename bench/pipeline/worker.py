@@ -17,8 +17,8 @@ def main() -> None:
     torch.set_num_threads(1)
     sharpen_sleep()
     work = importlib.import_module(part).work
-    told = work(json.loads((home / "given.json").read_text()))
-    (home / f"told-{os.environ['RANK']}.json").write_text(json.dumps(told))
+    result = work(json.loads((home / "given.json").read_text()))
+    (home / f"result-{os.environ['RANK']}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,9 @@
-"""A model that is cut into stages, which different workers hold.
-
-::
-
-    1f1b, 3 stages, 4 microbatches     F forward   B backward   U update
-
-    stage 0    F0 F1 F2 .  .  B0 F3 .  B1 .  B2 .  B3 U
-    stage 1    .  F0 F1 .  B0 F2 B1 F3 .  B2 .  B3 .  U
-    stage 2    .  .  F0 B0 F1 B1 F2 B2 .  F3 B3 .  .  U
+"""Pipelines: the model is cut into stages, held by different workers.
 
 Synchronous schedules (layer-wise, GPipe, 1F1B, interleaved, zero bubble) compute what one process computes; the
-pipeline runs empty at the end of each step (:mod:`paceline.strategies.pipeline.synchronous`). PipeDream and
-PipeDream-2BW never let it, and use older weights instead (:mod:`paceline.strategies.pipeline.pipedream`). Several
-workers may hold the same stage.
+pipeline drains at the end of each step (:mod:`paceline.strategies.pipeline.synchronous`). PipeDream and PipeDream-2BW
+never drain it, and use older weights instead (:mod:`paceline.strategies.pipeline.pipedream`). Several workers may hold
+the same stage.
 """
 
 from __future__ import annotations
