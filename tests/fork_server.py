@@ -31,8 +31,15 @@ from paceline.launch.base import WorkerSpec
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
-PATHS = (HERE.parent, HERE / "core", HERE / "elastic")
-MODULES = ("torch._dynamo", "torch.distributed.checkpoint", "paceline.session", "paceline.cli.run", "subjects", "crew")
+PATHS = (HERE.parent, HERE / "core", HERE / "recovery")
+MODULES = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "paceline.session",
+    "paceline.cli.run",
+    "subjects",
+    "scripted",
+)
 PACELINE = ("-m", "paceline.cli.main")
 """The first words of a command that is to be ``paceline``; what follows them are its arguments."""
 

@@ -22,7 +22,7 @@ def ranks(fork_server: ForkServer) -> Run:
 
 
 @pytest.fixture(scope="session")
-def told(ranks: Run) -> Callable[..., list[dict[str, Any]]]:
+def printed(ranks: Run) -> Callable[..., list[dict[str, Any]]]:
     """Run a script that must end well; all that each worker told, put together."""
 
     def start(script: str | Path, workers: int, directory: Path, **options: Any) -> list[dict[str, Any]]:

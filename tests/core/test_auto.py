@@ -30,10 +30,10 @@ Train = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def train(told: Train, tmp_path: Path) -> Train:
+def train(printed: Train, tmp_path: Path) -> Train:
     def run(workers: int, *, slow: bool, parts: int = 16) -> list[dict[str, Any]]:
         environment = {"SLOW": str(int(slow)), "PARTS": str(parts), "PACELINE_RUN": str(tmp_path)}
-        return told(SCRIPT, workers, tmp_path, environment=environment)
+        return printed(SCRIPT, workers, tmp_path, environment=environment)
 
     return run
 

@@ -9,7 +9,7 @@ import pytest
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import os, sys, time
@@ -64,12 +64,12 @@ def saved(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_last_save_is_finished(ranks: Run, told: Told, tmp_path: Path, saved: Any, end: str) -> None:
+def test_the_last_save_is_finished(ranks: Run, printed: Printed, tmp_path: Path, saved: Any, end: str) -> None:
     line, code = ENDS[end]
     (one,) = ranks(SCRIPT + line, 1, tmp_path, environment=saved)
     assert one.code == code, one.err
     assert ("of the script" in one.err) == (end == "an error")
-    (found,) = told(RESUMING, 1, tmp_path, environment=saved)
+    (found,) = printed(RESUMING, 1, tmp_path, environment=saved)
     assert found["position"] == 4 and found["fingerprint"] in one.out
 
 
@@ -86,7 +86,7 @@ def test_a_failed_process_does_not_wait_without_end(ranks: Run, tmp_path: Path, 
     assert one.code == 1 and "of the script" in one.err
 
 
-def test_every_auto_on_workers_whose_clocks_differ(told: Told, tmp_path: Path, saved: Any) -> None:
-    ends = told(AUTO, 2, tmp_path, environment=saved)
+def test_every_auto_on_workers_whose_clocks_differ(printed: Printed, tmp_path: Path, saved: Any) -> None:
+    ends = printed(AUTO, 2, tmp_path, environment=saved)
     assert [one["position"] for one in ends] == [14, 14]
     assert (tmp_path / "saved" / "step-000010").is_dir()

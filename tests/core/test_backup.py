@@ -10,7 +10,7 @@ import pytest
 
 from paceline.data.order import Order
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 LENGTH, BATCH, PARTS = 90, 24, 12  # an epoch has 4 steps; the last batch has 18 samples, in 9 microbatches
 ORDER = Order(LENGTH, BATCH, PARTS, seed=0)
 WAYS = pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
@@ -68,12 +68,12 @@ tell(
 
 
 @pytest.fixture
-def train(told: Told, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def train(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def run(workers: int, *, late: list[int] | None = None, **more: Any) -> list[dict[str, Any]]:
         one_machine = more.pop("one_machine", True)
         environment = {"LATE": json.dumps(late or []), "PACELINE_RUN": str(tmp_path)}
         environment |= {name: str(more.pop(name)) for name in ("STEPS", "LEFT_OUT") if name in more}
-        everyone = told(
+        everyone = printed(
             SCRIPT,
             workers,
             tmp_path,
@@ -207,9 +207,9 @@ for name in ("mlp, momentum", "batch norm, dropout, short batch"):
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_without_backup_workers_it_is_all_reduce_bit_for_bit(told: Told, tmp_path: Path, workers: int) -> None:
+def test_without_backup_workers_it_is_all_reduce_bit_for_bit(printed: Printed, tmp_path: Path, workers: int) -> None:
     plain, backup = (
-        told(EXACT, workers, tmp_path, environment={"STRATEGY": strategy}) for strategy in ("allreduce", "backup")
+        printed(EXACT, workers, tmp_path, environment={"STRATEGY": strategy}) for strategy in ("allreduce", "backup")
     )
     assert backup == plain and len(plain[0]) == 2
 
@@ -222,6 +222,6 @@ for name in ("batch norm, dropout, short batch", "layer used sometimes"):
 
 
 @WAYS
-def test_all_workers_hold_the_same_model(told: Told, tmp_path: Path, one_machine: bool) -> None:
-    first, *others = told(CASES, 3, tmp_path, one_machine=one_machine)
+def test_all_workers_hold_the_same_model(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
+    first, *others = printed(CASES, 3, tmp_path, one_machine=one_machine)
     assert others == [first] * 2 and len(first) == 2

@@ -402,9 +402,9 @@ tell(without=session.fingerprint(), steps=len(reports), rate=reports[-1].learnin
 """
 
 
-def test_skipping_leaves_no_trace(told: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
+def test_skipping_leaves_no_trace(printed: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
     """The state is that of a run which never saw the bad batches."""
-    found = [one for workers in (1, 2, 3) for one in told(SKIPPED, workers, tmp_path / str(workers))]
+    found = [one for workers in (1, 2, 3) for one in printed(SKIPPED, workers, tmp_path / str(workers))]
     for one in found:
         assert one == found[0]
         assert one["skipped"] == one["nan"]

@@ -12,7 +12,7 @@ from paceline.checkpoint import files, locations
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SAVING = """
 import os
@@ -124,15 +124,15 @@ def flip(checkpoint: Path, name: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def attempts(told: Told, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def attempts(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each of two workers was told; ``fingerprint`` is what the checkpoint should give."""
     folder = tmp_path_factory.mktemp("attempts")
     saved = folder / "saved"
-    (before,) = told(SAVING, 1, folder, environment={"SAVED": str(saved)})
+    (before,) = printed(SAVING, 1, folder, environment={"SAVED": str(saved)})
     assert before["path"] == str(saved / "step-000006")
     assert sorted(path.name for path in saved.iterdir()) == ["latest", "step-000002", "step-000004", "step-000006"]
     damage(folder, saved)
-    return [before | one for one in told(RESUMING, 2, folder, environment={"SAVED": str(saved)})]
+    return [before | one for one in printed(RESUMING, 2, folder, environment={"SAVED": str(saved)})]
 
 
 @pytest.mark.parametrize(

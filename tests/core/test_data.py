@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 AUGMENTED = """
 import random
@@ -41,10 +41,10 @@ tell(seen=seen)
 """
 
 
-def test_augmentation_does_not_depend_on_who_loads(told: Told, tmp_path: Path) -> None:
+def test_augmentation_does_not_depend_on_who_loads(printed: Printed, tmp_path: Path) -> None:
     everywhere: list[dict[str, list[float]]] = []
     for workers in (1, 3):
-        of_ranks = [one["seen"] for one in told(AUGMENTED, workers, tmp_path)]
+        of_ranks = [one["seen"] for one in printed(AUGMENTED, workers, tmp_path)]
         for loaders in ("0", "1", "2"):
             rows: dict[str, list[float]] = {}
             for seen in of_ranks:
@@ -88,10 +88,10 @@ tell(training=session._job.compute.model.training)
 """
 
 
-def test_evaluation_visits_each_sample_once(told: Told, tmp_path: Path) -> None:
+def test_evaluation_visits_each_sample_once(printed: Printed, tmp_path: Path) -> None:
     alone: dict[str, Any] = {}
     for workers in (1, 3, 4):
-        everyone = told(EVALUATED, workers, tmp_path)
+        everyone = printed(EVALUATED, workers, tmp_path)
         assert all(one["training"] for one in everyone)
         for length in ("2", "101"):
             visited = [sample for one in everyone for sample in one[length][0]]

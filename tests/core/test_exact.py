@@ -15,13 +15,15 @@ for name, arguments in CASES.items():
     tell(**{name: train(arguments() | exact, steps_of(name))})
 """
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 WAYS = [("allreduce", workers, True) for workers in (1, 3, 4, 8)] + [("allreduce", 5, False)]
 MORE = [("allreduce", workers, True) for workers in (2, 5, 6, 7)] + [("allreduce", 2, False)]
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int, bool], list[dict[str, Any]]]:
+def results(
+    printed: Printed, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, int, bool], list[dict[str, Any]]]:
     """What each worker found for all cases, for a strategy and a number of workers; each computed once."""
     known: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
 
@@ -29,7 +31,7 @@ def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
         way = strategy, workers, one_machine
         if way not in known:
             directory = tmp_path_factory.mktemp("exact")
-            known[way] = told(
+            known[way] = printed(
                 SCRIPT, workers, directory, one_machine=one_machine, environment={"STRATEGY": strategy}, deadline=200
             )
         return known[way]
@@ -61,7 +63,7 @@ for name in ("transformer, tied weights, clipping, schedule", "transformer, reco
 """
 
 
-def test_recomputing_does_not_change_the_bits(told: Told, tmp_path: Path) -> None:
-    (fingerprints,) = told(RECOMPUTED, 1, tmp_path)
+def test_recomputing_does_not_change_the_bits(printed: Printed, tmp_path: Path) -> None:
+    (fingerprints,) = printed(RECOMPUTED, 1, tmp_path)
     kept, again = fingerprints.values()
     assert kept == again

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 TRAINED = """
 import torch
@@ -68,8 +68,8 @@ tell(
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    return {workers: told(TRAINED, workers, tmp_path_factory.mktemp("fast")) for workers in (1, 2, 3, 5)}
+def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    return {workers: printed(TRAINED, workers, tmp_path_factory.mktemp("fast")) for workers in (1, 2, 3, 5)}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
 import torch
@@ -114,10 +114,10 @@ tell(**found)
 """
 
 
-def test_the_bits_do_not_depend_on_the_workers(told: Told, tmp_path: Path) -> None:
-    (alone,) = told(HEAD + SAME, 1, tmp_path)
+def test_the_bits_do_not_depend_on_the_workers(printed: Printed, tmp_path: Path) -> None:
+    (alone,) = printed(HEAD + SAME, 1, tmp_path)
     for workers in (2, 4):
-        for one in told(HEAD + SAME, workers, tmp_path):
+        for one in printed(HEAD + SAME, workers, tmp_path):
             assert one == alone
 
 
@@ -131,10 +131,10 @@ tell(found=norm.running_mean.tolist(), mean=(0.1 * rows.mean(0)).tolist(), count
 """
 
 
-def test_statistics_are_means_over_samples(told: Told, tmp_path: Path) -> None:
+def test_statistics_are_means_over_samples(printed: Printed, tmp_path: Path) -> None:
     script = HEAD.replace("features = torch.randn(40, 4,", "features = torch.randn(40, 4, dtype=torch.float64,")
     for workers in (1, 3):
-        for one in told(script + "import paceline.data.order\n" + STATISTICS, workers, tmp_path):
+        for one in printed(script + "import paceline.data.order\n" + STATISTICS, workers, tmp_path):
             assert one["found"] == pytest.approx(one["mean"], rel=1e-12)
             assert one["counted"] == 1
 
@@ -162,9 +162,9 @@ tell(fingerprint=session.fingerprint())
 """
 
 
-def test_a_step_that_failed_everywhere_leaves_no_trace(told: Told, tmp_path: Path) -> None:
-    (alone,) = told(HEAD + CAUGHT, 1, tmp_path)
-    assert all(one == alone for one in told(HEAD + CAUGHT, 2, tmp_path))
+def test_a_step_that_failed_everywhere_leaves_no_trace(printed: Printed, tmp_path: Path) -> None:
+    (alone,) = printed(HEAD + CAUGHT, 1, tmp_path)
+    assert all(one == alone for one in printed(HEAD + CAUGHT, 2, tmp_path))
 
 
 UNUSED_CALL = """
@@ -174,8 +174,8 @@ tell(steps=[session.step(batch).step for batch in session.batches(steps=2)])
 """
 
 
-def test_a_call_that_nobody_went_through_does_not_count(told: Told, tmp_path: Path) -> None:
-    (one,) = told(HEAD + UNUSED_CALL, 1, tmp_path)
+def test_a_call_that_nobody_went_through_does_not_count(printed: Printed, tmp_path: Path) -> None:
+    (one,) = printed(HEAD + UNUSED_CALL, 1, tmp_path)
     assert one["steps"] == [0, 1]
 
 
@@ -198,8 +198,8 @@ except paceline.NonFiniteLoss:
 """
 
 
-def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(told: Told, tmp_path: Path) -> None:
-    for one in told(HEAD + CAUGHT_NAN, 2, tmp_path):
+def test_a_loss_that_is_not_finite_leaves_the_state_as_it_was(printed: Printed, tmp_path: Path) -> None:
+    for one in printed(HEAD + CAUGHT_NAN, 2, tmp_path):
         assert one["same"]
 
 
@@ -290,10 +290,10 @@ tell(dense=trained_with(False), module=trained_with(True), function=trained_with
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("strategy", ["allreduce", "parameter-server", "pipeline"])
-def test_one_process_takes_sparse_gradients(told: Told, tmp_path: Path, strategy: str, exact: bool) -> None:
+def test_one_process_takes_sparse_gradients(printed: Printed, tmp_path: Path, strategy: str, exact: bool) -> None:
     """From a module and from a function; microbatches and clipping do with them what they do with dense ones."""
     script = ALONE.replace("STRATEGY", repr(strategy)).replace("EXACT", repr(exact))
-    (one,) = told(HEAD + script, 1, tmp_path)
+    (one,) = printed(HEAD + script, 1, tmp_path)
     assert max(one["dense"][0]) > 0.2
     assert one["module"] == one["function"]
     for sparse, dense in zip(one["module"], one["dense"], strict=True):

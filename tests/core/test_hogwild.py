@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counted import STEPS, expected, updates_in
+from sample_counts import STEPS, expected, updates_in
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
 
 SUBJECT = """
@@ -87,12 +87,14 @@ tell(fingerprint=fingerprint(named_tensors(bag, steps)))
 
 
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
-def test_where_one_process_computes_all_it_is_the_plain_optimizer(told: Told, tmp_path: Path, optimizer: str) -> None:
-    (plain,) = told(PLAIN, 1, tmp_path / "plain", environment={"OPTIMIZER": optimizer})
-    (alone,) = told(HERE, 1, tmp_path / "alone", environment={"OPTIMIZER": optimizer, "PARTS": "1"})
+def test_where_one_process_computes_all_it_is_the_plain_optimizer(
+    printed: Printed, tmp_path: Path, optimizer: str
+) -> None:
+    (plain,) = printed(PLAIN, 1, tmp_path / "plain", environment={"OPTIMIZER": optimizer})
+    (alone,) = printed(HERE, 1, tmp_path / "alone", environment={"OPTIMIZER": optimizer, "PARTS": "1"})
     assert alone["fingerprint"] == plain["fingerprint"]
-    (parts,) = told(HERE, 1, tmp_path / "parts", environment={"OPTIMIZER": optimizer, "PARTS": "2"})
-    for one in told(HERE, 2, tmp_path / "two", environment={"OPTIMIZER": optimizer, "PARTS": "2"}):
+    (parts,) = printed(HERE, 1, tmp_path / "parts", environment={"OPTIMIZER": optimizer, "PARTS": "2"})
+    for one in printed(HERE, 2, tmp_path / "two", environment={"OPTIMIZER": optimizer, "PARTS": "2"}):
         assert one == parts | {"workers": 2}
 
 
@@ -124,23 +126,24 @@ kind ="""
 
 
 COUNTED = """
-import counted, os
+import sample_counts, os
 from subjects import tell
-session = counted.start(strategy="hogwild", data=counted.rows(), model=counted.table(), forward=counted.picked)
+data, model = sample_counts.rows(), sample_counts.table()
+session = sample_counts.start(strategy="hogwild", data=data, model=model, forward=sample_counts.picked)
 values = []
 for batch in session.batches(epochs=2):
     session.step(batch)
     if session.position == 5:
-        values.append(session.evaluate(counted.rows()))
+        values.append(session.evaluate(sample_counts.rows()))
 shared = any(value.untyped_storage().filename for value in session._job.compute.model.parameters())
 tell(fingerprint=session.fingerprint(), values=values, weights=session._job.compute.model.weight[:, 0].tolist())
 """
 
 
 @pytest.mark.parametrize("slow", ["0.02,0.02,0.02", "0.004,0"])
-def test_each_row_is_updated_as_often_as_its_sample_is_used(told: Told, tmp_path: Path, slow: str) -> None:
+def test_each_row_is_updated_as_often_as_its_sample_is_used(printed: Printed, tmp_path: Path, slow: str) -> None:
     """No two samples have a row in common, so nothing is lost although nothing is locked."""
-    everyone = told(COUNTED, 3, tmp_path, environment={"SLOW": slow, "PACELINE_RUN": str(tmp_path)})
+    everyone = printed(COUNTED, 3, tmp_path, environment={"SLOW": slow, "PACELINE_RUN": str(tmp_path)})
     assert len({json.dumps(one) for one in everyone}) == 1
     assert set(everyone[0]["weights"]) == {-2 * 2.0**-10}
     updates = updates_in(tmp_path)
@@ -178,17 +181,17 @@ tell(parts=session._job.order.microbatches, fusible=session._job.learned.fusible
 )
 
 
-def test_microbatches_are_fused_in_spite_of_updates_of_others(told: Told, tmp_path: Path) -> None:
-    everyone = told(UPDATED_MEANWHILE, 2, tmp_path, environment={"OPTIMIZER": "SGD"})
+def test_microbatches_are_fused_in_spite_of_updates_of_others(printed: Printed, tmp_path: Path) -> None:
+    everyone = printed(UPDATED_MEANWHILE, 2, tmp_path, environment={"OPTIMIZER": "SGD"})
     assert everyone[0] == everyone[1]
     assert everyone[0]["parts"] > 1 and everyone[0]["fusible"] is True
 
 
 SCHEDULED = """
-import counted
+import sample_counts
 from subjects import tell
 from torch.optim.lr_scheduler import LambdaLR
-session = counted.start(strategy="hogwild", schedule=lambda one: LambdaLR(one, lambda update: 1 / (1 + update)))
+session = sample_counts.start(strategy="hogwild", schedule=lambda one: LambdaLR(one, lambda update: 1 / (1 + update)))
 for batch in session.batches(epochs=2):
     report = session.step(batch)
 rate = session._job.update.learning_rate
@@ -196,8 +199,8 @@ tell(rate=rate, fingerprint=session.fingerprint())
 """
 
 
-def test_the_schedule_counts_the_updates_of_all(told: Told, tmp_path: Path) -> None:
-    everyone = told(SCHEDULED, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+def test_the_schedule_counts_the_updates_of_all(printed: Printed, tmp_path: Path) -> None:
+    everyone = printed(SCHEDULED, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
     assert [one["rate"] for one in everyone] == [2.0**-6 / (1 + 2 * STEPS)] * 2
     for one in updates_in(tmp_path):
         assert one["learning_rate"] <= 2.0**-6 / (1 + one["pulled"])
@@ -205,19 +208,19 @@ def test_the_schedule_counts_the_updates_of_all(told: Told, tmp_path: Path) -> N
 
 
 FOLLOWED = """
-import counted, json, os
+import sample_counts, json, os
 from subjects import tell
-layers = counted.model()
-first = counted.start(model=layers, **json.loads(os.environ["FIRST"]))
+layers = sample_counts.model()
+first = sample_counts.start(model=layers, **json.loads(os.environ["FIRST"]))
 for batch in first.batches(epochs=1):
     if batch.step == 5:
         break
     first.step(batch)
-second = counted.start(model=layers)
-before = counted.weights(second)
+second = sample_counts.start(model=layers)
+before = sample_counts.weights(second)
 for batch in second.batches(epochs=1):
     second.step(batch)
-tell(before=before, change=[after - value for after, value in zip(counted.weights(second), before)])
+tell(before=before, change=[after - value for after, value in zip(sample_counts.weights(second), before)])
 """
 
 
@@ -227,59 +230,59 @@ tell(before=before, change=[after - value for after, value in zip(counted.weight
     ids=["hogwild", "dedicated"],
 )
 def test_a_session_after_one_that_was_left_early_has_weights_of_its_own(
-    told: Told, tmp_path: Path, first: dict[str, Any]
+    printed: Printed, tmp_path: Path, first: dict[str, Any]
 ) -> None:
     environment = {"FIRST": json.dumps(first), "SLOW": "0,0.004"}
-    everyone = told(FOLLOWED, 3, tmp_path, environment=environment)
+    everyone = printed(FOLLOWED, 3, tmp_path, environment=environment)
     assert len({json.dumps(one) for one in everyone}) == 1
     assert everyone[0]["change"] == expected(1)
 
 
 SKIPPED = """
-import counted, torch
+import sample_counts, torch
 from subjects import tell
 from torch.utils.data import TensorDataset
-values = counted.inputs()
+values = sample_counts.inputs()
 values[17] = float("nan")
-session = counted.start(strategy="hogwild", data=TensorDataset(values), nonfinite="skip")
+session = sample_counts.start(strategy="hogwild", data=TensorDataset(values), nonfinite="skip")
 for batch in session.batches(epochs=1):
     session.step(batch)
-tell(finite=all(weight == weight for weight in counted.weights(session)), position=session.position)
+tell(finite=all(weight == weight for weight in sample_counts.weights(session)), position=session.position)
 """
 
 
-def test_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path) -> None:
-    everyone = told(SKIPPED, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+def test_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path) -> None:
+    everyone = printed(SKIPPED, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
     assert everyone == [{"finite": True, "position": STEPS}] * 2
     assert len(updates_in(tmp_path)) == STEPS - 1
     assert len(updates_in(tmp_path, "skipped")) == 1
 
 
 def test_workers_on_several_machines_are_refused(ranks: Run, tmp_path: Path) -> None:
-    script = "import counted\ncounted.start(strategy='hogwild')"
+    script = "import sample_counts\ncounted.start(strategy='hogwild')"
     for one in ranks(script, 2, tmp_path, one_machine=False):
         assert one.code == 2
         assert "'hogwild' needs workers that share memory" in one.err
 
 
 RESUMED = """
-import counted, os
+import sample_counts, os
 from subjects import tell
-session = counted.start(
+session = sample_counts.start(
     strategy="hogwild", checkpoint={"directory": os.environ["SAVED"], "every": 3}, resume="auto",
-    optimizer=counted.momentum,
+    optimizer=sample_counts.momentum,
 )
 start = session.position
 for batch in session.batches(steps=int(os.environ["STOP"])):
     session.step(batch)
-tell(start=start, position=session.position, weights=counted.weights(session))
+tell(start=start, position=session.position, weights=sample_counts.weights(session))
 """
 
 
-def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path) -> None:
+def test_it_goes_on_from_a_checkpoint(printed: Printed, tmp_path: Path) -> None:
     saved = {"SAVED": str(tmp_path / "saved")}
-    told(RESUMED, 2, tmp_path / "first", environment=saved | {"STOP": "8"})
-    again = told(RESUMED, 3, tmp_path / "second", environment=saved | {"STOP": "16"})
+    printed(RESUMED, 2, tmp_path / "first", environment=saved | {"STOP": "8"})
+    again = printed(RESUMED, 3, tmp_path / "second", environment=saved | {"STOP": "16"})
     assert [one["start"] for one in again] == [6] * 3
     assert len({json.dumps(one) for one in again}) == 1
 

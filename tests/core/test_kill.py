@@ -60,7 +60,7 @@ tell(start=start, fingerprint=session.fingerprint(), loss=report.loss.hex(), dra
 """.replace("STEPS", str(STEPS))
 
 Run = Callable[..., list[Ended]]
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 Train = Callable[..., list[dict[str, Any]]]
 KILLED = ["SIGKILL"]
 
@@ -71,10 +71,10 @@ def saved(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def uninterrupted(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What comes out on one worker that nobody kills."""
     directory = tmp_path_factory.mktemp("whole")
-    (result,) = told(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved")})
+    (result,) = printed(SCRIPT, 1, directory, environment={"SAVED": str(directory / "saved")})
     assert result.pop("start") == 0
     return result
 
@@ -92,7 +92,7 @@ def check_the_end(results: list[dict[str, Any]], started_from: range, uninterrup
 
 @pytest.mark.parametrize("workers", [(3, 2, 4), (2, 5, 1), (1, 4, 2)], ids=str)
 def test_killed_twice(
-    ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, workers: tuple[int, int, int]
+    ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, workers: tuple[int, int, int]
 ) -> None:
     first, second, third = workers
     own = saved | held(6 + first, range(first))
@@ -101,12 +101,14 @@ def test_killed_twice(
     own = saved | held(18 + second, range(second))
     ended = ranks(SCRIPT, second, tmp_path, environment=own, kill=Kill(f"step {18 + second}", by=second - 1))
     assert [one.signal for one in ended] == KILLED * second
-    last = told(SCRIPT, third, tmp_path, environment=saved)
+    last = printed(SCRIPT, third, tmp_path, environment=saved)
     check_the_end(last, range(15, STEPS), uninterrupted)
 
 
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
-def test_one_killed(ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, one_machine: bool) -> None:
+def test_one_killed(
+    ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, one_machine: bool
+) -> None:
     kill = Kill("step 10", ranks=(1,), by=1)
     ended = ranks(SCRIPT, 3, tmp_path, environment=saved | held(10, [1]), kill=kill, one_machine=one_machine)
     assert [one.signal for one in ended] == ["", "SIGKILL", ""]
@@ -114,7 +116,7 @@ def test_one_killed(ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterr
         assert one.code == 5
         (said,) = re.findall(rf"^paceline: rank {one.rank}: WorkerLost: .*", one.err, re.M)  # torch may log before it
         assert re.search(r"log of ranks? (0, )?1\b", said)
-    check_the_end(told(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
+    check_the_end(printed(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +124,12 @@ def test_one_killed(ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterr
     ["write 2 before", "_write_synced 3 before", "rename 2 before", "rename 2 after", "_write_synced 4 after"],
 )
 def test_killed_while_saving(
-    ranks: Run, told: Told, tmp_path: Path, saved: Any, uninterrupted: Any, moment: str
+    ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, moment: str
 ) -> None:
     ended = ranks(SCRIPT, 2, tmp_path, environment=saved | {"DYING": moment})
     assert [one.signal for one in ended] == ["SIGKILL", ""]
     assert "WorkerLost" in ended[1].err
-    results = told(SCRIPT, 3, tmp_path, environment=saved)
+    results = printed(SCRIPT, 3, tmp_path, environment=saved)
     check_the_end(results, range(3, 7), uninterrupted)
     left = {path.name for path in (tmp_path / "saved").iterdir()}
     assert left == {"step-000033", "step-000036", "latest"}
@@ -174,9 +176,9 @@ tell(fingerprint=session.fingerprint())
 
 
 @pytest.mark.parametrize("store", ["", "file://"], ids=["path", "url"])
-def test_killed_at_random_moments_of_saving(ranks: Run, told: Told, tmp_path: Path, store: str) -> None:
+def test_killed_at_random_moments_of_saving(ranks: Run, printed: Printed, tmp_path: Path, store: str) -> None:
     """The run always goes on from a checkpoint no further back than the interval, and ends with the same bits."""
-    (whole,) = told(SAVING, 1, tmp_path, environment={"SAVED": str(tmp_path / "whole")})
+    (whole,) = printed(SAVING, 1, tmp_path, environment={"SAVED": str(tmp_path / "whole")})
     saved = tmp_path / "saved"
     environment = {"SAVED": f"{store}{saved}"}
     least = timed = 0
@@ -188,6 +190,6 @@ def test_killed_at_random_moments_of_saving(ranks: Run, told: Told, tmp_path: Pa
         assert int(said[0][1]) >= least
         least = int(said[-1][1]) - 2
     assert timed  # else no kill came at its moment
-    (last,) = told(SAVING, 1, tmp_path, environment=environment)
+    (last,) = printed(SAVING, 1, tmp_path, environment=environment)
     assert last == whole
     assert {path.name for path in saved.iterdir()} == {"step-000046", "step-000048", "latest"}

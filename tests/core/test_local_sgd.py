@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 WAYS = pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 
 HEAD = """
@@ -61,16 +61,16 @@ tell(
 
 
 @WAYS
-def test_an_average_after_each_step_is_all_reduce(told: Told, tmp_path: Path, one_machine: bool) -> None:
+def test_an_average_after_each_step_is_all_reduce(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     """Up to rounding, whatever the shares; also where all but one worker have nothing to do and no optimizer state."""
-    everyone = told(HEAD + EACH_STEP, 3, tmp_path, one_machine=one_machine)
+    everyone = printed(HEAD + EACH_STEP, 3, tmp_path, one_machine=one_machine)
     check_equal(everyone, "average", "plain")
     check_equal(everyone, "average_tokens", "plain_tokens")
     check_equal(everyone, "average_idle", "plain_idle")
 
 
 BY_HAND = """
-def by_hand(workers, every, steps):
+def pipedream_reference(workers, every, steps):
     data, order = numbers(100), Order(100, 48, 8, seed=0)
     models = [mlp(6, 1, torch.float64) for _ in range(workers)]
     optimizers = [sgd(model.parameters()) for model in models]
@@ -95,12 +95,12 @@ def by_hand(workers, every, steps):
             weights = [0] * workers
     return {"values": torch.cat([value.detach().flatten() for value in models[0].parameters()]).tolist()}
 
-tell(found=train(start(every=3), 8), wanted=by_hand(3, 3, 8))
+tell(found=train(start(every=3), 8), wanted=pipedream_reference(3, 3, 8))
 """
 
 
-def test_each_worker_trains_alone_in_between(told: Told, tmp_path: Path) -> None:
-    check_equal(told(HEAD + BY_HAND, 3, tmp_path), "found", "wanted", losses=False)
+def test_each_worker_trains_alone_in_between(printed: Printed, tmp_path: Path) -> None:
+    check_equal(printed(HEAD + BY_HAND, 3, tmp_path), "found", "wanted", losses=False)
 
 
 PRINTS = """
@@ -113,10 +113,12 @@ tell(prints=prints)
 """
 
 
-def test_synchronous_steps_come_first(told: Told, tmp_path: Path) -> None:
+def test_synchronous_steps_come_first(printed: Printed, tmp_path: Path) -> None:
     """``after`` steps with the bits of all-reduce; then models part, and meet again after every 3 steps."""
-    first, *others = (one["prints"] for one in told(HEAD + PRINTS, 3, tmp_path, environment={"STRATEGY": "local-sgd"}))
-    plain = told(HEAD + PRINTS, 3, tmp_path, environment={"STRATEGY": "allreduce"})[0]["prints"]
+    first, *others = (
+        one["prints"] for one in printed(HEAD + PRINTS, 3, tmp_path, environment={"STRATEGY": "local-sgd"})
+    )
+    plain = printed(HEAD + PRINTS, 3, tmp_path, environment={"STRATEGY": "allreduce"})[0]["prints"]
     assert first[:4] == plain[:4] and first[4] != plain[4]
     for other in others:
         assert [one == two for one, two in zip(first, other, strict=True)] == [True] * 4 + [False, False, True] + (
@@ -145,10 +147,10 @@ tell(fingerprint=session.fingerprint())
 
 
 @WAYS
-def test_nobody_waits_between_two_averages(told: Told, tmp_path: Path, one_machine: bool) -> None:
+def test_nobody_waits_between_two_averages(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     """The second worker does not finish its step 1 before the first one has done step 3."""
     environment = {"PACELINE_RUN": str(tmp_path)}
-    first, second = told(HEAD + WAITING, 2, tmp_path, environment=environment, one_machine=one_machine)
+    first, second = printed(HEAD + WAITING, 2, tmp_path, environment=environment, one_machine=one_machine)
     assert first == second
     events = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "average"] == [4, 9]
@@ -163,8 +165,8 @@ tell(fingerprint=session.fingerprint())
 """
 
 
-def test_steps_that_the_script_leaves_out_are_not_counted(told: Told, tmp_path: Path) -> None:
-    first, second = told(HEAD + LEFT_OUT, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+def test_steps_that_the_script_leaves_out_are_not_counted(printed: Printed, tmp_path: Path) -> None:
+    first, second = printed(HEAD + LEFT_OUT, 2, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
     assert first == second
     events = [json.loads(line) for line in (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["event"] == "average"] == [3, 7, 9]
@@ -186,11 +188,13 @@ tell(fingerprint=session.fingerprint(), measured=measured)
 """
 
 
-def test_checkpoints_and_evaluations(told: Told, tmp_path: Path) -> None:
+def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path) -> None:
     """A run that goes on from a checkpoint has the bits of one that was not interrupted; all workers agree."""
 
     def run(folder: str, steps: int, workers: int = 3) -> list[dict[str, Any]]:
-        return told(HEAD + SAVED, workers, tmp_path, environment={"KEPT": str(tmp_path / folder), "STEPS": str(steps)})
+        return printed(
+            HEAD + SAVED, workers, tmp_path, environment={"KEPT": str(tmp_path / folder), "STEPS": str(steps)}
+        )
 
     whole = run("one", 11)
     run("two", 7)
@@ -209,7 +213,7 @@ tell(notes=reports[-1].notes, losses=[report.loss for report in reports])
 """
 
 
-def test_the_loss_is_global_where_models_are_averaged(told: Told, tmp_path: Path) -> None:
-    first, second = told(HEAD + REMARKS, 2, tmp_path)
+def test_the_loss_is_global_where_models_are_averaged(printed: Printed, tmp_path: Path) -> None:
+    first, second = printed(HEAD + REMARKS, 2, tmp_path)
     assert [one == two for one, two in zip(first["losses"], second["losses"], strict=True)] == [False, False, True]
     assert any("averaged after every 3 steps" in note for note in first["notes"])

@@ -85,7 +85,7 @@ def data() -> TensorDataset:
     return TensorDataset(features, features.sum(1, keepdim=True).tanh())
 
 
-def by_hand(ranks: list[int]) -> torch.Tensor:
+def pipedream_reference(ranks: list[int]) -> torch.Tensor:
     """The weights after gradient descent in one process on the shares of some ranks of each batch."""
     features, targets = data().tensors
     order = Order(SAMPLES, BATCH, MICROBATCHES, SEED, False)
@@ -116,6 +116,6 @@ def test_every_second_workers_share(worker: Worker) -> None:
         strategy="every-second",
     )
     reports = [session.step(batch) for batch in session.batches(steps=STEPS)]
-    torch.testing.assert_close(model.weight.detach(), by_hand([0, 2]), rtol=1e-12, atol=0.0)
-    assert not torch.allclose(by_hand([0, 2]), by_hand([0, 1, 2]), rtol=1e-3)  # of all-reduce
+    torch.testing.assert_close(model.weight.detach(), pipedream_reference([0, 2]), rtol=1e-12, atol=0.0)
+    assert not torch.allclose(pipedream_reference([0, 2]), pipedream_reference([0, 1, 2]), rtol=1e-3)  # of all-reduce
     assert "every second worker's samples are left out" in reports[-1].notes

@@ -8,36 +8,36 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counted import RATE, STEPS, expected, updates_in
+from sample_counts import RATE, STEPS, expected, updates_in
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
 EPOCHS = 4
 
 COUNTED = """
-import counted, json, os
+import sample_counts, json, os
 from subjects import tell
 given = json.loads(os.environ.get("GIVEN", "{}"))
-session = counted.start(strategy="parameter-server", server=json.loads(os.environ["SERVER"]), **given)
+session = sample_counts.start(strategy="parameter-server", server=json.loads(os.environ["SERVER"]), **given)
 values = []
 for batch in session.batches(epochs=4):
     session.step(batch)
     if session.position in (6, 7):
-        values.append(session.evaluate(counted.TensorDataset(counted.inputs())))
-tell(fingerprint=session.fingerprint(), values=values, weights=counted.weights(session))
+        values.append(session.evaluate(sample_counts.TensorDataset(sample_counts.inputs())))
+tell(fingerprint=session.fingerprint(), values=values, weights=sample_counts.weights(session))
 """
 UNEVEN = "0.008,0,0.001"
 
 
 @pytest.fixture
-def counted(told: Told, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def counted(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     """Run the task that counts; the updates that were made, after what must always be so."""
 
     def run(
         server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, dropped: bool = False
     ) -> list[dict[str, Any]]:
         environment = {"SERVER": json.dumps(server), "SLOW": slow, "PACELINE_RUN": str(tmp_path)}
-        everyone = told(COUNTED, workers, tmp_path, environment=environment)
+        everyone = printed(COUNTED, workers, tmp_path, environment=environment)
         assert len({json.dumps(one["weights"] + [one["fingerprint"], *one["values"]]) for one in everyone}) == 1
         updates = sorted(updates_in(tmp_path), key=lambda one: one["version"])
         assert sorted(one["step"] for one in updates) == list(range(EPOCHS * STEPS))
@@ -136,48 +136,48 @@ tell(fingerprint=session.fingerprint(), values=values, learning_rate=session._jo
     "case",
     ["batch norm, dropout, short batch", "transformer, tied weights, clipping, schedule", "layer used sometimes"],
 )
-def test_one_worker_that_computes_is_the_single_process(told: Told, tmp_path: Path, case: str, mode: str) -> None:
+def test_one_worker_that_computes_is_the_single_process(printed: Printed, tmp_path: Path, case: str, mode: str) -> None:
     environment = {"CASE": case, "MODE": mode}
-    (alone,) = told(ONE_COMPUTES, 1, tmp_path / "alone", environment=environment)
-    for one in told(ONE_COMPUTES, 2, tmp_path / "two", environment=environment):
+    (alone,) = printed(ONE_COMPUTES, 1, tmp_path / "alone", environment=environment)
+    for one in printed(ONE_COMPUTES, 2, tmp_path / "two", environment=environment):
         assert one == alone
 
 
-def test_two_servers_are_like_one(told: Told, tmp_path: Path) -> None:
+def test_two_servers_are_like_one(printed: Printed, tmp_path: Path) -> None:
     script = ONE_COMPUTES.replace('"dedicated": True', '"dedicated": True, "count": int(os.environ["COUNT"])')
     environment = {"CASE": "transformer, tied weights, clipping, schedule", "MODE": "async"}
-    (alone,) = told(script, 1, tmp_path / "alone", environment=environment | {"COUNT": "1"})
-    for one in told(script, 3, tmp_path / "three", environment=environment | {"COUNT": "2"}):
+    (alone,) = printed(script, 1, tmp_path / "alone", environment=environment | {"COUNT": "1"})
+    for one in printed(script, 3, tmp_path / "three", environment=environment | {"COUNT": "2"}):
         assert one == alone
 
 
 RESUMED = """
-import counted, json, os
+import sample_counts, json, os
 from subjects import tell
-session = counted.start(
+session = sample_counts.start(
     strategy="parameter-server", server=json.loads(os.environ["SERVER"]),
     checkpoint={"directory": os.environ["SAVED"], "every": 3}, resume="auto",
 )
 start = session.position
 for batch in session.batches(steps=int(os.environ["STOP"])):
     session.step(batch)
-tell(start=start, weights=counted.weights(session))
+tell(start=start, weights=sample_counts.weights(session))
 """
 
 
 @pytest.mark.parametrize("dedicated", [False, True])
-def test_it_goes_on_from_a_checkpoint(told: Told, tmp_path: Path, dedicated: bool) -> None:
+def test_it_goes_on_from_a_checkpoint(printed: Printed, tmp_path: Path, dedicated: bool) -> None:
     server = json.dumps({"mode": "async", "dedicated": dedicated})
     environment = {"SAVED": str(tmp_path / "saved"), "SERVER": server, "SLOW": "0.004,0"}
-    told(RESUMED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
-    again = told(RESUMED, 2, tmp_path / "second", environment=environment | {"STOP": "16"})
+    printed(RESUMED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
+    again = printed(RESUMED, 2, tmp_path / "second", environment=environment | {"STOP": "16"})
     assert again == [{"start": 6, "weights": expected(2)}] * 2
-    (alone,) = told(RESUMED, 1, tmp_path / "third", environment=environment | {"STOP": "16"})
+    (alone,) = printed(RESUMED, 1, tmp_path / "third", environment=environment | {"STOP": "16"})
     assert alone == {"start": 15, "weights": expected(2)}
 
 
 REPORTED = """
-import counted, json, os
+import sample_counts, json, os
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from subjects import tell
 known = []
@@ -187,7 +187,7 @@ def watched(strategy, step):
     known.append(strategy._claims.look().newest >= 0)
     return notice
 AsyncSteps._start = watched
-session = counted.start(
+session = sample_counts.start(
     **json.loads(os.environ["GIVEN"]), checkpoint={"directory": os.environ["SAVED"], "every": 6}, resume="auto"
 )
 outcomes = []
@@ -195,43 +195,43 @@ for batch in session.batches(steps=int(os.environ["STOP"])):
     report = session.step(batch)
     outcomes += [report.loss, report.gradient_norm]
     if batch.step == 3:
-        session.evaluate(counted.TensorDataset(counted.inputs()))
+        session.evaluate(sample_counts.TensorDataset(sample_counts.inputs()))
 tell(known=known, outcomes=outcomes, fingerprint=session.fingerprint())
 """
 ASYNCHRONOUS = [{"strategy": "hogwild"}, *({"strategy": "parameter-server", "server": server} for server in SERVERS)]
 
 
 @pytest.mark.parametrize("given", ASYNCHRONOUS, ids=str)
-def test_each_report_has_an_outcome(told: Told, tmp_path: Path, given: dict[str, Any]) -> None:
+def test_each_report_has_an_outcome(printed: Printed, tmp_path: Path, given: dict[str, Any]) -> None:
     """Also of a worker that has computed nothing yet, of a server, after synchronizing and from a checkpoint."""
     environment = {"GIVEN": json.dumps(given), "SAVED": str(tmp_path / "saved"), "SLOW": "0.002,0.02,0.004"}
-    first = told(REPORTED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
-    again = told(REPORTED, 3, tmp_path / "again", environment=environment | {"STOP": "12"})
+    first = printed(REPORTED, 3, tmp_path / "first", environment=environment | {"STOP": "8"})
+    again = printed(REPORTED, 3, tmp_path / "again", environment=environment | {"STOP": "12"})
     assert all(math.isfinite(value) for one in (*first, *again) for value in one["outcomes"])
     assert [one["known"][1:] for one in first] == [[True, True]] * 3  # after the evaluation, and the checkpoint
     assert [one["known"] for one in again] == [[True]] * 3
 
 
 SKIPPED = """
-import counted, json, os
+import sample_counts, json, os
 from subjects import tell
-from counted import TensorDataset
-values = counted.inputs()
+from sample_counts import TensorDataset
+values = sample_counts.inputs()
 values[17] = float("nan")
-session = counted.start(
+session = sample_counts.start(
     strategy="parameter-server", data=TensorDataset(values), nonfinite=os.environ["THEN"],
     server=json.loads(os.environ["SERVER"]),
 )
 for batch in session.batches(epochs=int(os.environ["EPOCHS"])):
     session.step(batch)
-tell(finite=all(weight == weight for weight in counted.weights(session)), position=session.position)
+tell(finite=all(weight == weight for weight in sample_counts.weights(session)), position=session.position)
 """
 
 
 @pytest.mark.parametrize("server", SERVERS, ids=str)
-def test_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path, server: dict[str, Any]) -> None:
+def test_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path, server: dict[str, Any]) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": json.dumps(server), "THEN": "skip", "EPOCHS": "2"}
-    everyone = told(SKIPPED, 3, tmp_path, environment=environment)
+    everyone = printed(SKIPPED, 3, tmp_path, environment=environment)
     assert everyone == [{"finite": True, "position": 2 * STEPS}] * 3
     assert len(updates_in(tmp_path)) == 2 * STEPS - 2
     assert len(updates_in(tmp_path, "skipped")) == 2
@@ -246,12 +246,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(ranks: Run, tmp_path: Path, serv
 
 
 EVALUATED_ALONE = """
-import counted, json, os
-session = counted.start(**json.loads(os.environ["GIVEN"]))
+import sample_counts, json, os
+session = sample_counts.start(**json.loads(os.environ["GIVEN"]))
 for batch in session.batches(epochs=3):
     session.step(batch)
     if session.position == 6 and session.rank == 0:
-        session.evaluate(counted.TensorDataset(counted.inputs()))
+        session.evaluate(sample_counts.TensorDataset(sample_counts.inputs()))
 """
 
 
@@ -269,7 +269,7 @@ def test_an_evaluation_of_one_rank_is_found_when_another_goes_on(
     assert re.search(r", (rank [12]|another one) at step \d", everyone[0].err)
 
 
-def test_statistics_and_bits_are_spoken_of(told: Told, tmp_path: Path) -> None:
+def test_statistics_and_bits_are_spoken_of(printed: Printed, tmp_path: Path) -> None:
     script = """
 import paceline
 from subjects import CASES, tell
@@ -279,7 +279,7 @@ for batch in session.batches(epochs=2):
     session.step(batch)
 tell(remarks=session._job.warnings, fingerprint=session.fingerprint())
 """
-    everyone = told(script, 2, tmp_path)
+    everyone = printed(script, 2, tmp_path)
     assert everyone[0] == everyone[1]
     text = " ".join(everyone[0]["remarks"])
     assert "promises no exact bits" in text and "batch norm" in text and "8 updates so far" in text
@@ -318,7 +318,7 @@ paceline.start(**CASES["mlp, momentum"](), strategy="parameter-server",
 
 
 UNSHARED = """
-import counted, json, os
+import sample_counts, json, os
 import torch
 
 class Own(torch.optim.lr_scheduler.LRScheduler):
@@ -356,7 +356,7 @@ def closed_at_times(parameters):
 
 given = {"schedule": {"schedule": Own}, "left out": {"schedule": Leaving}, "optimizer": {"optimizer": watched}}
 given |= {"closed": {"optimizer": closed}, "closed at times": {"optimizer": closed_at_times}}
-session = counted.start(**json.loads(os.environ["GIVEN"]), **given[os.environ["CASE"]])
+session = sample_counts.start(**json.loads(os.environ["GIVEN"]), **given[os.environ["CASE"]])
 print("started")
 for batch in session.batches(epochs=1):
     session.step(batch)
@@ -426,10 +426,10 @@ SYNC_CASES = [
 
 
 @pytest.fixture(scope="module")
-def averaged(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def averaged(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What comes out of all-reduce on two workers."""
     environment = {"STRATEGY": "allreduce", "SERVER": "{}", "CASES": json.dumps(SYNC_CASES)}
-    one, _ = told(SYNC, 2, tmp_path_factory.mktemp("averaged"), environment=environment, deadline=100)
+    one, _ = printed(SYNC, 2, tmp_path_factory.mktemp("averaged"), environment=environment, deadline=100)
     return one
 
 
@@ -439,14 +439,14 @@ def averaged(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     ids=str,
 )
 def test_in_mode_sync_the_bits_are_those_of_all_reduce(
-    told: Told, tmp_path: Path, averaged: dict[str, Any], workers: int, server: dict[str, Any]
+    printed: Printed, tmp_path: Path, averaged: dict[str, Any], workers: int, server: dict[str, Any]
 ) -> None:
     environment = {"STRATEGY": "parameter-server", "SERVER": json.dumps(server), "CASES": json.dumps(SYNC_CASES)}
-    for one in told(SYNC, workers, tmp_path, environment=environment, deadline=100):
+    for one in printed(SYNC, workers, tmp_path, environment=environment, deadline=100):
         assert one == averaged
 
 
-def test_in_mode_sync_each_shard_is_updated_at_its_server_alone(told: Told, tmp_path: Path) -> None:
+def test_in_mode_sync_each_shard_is_updated_at_its_server_alone(printed: Printed, tmp_path: Path) -> None:
     script = """
 import paceline
 from subjects import CASES, tell
@@ -459,7 +459,7 @@ before = len(session._job.update.optimizer.state)
 session.evaluate(CASES["mlp, momentum"]()["data"])
 tell(before=before, after=len(session._job.update.optimizer.state), fingerprint=session.fingerprint())
 """
-    everyone = told(script, 3, tmp_path)
+    everyone = printed(script, 3, tmp_path)
     assert [one["before"] for one in everyone] == [1, 3, 0] or [one["before"] for one in everyone] == [2, 2, 0]
     assert {one["after"] for one in everyone} == {4}
     assert len({one["fingerprint"] for one in everyone}) == 1
@@ -502,16 +502,18 @@ tell(fingerprint=session.fingerprint(), reports=reports, made=made)
 
 
 @pytest.mark.parametrize(("workers", "dedicated"), [(2, "0"), (3, "0"), (3, "1")])
-def test_in_mode_sync_only_servers_call_the_optimizer(told: Told, tmp_path: Path, workers: int, dedicated: str) -> None:
+def test_in_mode_sync_only_servers_call_the_optimizer(
+    printed: Printed, tmp_path: Path, workers: int, dedicated: str
+) -> None:
     """With one server an optimizer that looks at all gradients at once gives the bits of one process."""
     environment = {"DEDICATED": dedicated}
-    (alone,) = told(COUPLED, 1, tmp_path / "alone", environment=environment)
+    (alone,) = printed(COUPLED, 1, tmp_path / "alone", environment=environment)
     assert alone["made"] == [5, 0.05 / 4, 5]
-    for one in told(COUPLED, workers, tmp_path / "several", environment=environment):
+    for one in printed(COUPLED, workers, tmp_path / "several", environment=environment):
         assert one == alone
 
 
-def test_in_mode_sync_a_step_that_is_not_finite_is_left_out(told: Told, tmp_path: Path) -> None:
+def test_in_mode_sync_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": '{"mode": "sync"}', "THEN": "skip", "EPOCHS": "2"}
-    everyone = told(SKIPPED, 3, tmp_path, environment=environment)
+    everyone = printed(SKIPPED, 3, tmp_path, environment=environment)
     assert everyone == [{"finite": True, "position": 2 * STEPS}] * 3

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 
 class Case(NamedTuple):
-    """An asynchronous pipeline of a model of ``by_hand``.
+    """An asynchronous pipeline of a model of ``pipedream_reference``.
 
     ``lags``, ``every``: of the stages, by hand. ``version``: the weights of a stage for a microbatch m, in Python.
     ``runs``: the steps between two moments when the pipeline runs empty; ``batch``: samples, microbatches, of which
@@ -143,7 +143,7 @@ NETWORK = ["an update after each microbatch", "2bw", "two workers for the first 
 MORE_NETWORK = [name for name, case in CASES.items() if case.workers == 3 and name not in NETWORK]
 SCRIPT = """
 import json, os
-import by_hand
+import pipedream_reference
 from paceline.strategies.pipeline.weight_stash import WeightStash
 from subjects import tell
 
@@ -157,18 +157,18 @@ for name, case in json.loads(os.environ["CASES"]).items():
     workers, settings, cut, lags, every, runs, formula, model, (batch, count), late = case
     given = 60, batch, count
     cuts = [str(place) for place in cut]
-    made = getattr(by_hand, model)()
+    made = getattr(pipedream_reference, model)()
     by_hands = [
-        by_hand.ByHand(
+        pipedream_reference.ByHand(
             made, cut, lags, every, eval("lambda stage, m: " + formula, {"lags": lags, "every": every}), newest, late
         )
         for newest in (False, True)
     ]
     most[0] = 0
-    session = by_hand.trained(made, *given, sum(map(len, runs)), cut=cuts, **settings)
+    session = pipedream_reference.trained(made, *given, sum(map(len, runs)), cut=cuts, **settings)
     for one in by_hands:
         for run in runs:
-            one.until_empty(by_hand.microbatches(*given, run))
+            one.until_empty(pipedream_reference.microbatches(*given, run))
     tell(**{name: {
         "stashed": by_hands[0].farthest_from(made),
         "newest": by_hands[1].farthest_from(made),
@@ -179,7 +179,9 @@ for name, case in json.loads(os.environ["CASES"]).items():
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
+def results(
+    printed: Printed, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., tuple[list[dict[str, Any]], Path]]:
     known: dict[tuple[str, ...], tuple[list[dict[str, Any]], Path]] = {}
     failed: set[tuple[str, ...]] = set()
 
@@ -195,7 +197,7 @@ def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
             cases = {other: CASES[other] for other in together}
             folder = tmp_path_factory.mktemp("pipedream")
             environment = {"CASES": json.dumps(cases), "PACELINE_RUN": str(folder)}
-            known[key] = told(SCRIPT, workers, folder, environment=environment, one_machine=one_machine), folder
+            known[key] = printed(SCRIPT, workers, folder, environment=environment, one_machine=one_machine), folder
             failed.remove(key)
         return known[key]
 
@@ -252,25 +254,26 @@ def test_the_staleness_is_told(results: Any) -> None:
 
 EMPTIED = """
 import math, os
-import by_hand
+import pipedream_reference
 import paceline
 from paceline.data.order import Order
 from subjects import tell
 
-every, settings = by_hand.data(40), {"schedule": "pipedream", "update_every": 2, "cut": ["4"]}
+every, settings = pipedream_reference.data(40), {"schedule": "pipedream", "update_every": 2, "cut": ["4"]}
 
 def arguments(model):
-    return by_hand.arguments(model, 60, 20, 5, **settings) | {
+    return pipedream_reference.arguments(model, 60, 20, 5, **settings) | {
         "checkpoint": {"directory": os.environ["SAVED"], "every": 3, "background": False}
     }
 
 def expected(*runs):
-    one = by_hand.ByHand(by_hand.layers(), [4], [1, 0], 2, lambda stage, m: max(0, m - 1 + stage) // 2)
+    layers = pipedream_reference.layers()
+    one = pipedream_reference.ByHand(layers, [4], [1, 0], 2, lambda stage, m: max(0, m - 1 + stage) // 2)
     for run in runs:
-        one.until_empty(by_hand.microbatches(60, 20, 5, run))
+        one.until_empty(pipedream_reference.microbatches(60, 20, 5, run))
     return one
 
-model = by_hand.layers()
+model = pipedream_reference.layers()
 session = paceline.start(**arguments(model))
 evaluated = []
 for batch in session.batches(steps=5):
@@ -286,11 +289,11 @@ for part in whole:
     values = part(values)
 tell(
     evaluated=evaluated,
-    expected=by_hand.functional.cross_entropy(values, targets).item(),
+    expected=pipedream_reference.functional.cross_entropy(values, targets).item(),
     distance=expected([0, 1], [2], [3, 4]).farthest_from(model),
 )
 
-model = by_hand.layers()
+model = pipedream_reference.layers()
 session = paceline.start(**arguments(model), resume="auto")
 start = session.position
 for batch in session.batches(steps=5):
@@ -298,25 +301,25 @@ for batch in session.batches(steps=5):
 tell(start=start, resumed=expected([0, 1], [2], [3, 4]).farthest_from(model))
 
 def spoiled(made, **more):
-    data = by_hand.data(60)
+    data = pipedream_reference.data(60)
     data.tensors[0][Order(60, 20, 5, 0).microbatches_of(1)[2][0]] = math.nan
     given = arguments(made) | {"data": data, "nonfinite": "skip", "checkpoint": {}, "pipeline": settings | more}
     session = paceline.start(**given)
     reports = [session.step(batch) for batch in session.batches(steps=3)]
     return session, all(value.isfinite().all().item() for value in made.state_dict().values())
 
-session, finite = spoiled(by_hand.layers())
+session, finite = spoiled(pipedream_reference.layers())
 tell(skipped=[finite, session.fingerprint()])
-session, finite = spoiled(by_hand.tied(), cut=["3"], update_every=1)
+session, finite = spoiled(pipedream_reference.tied(), cut=["3"], update_every=1)
 tell(tied=[finite, session.fingerprint()])
 """
 
 
-def test_the_pipeline_runs_empty_when_it_is_looked_at(told: Told, tmp_path: Path) -> None:
+def test_the_pipeline_runs_empty_when_it_is_looked_at(printed: Printed, tmp_path: Path) -> None:
     """Before an evaluation and a checkpoint; a run that goes on from the checkpoint is the same as that not stopped."""
     saved = tmp_path / "saved"
     saved.mkdir()
-    first, second = told(EMPTIED, 2, tmp_path, environment={"SAVED": str(saved), "PACELINE_RUN": str(tmp_path)})
+    first, second = printed(EMPTIED, 2, tmp_path, environment={"SAVED": str(saved), "PACELINE_RUN": str(tmp_path)})
     for one in (first, second):
         assert one["evaluated"] == pytest.approx([one["expected"]], rel=1e-12)
         assert one["distance"] < 1e-10

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 
 class Way(NamedTuple):
-    """How a model is cut: its name in ``cuts.CUT``, on how many workers, and the settings of the pipeline."""
+    """How a model is cut: its name in ``pipeline_cases.CUT``, on how many workers, and the settings of the pipeline."""
 
     case: str
     workers: int
@@ -106,7 +106,7 @@ ROUNDED = {
 STEPS = 4
 SCRIPT = """
 import json, os
-from cuts import CUT, in_double, train
+from pipeline_cases import CUT, in_double, train
 from subjects import tell
 for place, (case, settings, exact) in json.loads(os.environ["WAYS"]):
     given = CUT[case]() if exact else in_double(CUT[case]())
@@ -115,7 +115,7 @@ for place, (case, settings, exact) in json.loads(os.environ["WAYS"]):
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
+def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dict[str, Any]]]:
     """What all workers found in some way; all ways of its kind with as many workers are tried at once."""
     known: dict[tuple[str, int, bool], list[dict[str, Any]]] = {}
     failed: set[tuple[str, int, bool]] = set()
@@ -132,7 +132,7 @@ def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         assert run not in failed, f"see the first test with {workers} workers"
         if run not in known:
             failed.add(run)
-            known[run] = told(
+            known[run] = printed(
                 SCRIPT.replace("STRATEGY", "pipeline" if workers > 1 else "single"),
                 workers,
                 tmp_path_factory.mktemp("pipeline"),
@@ -226,9 +226,9 @@ tell(norms=norms, fingerprint=session.fingerprint())
 """
 
 
-def test_the_norm_of_complex_and_real_gradients(told: Told, tmp_path: Path) -> None:
-    (alone,) = told(COMPLEX, 1, tmp_path / "one")
-    assert told(COMPLEX, 2, tmp_path / "two") == [alone, alone]
+def test_the_norm_of_complex_and_real_gradients(printed: Printed, tmp_path: Path) -> None:
+    (alone,) = printed(COMPLEX, 1, tmp_path / "one")
+    assert printed(COMPLEX, 2, tmp_path / "two") == [alone, alone]
 
 
 BAD_GRADIENT = """
@@ -258,8 +258,8 @@ tell(norm=str(norms[0]), weights=[str(value) for value in session._job.compute.m
 """
 
 
-def test_a_gradient_that_is_no_number_is_not_hidden(told: Told, tmp_path: Path) -> None:
+def test_a_gradient_that_is_no_number_is_not_hidden(printed: Printed, tmp_path: Path) -> None:
     """With clipping it makes all gradients so, as in one process."""
-    (alone,) = told(BAD_GRADIENT, 1, tmp_path / "one")
+    (alone,) = printed(BAD_GRADIENT, 1, tmp_path / "one")
     assert alone == {"norm": "nan", "weights": ["nan"]}
-    assert told(BAD_GRADIENT, 2, tmp_path / "two") == [alone, alone]
+    assert printed(BAD_GRADIENT, 2, tmp_path / "two") == [alone, alone]

@@ -21,7 +21,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 import paceline
 from subjects import classes
-from cuts import CUT, Skips
+from pipeline_cases import CUT, Skips
 
 RANK = int(os.environ["RANK"])
 given = CUT["batch norm"]() | {"strategy": "pipeline", "timeout_seconds": 20}

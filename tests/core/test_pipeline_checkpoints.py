@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 # HOW: of each run its strategy and the settings of its pipeline in this part, the model, and the steps
 SCRIPT = """
 import json, os
 from pathlib import Path
-from cuts import CUT
+from pipeline_cases import CUT
 from subjects import tell
 import paceline
 
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, list[tuple[int, str, dict[str, Any]]]]] = {
 
 
 @pytest.fixture(scope="module")
-def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """What all workers told of each part; the parts that come at the same time on as many workers run together."""
     saved = tmp_path_factory.mktemp("saved")
     found: dict[str, list[Any]] = {}
@@ -64,7 +64,7 @@ def results(told: Told, tmp_path_factory: pytest.TempPathFactory) -> dict[str, l
                 if wanted == workers
             }
             environment = {"HOW": json.dumps(how), "SAVED": str(saved)}
-            for one in told(SCRIPT, workers, tmp_path_factory.mktemp("part"), environment=environment):
+            for one in printed(SCRIPT, workers, tmp_path_factory.mktemp("part"), environment=environment):
                 for name, value in one.items():
                     found.setdefault(name, []).append(value)
     return found

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import json, os
-from cuts import CUT, in_double
+from pipeline_cases import CUT, in_double
 from subjects import tell
 import paceline
 
@@ -39,7 +39,7 @@ for place, (case, part, given) in enumerate(json.loads(os.environ["WAYS"])):
 
 
 class Case(NamedTuple):
-    """The name of a model in ``cuts.CUT``, what is frozen, and where to cut for 2 stages, and for 4."""
+    """The name of a model in ``pipeline_cases.CUT``, what is frozen, and where to cut for 2 stages, and for 4."""
 
     model: str
     frozen: list[str]
@@ -58,10 +58,12 @@ CASES = [
 FIRST, TIED = CASES[0], CASES[3]
 
 
-def run(told: Told, folder: Path, workers: int, case: Case, given: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+def run(
+    printed: Printed, folder: Path, workers: int, case: Case, given: list[dict[str, Any]]
+) -> list[list[dict[str, Any]]]:
     """What each worker found in each way."""
     ways = json.dumps([(case.model, case.frozen, one) for one in given])
-    found = told(SCRIPT, workers, folder / str(workers), environment={"WAYS": ways}, deadline=200)
+    found = printed(SCRIPT, workers, folder / str(workers), environment={"WAYS": ways}, deadline=200)
     return [[*one.values()] for one in found]
 
 
@@ -71,24 +73,24 @@ def way(case: Case, schedule: str, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_bits_are_those_of_one_process(told: Told, tmp_path: Path, case: Case) -> None:
+def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path, case: Case) -> None:
     ways = [way(case, schedule) | {"exact": True} for schedule in ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved")]
-    ((alone,),) = run(told, tmp_path, 1, case, ways[:1])
-    assert run(told, tmp_path, 2, case, ways) == [[alone] * len(ways)] * 2
+    ((alone,),) = run(printed, tmp_path, 1, case, ways[:1])
+    assert run(printed, tmp_path, 2, case, ways) == [[alone] * len(ways)] * 2
 
 
 @pytest.mark.parametrize("case", [FIRST, TIED], ids=str)
-def test_several_workers_hold_a_stage(told: Told, tmp_path: Path, case: Case) -> None:
+def test_several_workers_hold_a_stage(printed: Printed, tmp_path: Path, case: Case) -> None:
     ways = [way(case, "1f1b", stages=2) | {"exact": True}]
-    ((alone,),) = run(told, tmp_path, 1, case, ways)
-    assert run(told, tmp_path, 3, case, ways) == [[alone]] * 3
+    ((alone,),) = run(printed, tmp_path, 1, case, ways)
+    assert run(printed, tmp_path, 3, case, ways) == [[alone]] * 3
 
 
 @pytest.mark.parametrize("case", [FIRST, TIED], ids=str)
-def test_else_the_result_differs_by_rounding_only(told: Told, tmp_path: Path, case: Case) -> None:
+def test_else_the_result_differs_by_rounding_only(printed: Printed, tmp_path: Path, case: Case) -> None:
     ways = [way(case, "1f1b"), way(case, "zb-v")]
-    ((alone,),) = run(told, tmp_path, 1, case, ways[:1])
-    for found in run(told, tmp_path, 2, case, ways):
+    ((alone,),) = run(printed, tmp_path, 1, case, ways[:1])
+    for found in run(printed, tmp_path, 2, case, ways):
         for one in found:
             assert one["losses"] == pytest.approx(alone["losses"], rel=1e-9)
             assert one["sums"] == pytest.approx(alone["sums"], rel=1e-9)
@@ -98,9 +100,9 @@ def test_else_the_result_differs_by_rounding_only(told: Told, tmp_path: Path, ca
 @pytest.mark.parametrize(("case", "workers", "more"), [(FIRST, 3, {"replicas": [2, 1]}), (TIED, 2, {})], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_pipedream_leaves_alone_what_is_frozen(
-    told: Told, tmp_path: Path, case: Case, workers: int, more: dict[str, Any], recompute: bool
+    printed: Printed, tmp_path: Path, case: Case, workers: int, more: dict[str, Any], recompute: bool
 ) -> None:
-    everyone = run(told, tmp_path, workers, case, [way(case, "pipedream", recompute=recompute, **more)])
+    everyone = run(printed, tmp_path, workers, case, [way(case, "pipedream", recompute=recompute, **more)])
     for (one,) in everyone:
         start, still, trained, again_still = one["sums"]
         assert start == still != trained == again_still

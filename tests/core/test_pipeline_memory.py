@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import json, os
 from functools import partial
 import torch
-from cuts import CUT
+from pipeline_cases import CUT
 from subjects import tell
 import paceline
 
@@ -45,10 +45,10 @@ tell(kept=found, whole=sum(sizes.values()), state=sum(state.values()), fingerpri
 @pytest.mark.crossed
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "pipedream"])
 @pytest.mark.parametrize("case", ["batch norm", "tied weights"])
-def test_no_worker_keeps_the_stages_of_others(told: Told, tmp_path: Path, case: str, schedule: str) -> None:
+def test_no_worker_keeps_the_stages_of_others(printed: Printed, tmp_path: Path, case: str, schedule: str) -> None:
     exact = "true" if schedule != "pipedream" else "false"
     given = f'{{"exact": {exact}, "pipeline": {{"schedule": "{schedule}"}}}}'
-    everyone = told(SCRIPT, 2, tmp_path, environment={"CASE": case, "GIVEN": given})
+    everyone = printed(SCRIPT, 2, tmp_path, environment={"CASE": case, "GIVEN": given})
     assert sum(one["updated"] for one in everyone) == everyone[0]["state"]
     for one in everyone:
         assert one["used"] < one["whole"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import json, os
 import torch
 from torch import nn
 from torch.nn import functional
-from cuts import CUT
+from pipeline_cases import CUT
 from subjects import classes, tell
 import paceline
 
@@ -70,10 +70,10 @@ Train = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture
-def train(told: Told, tmp_path: Path) -> Train:
+def train(printed: Printed, tmp_path: Path) -> Train:
     def run(workers: int, act: str, **pipeline: Any) -> list[dict[str, Any]]:
         given = {"exact": pipeline.get("schedule") != "pipedream", "pipeline": pipeline}
-        return told(SCRIPT, workers, tmp_path, environment={"ACT": act, "GIVEN": json.dumps(given)})
+        return printed(SCRIPT, workers, tmp_path, environment={"ACT": act, "GIVEN": json.dumps(given)})
 
     return run
 

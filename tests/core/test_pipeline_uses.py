@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import json, os
@@ -52,30 +52,32 @@ NOBODY_KNOWS = [None, None, None, None]
 CUT = ["2", "3", "4"]
 
 
-def run(told: Told, workers: int, folder: Path, times: list[int | None], given: list[Any]) -> list[dict[str, Any]]:
+def run(
+    printed: Printed, workers: int, folder: Path, times: list[int | None], given: list[Any]
+) -> list[dict[str, Any]]:
     ways = json.dumps([(times, one) for one in given])
-    return told(SCRIPT, workers, folder, environment={"WAYS": ways}, deadline=100)
+    return printed(SCRIPT, workers, folder, environment={"WAYS": ways}, deadline=100)
 
 
 @pytest.mark.parametrize("times", [OFTEN, NOBODY_KNOWS], ids=["often", "nobody knows"])
-def test_the_bits_are_those_of_one_process(told: Told, tmp_path: Path, times: list[int | None]) -> None:
+def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path, times: list[int | None]) -> None:
     ways = [{"exact": True, "pipeline": {"schedule": schedule, "cut": CUT}} for schedule in ("interleaved", "zb-v")]
-    alone = run(told, 1, tmp_path / "one", times, ways[:1])[0]["0"]
-    for found in run(told, 2, tmp_path / "two", times, ways):
+    alone = run(printed, 1, tmp_path / "one", times, ways[:1])[0]["0"]
+    for found in run(printed, 2, tmp_path / "two", times, ways):
         assert list(found.values()) == [alone] * len(ways)
 
 
-def test_else_the_result_differs_by_rounding_only(told: Told, tmp_path: Path) -> None:
+def test_else_the_result_differs_by_rounding_only(printed: Printed, tmp_path: Path) -> None:
     ways = [{"pipeline": {"schedule": schedule, "cut": CUT}} for schedule in ("interleaved", "zb-v")]
-    alone = run(told, 1, tmp_path / "one", NOBODY_KNOWS, ways[:1])[0]["0"]
-    for found in run(told, 2, tmp_path / "two", NOBODY_KNOWS, ways):
+    alone = run(printed, 1, tmp_path / "one", NOBODY_KNOWS, ways[:1])[0]["0"]
+    for found in run(printed, 2, tmp_path / "two", NOBODY_KNOWS, ways):
         for one in found.values():
             assert one["losses"] == pytest.approx(alone["losses"], rel=1e-4)
             assert one["sum"] == pytest.approx(alone["sum"], rel=1e-3)
 
 
-def test_pipedream_takes_what_there_is(told: Told, tmp_path: Path) -> None:
+def test_pipedream_takes_what_there_is(printed: Printed, tmp_path: Path) -> None:
     """A microbatch after which there is an update may use the weight in some stages, or in none."""
     given = {"pipeline": {"schedule": "pipedream", "cut": ["3"], "update_every": 1}}
-    first, second = run(told, 2, tmp_path, NOBODY_KNOWS, [given])
+    first, second = run(printed, 2, tmp_path, NOBODY_KNOWS, [given])
     assert first["0"]["fingerprint"] == second["0"]["fingerprint"]

@@ -84,16 +84,16 @@ else:
 """
 
 
-def test_lists_of_all_kinds_arrive_in_order(told: Any, tmp_path: Path) -> None:
-    assert told(TORCH + ROUNDS, 2, tmp_path) == [{"different": 0}] * 2
+def test_lists_of_all_kinds_arrive_in_order(printed: Any, tmp_path: Path) -> None:
+    assert printed(TORCH + ROUNDS, 2, tmp_path) == [{"different": 0}] * 2
 
 
-def test_tensors_that_are_views_of_others_arrive_as_they_look(told: Any, tmp_path: Path) -> None:
-    assert told(TORCH + KINDS, 2, tmp_path) == [{"same": True}] * 2
+def test_tensors_that_are_views_of_others_arrive_as_they_look(printed: Any, tmp_path: Path) -> None:
+    assert printed(TORCH + KINDS, 2, tmp_path) == [{"same": True}] * 2
 
 
-def test_those_that_are_too_large_go_over_the_network_without_losing_their_turn(told: Any, tmp_path: Path) -> None:
-    assert told(TORCH + LARGE, 2, tmp_path)[1]["found"] == [True] * 18
+def test_those_that_are_too_large_go_over_the_network_without_losing_their_turn(printed: Any, tmp_path: Path) -> None:
+    assert printed(TORCH + LARGE, 2, tmp_path)[1]["found"] == [True] * 18
 
 
 def test_a_receiver_that_takes_nothing_is_named(ranks: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
 import torch
@@ -44,8 +44,8 @@ tell(
 """
 
 
-def test_the_learning_rate_follows_the_workers_only_when_asked(told: Told, tmp_path: Path) -> None:
-    for one in told(HEAD + RATES, 4, tmp_path):
+def test_the_learning_rate_follows_the_workers_only_when_asked(printed: Printed, tmp_path: Path) -> None:
+    for one in printed(HEAD + RATES, 4, tmp_path):
         assert one["linear"]["rates"] == pytest.approx([0.25, 0.4, 0.4, 0.4, 0.4])
         assert one["sqrt"]["rates"] == pytest.approx([0.2] * 5)
         assert one["plain"]["rates"] == pytest.approx([0.1, 0.1, 0.05, 0.05, 0.025])
@@ -104,8 +104,8 @@ tell(trained=trained)
 """
 
 
-def test_loops(told: Told, tmp_path: Path) -> None:
-    runs = [told(HEAD + LOOPS, workers, tmp_path) for workers in (1, 3)]
+def test_loops(printed: Printed, tmp_path: Path) -> None:
+    runs = [printed(HEAD + LOOPS, workers, tmp_path) for workers in (1, 3)]
     for run in runs:
         for rank, one in enumerate(run):
             assert one["drawn"] == runs[0][0]["drawn"]
@@ -145,13 +145,13 @@ tell(done=done, fingerprint=session.fingerprint())
 """
 
 
-def test_a_resumed_loop_over_epochs_goes_on_where_it_was(told: Told, ranks: Any, tmp_path: Path) -> None:
-    (whole,) = told(HEAD + WHOLE, 1, tmp_path)
+def test_a_resumed_loop_over_epochs_goes_on_where_it_was(printed: Printed, ranks: Any, tmp_path: Path) -> None:
+    (whole,) = printed(HEAD + WHOLE, 1, tmp_path)
     kept = str(tmp_path / "kept")
     first, second = ((HEAD + RESUMED.format(again=again)).replace('"kept"', repr(kept)) for again in (False, True))
     ranks(first, 3, tmp_path)
     assert sorted(path.name for path in Path(kept).glob("step-*")) == ["step-000006"]
-    for one in told(second, 2, tmp_path):
+    for one in printed(second, 2, tmp_path):
         assert one["done"] == whole["done"][6:]
         assert one["fingerprint"] == whole["fingerprint"]
 
@@ -185,8 +185,8 @@ tell(evaluated=session.evaluate(text, lambda model, tokens: (0.0, 1.0)))
 """
 
 
-def test_a_mean_over_tokens_is_the_mean_over_all_tokens_of_the_batch(told: Told, tmp_path: Path) -> None:
-    for one in told(HEAD + TOKENS, 3, tmp_path):
+def test_a_mean_over_tokens_is_the_mean_over_all_tokens_of_the_batch(printed: Printed, tmp_path: Path) -> None:
+    for one in printed(HEAD + TOKENS, 3, tmp_path):
         assert one["loss"][0] == pytest.approx(one["loss"][1], rel=1e-12)
         assert one["moved"] == pytest.approx(one["gradient"], rel=1e-9, abs=1e-15)
         assert one["evaluated"] == 0.0

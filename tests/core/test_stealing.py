@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 # SLOW: seconds that each microbatch of a worker takes more, by rank
 SCRIPT = """
@@ -48,12 +48,12 @@ def events_of(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def train(told: Told, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
+def train(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, Any]]]:
     def run(
         workers: int, *, slow: list[float] | None = None, case: str = "mlp, momentum", steps: int = 8, **given: Any
     ) -> list[dict[str, Any]]:
         one_machine = given.pop("one_machine", True)
-        return told(
+        return printed(
             SCRIPT,
             workers,
             tmp_path,
@@ -153,10 +153,10 @@ tell(fingerprint=session.fingerprint(), stuck=stuck)
 """
 
 
-def test_a_microbatch_that_is_not_back_is_computed_again(told: Told, tmp_path: Path) -> None:
-    everyone = told(STUCK, 3, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
+def test_a_microbatch_that_is_not_back_is_computed_again(printed: Printed, tmp_path: Path) -> None:
+    everyone = printed(STUCK, 3, tmp_path, environment={"PACELINE_RUN": str(tmp_path)})
     again = [event for event in events_of(tmp_path, "steal") if event["again"]]
-    (alone,) = told(STUCK, 1, tmp_path)
+    (alone,) = printed(STUCK, 1, tmp_path)
     assert [one["fingerprint"] for one in everyone] == [alone["fingerprint"]] * 3
     assert len(everyone[1]["stuck"]) == 2
     assert any(event["rank"] != 1 and [event["step"], event["microbatch"]] == everyone[1]["stuck"] for event in again)
@@ -168,7 +168,7 @@ def test_a_parameter_that_some_microbatches_do_not_use(train: Train) -> None:
     assert first["fingerprint"] == second["fingerprint"] == alone["fingerprint"]
 
 
-def test_too_few_microbatches_are_remarked(told: Told, tmp_path: Path) -> None:
+def test_too_few_microbatches_are_remarked(printed: Printed, tmp_path: Path) -> None:
     script = """
 from subjects import CASES, tell
 import paceline
@@ -176,7 +176,7 @@ session = paceline.start(**CASES["mlp, momentum"]() | {"strategy": "stealing"})
 for batch in session.batches(steps=1):
     tell(notes=session.step(batch).notes)
 """
-    for one in told(script, 3, tmp_path):
+    for one in printed(script, 3, tmp_path):
         assert (
             "8 microbatches for 3 workers leave little to take over: set microbatches to 12 or more" in one["notes"][-1]
         )

@@ -112,10 +112,10 @@ tell(fingerprint=session.fingerprint(), skipped=sum(not report.applied for repor
 
 @BOTH
 def test_a_step_that_is_skipped_leaves_nothing(
-    told: Callable[..., list[dict[str, object]]], tmp_path: Path, strategy: str
+    printed: Callable[..., list[dict[str, object]]], tmp_path: Path, strategy: str
 ) -> None:
     """With averages only the worker leaves it out that has the sample."""
-    everyone = told(HEAD + SKIPPED.replace("STRATEGY", repr(strategy)), 2, tmp_path)
+    everyone = printed(HEAD + SKIPPED.replace("STRATEGY", repr(strategy)), 2, tmp_path)
     assert everyone[0]["fingerprint"] == everyone[1]["fingerprint"]
     assert sorted(int(str(one["skipped"])) for one in everyone) == ([1, 1] if strategy == "backup" else [0, 1])
 

@@ -1,11 +1,11 @@
 """What several workers could not train is refused before a second one comes; one that stays alone may do it."""
 
 import pytest
-from launchers import Run
+from launching import Run
 from odd_optimizers import NOISY, NORMED
 
 IMPORTS = """
-import crew
+import scripted
 import torch
 from functools import partial
 from torch import nn
@@ -24,14 +24,14 @@ given = {"optimizer": partial(torch.optim.SGD, lr=0.1), "exact": True, "clip_nor
 """
 HEAD = IMPORTS + NORMED + NOISY + ROWS
 TAIL = """
-session = crew.begin(
+session = scripted.begin(
     **{"model": nn.Sequential(*layers), "data": TensorDataset(words, words.sum(1) % 4), "batch": 16, "schedule": None,
        "loss": functional.cross_entropy} | given
 )
 print("started", flush=True)
 for batch in session.batches(steps=3):
-    crew.say(session, session.step(batch))
-crew.end(session)
+    scripted.say(session, session.step(batch))
+scripted.end(session)
 """
 SERVERS = 'given |= {"strategy": "parameter-server", "server": {"count": 2, "dedicated": True}}\n'
 AT_THE_START = {
@@ -61,21 +61,21 @@ CASES = AT_THE_START | IN_THE_FIRST_STEP
 def test_it_is_refused_where_more_workers_may_come(run: Run, case: str) -> None:
     script, words = CASES[case]
     ran = run(HEAD + script + TAIL, "-n", 1, "--elastic", "1:3")
-    assert ran.code == 2, ran.story()
-    assert words in ran.said, ran.story()
-    assert ("started" in ran.logs["rank-0"]) == (case in IN_THE_FIRST_STEP), ran.story()
-    assert not ran.steps("rank-0"), ran.story()
+    assert ran.code == 2, ran.report()
+    assert words in ran.said, ran.report()
+    assert ("started" in ran.logs["rank-0"]) == (case in IN_THE_FIRST_STEP), ran.report()
+    assert not ran.steps("rank-0"), ran.report()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_is_trained_where_one_worker_stays_alone(run: Run, case: str) -> None:
     ran = run(HEAD + CASES[case][0] + TAIL, "-n", 1, "--standby", 1)
-    assert ran.code == 0, ran.story()
-    assert ran.steps("rank-0") == [0, 1, 2], ran.story()
+    assert ran.code == 0, ran.report()
+    assert ran.steps("rank-0") == [0, 1, 2], ran.report()
 
 
 def test_one_server_may_have_an_optimizer_that_looks_at_all_gradients(run: Run) -> None:
     """Two workers are enough for one server and one worker that computes, and there are never more."""
     script = HEAD + SERVERS + 'given["optimizer"] = partial(Normed, lr=0.1)' + TAIL
     ran = run(script, "-n", 1, "--elastic", "1:2")
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()

@@ -6,7 +6,7 @@ from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.types import Bounds
 
 
-class Hand:
+class ScriptedMembership:
     """A membership, what it told to whom, and what it noted."""
 
     fits: tuple[int, ...] = ()

@@ -46,7 +46,7 @@ class Ran:
         logs = {path.stem: path.read_text() for path in sorted((self.run / "output").glob("*.log"))}
         object.__setattr__(self, "logs", logs)
 
-    def story(self) -> str:
+    def report(self) -> str:
         """Everything, for a failed assertion."""
         logs = "\n".join(f"-- {name}\n{text}" for name, text in self.logs.items())
         notes = "\n".join(map(str, self.launcher()))
@@ -74,7 +74,7 @@ class Ran:
         """The steps that a worker said it did."""
         return [int(line.split()[1]) for line in self.logs[name].splitlines() if line.startswith("step ")]
 
-    def told(self) -> list[dict[str, Any]]:
+    def printed(self) -> list[dict[str, Any]]:
         """The last lines of those that came to the end."""
         lines = [line for text in self.logs.values() for line in text.splitlines()]
         return [json.loads(line) for line in lines if line.startswith("{")]
@@ -85,10 +85,10 @@ class Ran:
     def check_steps(self, steps: int) -> None:
         """Each step was done exactly once, and by each worker in order without a gap."""
         order = Order(LENGTH, BATCH, 8, seed=0)
-        assert ledger.check(ledger.read(self.run / "events"), steps, order.samples_of) == [], self.story()
+        assert ledger.check(ledger.read(self.run / "events"), steps, order.samples_of) == [], self.report()
         for name in self.logs:
             done = self.steps(name)
-            assert done == list(range(done[0], done[-1] + 1)) if done else True, self.story()
+            assert done == list(range(done[0], done[-1] + 1)) if done else True, self.report()
 
 
 def launch(server: ForkServer, words: list[str], directory: Path, deadline: float, **variables: str) -> tuple[int, str]:

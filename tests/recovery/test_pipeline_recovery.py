@@ -3,35 +3,35 @@
 from typing import Any
 
 import pytest
-from launchers import Ran, Run
+from launching import Ran, Run
 
 from paceline.observe.comparison import compare
 from paceline.testing import faults
 
 STEPS = 10
 SCRIPT = f"""
-import crew
+import scripted
 from subjects import images
 
-session = crew.begin(strategy="pipeline", microbatches=8)
+session = scripted.begin(strategy="pipeline", microbatches=8)
 values = []
 for batch in session.batches(steps={STEPS}):
-    crew.say(session, session.step(batch))
+    scripted.say(session, session.step(batch))
     if batch.step in (2, 6):
         values.append(session.evaluate(images(70)).hex())
-crew.end(session, values=values)
+scripted.end(session, values=values)
 """
 HYBRID = "-n", 4, "--elastic", "2:4", "--set", "pipeline.stages=2"
 SAVED = "-n", 3, "--elastic", "2:3", "--set", "checkpoint.every=3", "--set", "checkpoint.background=false"
 
 
 def check(ran: Ran, wanted: dict[str, Any], finishers: int) -> None:
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     ran.check_steps(STEPS)
-    assert len(ran.told()) >= finishers, ran.story()
-    assert {one["fingerprint"] for one in ran.told()} == {wanted["fingerprint"]}, ran.story()
-    for one in ran.told():  # a joiner has missed the first ones
-        assert one["values"] == wanted["values"][len(wanted["values"]) - len(one["values"]) :], ran.story()
+    assert len(ran.printed()) >= finishers, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {wanted["fingerprint"]}, ran.report()
+    for one in ran.printed():  # a joiner has missed the first ones
+        assert one["values"] == wanted["values"][len(wanted["values"]) - len(one["values"]) :], ran.report()
 
 
 def went_back(ran: Ran) -> list[int]:
@@ -42,7 +42,7 @@ def went_back(ran: Ran) -> list[int]:
 def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: Any, victim: int) -> None:
     ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5))
     check(ran, undisturbed(SCRIPT), 3)
-    assert not went_back(ran), ran.story()
+    assert not went_back(ran), ran.report()
 
 
 @pytest.mark.crossed
@@ -52,7 +52,7 @@ def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: A
     """Those that have their means by then must not update before all have."""
     ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5, point=point))
     check(ran, undisturbed(SCRIPT), 3)
-    assert not went_back(ran), ran.story()
+    assert not went_back(ran), ran.report()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -60,7 +60,7 @@ def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undi
     """The steps since then are taken again, by two workers with another cut."""
     ran = run(SCRIPT, *SAVED, faults=faults.kill(rank=victim, step=5))
     check(ran, undisturbed(SCRIPT), 2)
-    assert went_back(ran) == [3, 3], ran.story()
+    assert went_back(ran) == [3, 3], ran.report()
     for step in (3, STEPS - 1):  # the lost one has taken its last records along
         found = compare(ran.run, step)
         assert found.pipeline.generation > 0
@@ -84,7 +84,7 @@ def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run
     """Three stages were asked for, so two workers cannot go on, though MIN is two."""
     ran = run(SCRIPT, *SAVED, "--set", "pipeline.stages=3", faults=faults.kill(rank=1, step=5))
     check(ran, undisturbed(SCRIPT), 3)
-    assert ran.memberships() == [[0, 1, 2], [0, 2, 3]] and went_back(ran) == [3, 3, 3], ran.story()
+    assert ran.memberships() == [[0, 1, 2], [0, 2, 3]] and went_back(ran) == [3, 3, 3], ran.report()
     (short,) = ran.launcher("short")
     assert short["text"] == "these settings are for 3 workers, and 2 are left; waiting for more"
 
@@ -99,7 +99,7 @@ def test_fewer_microbatches_than_workers(run: Run, undisturbed: Any) -> None:
 def test_microbatches_that_do_not_fit_the_workers_are_refused_at_once(run: Run) -> None:
     two = "microbatches=2, exact=False, pipeline={'schedule': '2bw'}"
     ran = run(SCRIPT.replace("microbatches=8", two), "-n", 3)
-    assert ran.code == 2, ran.story()
+    assert ran.code == 2, ran.report()
     assert "3 workers need at least as many microbatches from one update to the next, not 2" in ran.said
 
 
@@ -107,21 +107,21 @@ def test_a_worker_is_lost_where_others_have_nothing_to_compute(run: Run, undistu
     one = SCRIPT.replace("microbatches=8", "microbatches=1")
     ran = run(one, *HYBRID, faults=faults.kill(rank=0, step=5))
     check(ran, undisturbed(one), 3)
-    assert not went_back(ran), ran.story()
+    assert not went_back(ran), ran.report()
 
 
 def test_stages_that_do_not_fit_the_workers_left_end_the_run_when_nobody_comes(run: Run) -> None:
-    script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
+    script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
     ran = run(script, *SAVED, "--set", "pipeline.stages=3")
-    assert ran.code == 75, ran.story()
-    assert ran.saved()[-1] >= 4, ran.story()
+    assert ran.code == 75, ran.report()
+    assert ran.saved()[-1] >= 4, ran.report()
 
 
 AGAIN = SCRIPT.replace(
     "session =",
     """import paceline
 try:
-    crew.begin(strategy="pipeline", microbatches=8, pipeline={"cut": ["none of this name"]})
+    scripted.begin(strategy="pipeline", microbatches=8, pipeline={"cut": ["none of this name"]})
 except paceline.ConfigError:
     print("refused")
 session =""",
@@ -135,16 +135,16 @@ def test_another_start_after_one_that_was_refused(run: Run, undisturbed: Any) ->
 
 
 MODES = f"""
-import crew
-from cuts import CUT
+import scripted
+from pipeline_cases import CUT
 import paceline
 
 given = CUT["skips"]()
 session = paceline.start(**given, strategy="pipeline", timeout_seconds=30)
 for batch in session.batches(steps={STEPS}):
     given["model"].train(batch.step < 6)
-    crew.say(session, session.step(batch))
-crew.end(session)
+    scripted.say(session, session.step(batch))
+scripted.end(session)
 """
 
 
@@ -153,10 +153,10 @@ def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
     settings = "checkpoint.every=4", "checkpoint.background=false", "pipeline.stages=3"
     words = [word for setting in settings for word in ("--set", setting)]
     ran = run(MODES, "-n", 3, "--elastic", "2:3", *words, faults=faults.kill(rank=1, step=7))
-    assert ran.code == 0, ran.story()
-    assert ran.memberships() == [[0, 1, 2], [0, 2, 3]], ran.story()  # nobody has waited in vain
-    assert went_back(ran) == [4, 4, 4], ran.story()
-    assert len(ran.told()) == 3 and len({one["fingerprint"] for one in ran.told()}) == 1, ran.story()
+    assert ran.code == 0, ran.report()
+    assert ran.memberships() == [[0, 1, 2], [0, 2, 3]], ran.report()  # nobody has waited in vain
+    assert went_back(ran) == [4, 4, 4], ran.report()
+    assert len(ran.printed()) == 3 and len({one["fingerprint"] for one in ran.printed()}) == 1, ran.report()
 
 
 STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"
@@ -168,32 +168,32 @@ def test_a_worker_that_is_told_to_leave_takes_no_stage_along(
 ) -> None:
     """Without a checkpoint: the others have its stage before it goes."""
     steps = 2 * STEPS + 5 if schedule else STEPS  # PipeDream looks for that every 20 steps
-    script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
+    script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
     script = script.replace(f"steps={STEPS}", f"steps={steps}")
     ran = run(script, "-n", 3, "--elastic", "2:3", *schedule)
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     assert ran.launcher("lost") == [] and not went_back(ran)
     assert ran.memberships() == [[0, 1, 2], [0, 2]]
-    assert len(ran.told()) == 2
+    assert len(ran.printed()) == 2
     if not schedule:
-        assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+        assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
 
 
 def test_a_launcher_that_is_told_to_end_saves_the_whole(run: Run, undisturbed: Any) -> None:
-    script = SCRIPT.replace("    crew.say", "    crew.end_launcher(session, batch, 4)\n    crew.say")
+    script = SCRIPT.replace("    scripted.say", "    scripted.end_launcher(session, batch, 4)\n    scripted.say")
     ran = run(script, "-n", 2)
-    assert ran.code == 75, ran.story()
+    assert ran.code == 75, ran.report()
     assert 5 <= ran.saved()[-1] < STEPS
     again = run(script, "-n", 3, "--resume", "auto", faults=None)
-    assert again.code == 0, again.story()
-    assert {one["fingerprint"] for one in again.told()} == {undisturbed(SCRIPT)["fingerprint"]}
+    assert again.code == 0, again.report()
+    assert {one["fingerprint"] for one in again.printed()} == {undisturbed(SCRIPT)["fingerprint"]}
 
 
 def test_what_is_saved_at_the_end_is_whole_or_not_at_all(run: Run) -> None:
     """A part of the model would be taken for the whole when the run is resumed."""
     ran = run(SCRIPT, "-n", 2, "--set", "checkpoint.every=3", faults=faults.kill(rank=1, step=5))
-    assert ran.code == 5, ran.story()
-    assert ran.saved() == [3], ran.story()
+    assert ran.code == 5, ran.report()
+    assert ran.saved() == [3], ran.report()
 
 
 def test_another_loss_while_the_others_agree(run: Run, undisturbed: Any) -> None:
@@ -209,13 +209,13 @@ def test_a_pipeline_that_never_runs_empty_goes_on(run: Run, layout: tuple[Any, .
     script = SCRIPT.replace("microbatches=8", "microbatches=8, exact=False")
     schedule = "--set", "pipeline.schedule=pipedream", "--set", "pipeline.update_every=4"
     ran = run(script, *layout, *schedule, faults=faults.kill(rank=1, step=5))
-    assert ran.code == 0, ran.story()
-    assert len({one["fingerprint"] for one in ran.told()}) == 1, ran.story()
-    assert len(ran.told()) >= 2
+    assert ran.code == 0, ran.report()
+    assert len({one["fingerprint"] for one in ran.printed()}) == 1, ran.report()
+    assert len(ran.printed()) >= 2
     assert bool(went_back(ran)) == (layout is SAVED)
 
 
 def test_without_a_checkpoint_the_loss_is_said(run: Run) -> None:
     ran = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=5))
     assert ran.code != 0
-    assert "held by lost workers only, and there is no checkpoint to go back to" in ran.story()
+    assert "held by lost workers only, and there is no checkpoint to go back to" in ran.report()

@@ -13,7 +13,7 @@ import pytest
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
 import os, sys, threading, time
@@ -249,7 +249,7 @@ def metric():
     gets = [sends[rank][RANK] for rank in range(SIZE)]
     dist.all_to_all_single(torch.empty(sum(gets)), torch.ones(sum(sends[RANK])), gets, sends[RANK])
     told = [None] * SIZE
-    dist.all_gather_object(told, "x" * RANK)
+    dist.all_gather_object(printed, "x" * RANK)
     assert told == ["", "x", "xx"]
     gathered = [torch.empty(2) for _ in range(SIZE)] if RANK == 0 else None
     dist.gather(torch.ones(2), gathered, dst=0)
@@ -286,9 +286,9 @@ tell(done=True)
 
 
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
-def test_scripts_that_are_right(told: Told, tmp_path: Path, one_machine: bool) -> None:
+def test_scripts_that_are_right(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     """Lines by rank, smaller groups, calls that do not wait, sizes by rank, other threads, a call that is refused."""
-    for one in told(HEAD + LEGITIMATE, 3, tmp_path, deadline=60, one_machine=one_machine):
+    for one in printed(HEAD + LEGITIMATE, 3, tmp_path, deadline=60, one_machine=one_machine):
         assert one["position"] == 6
         assert one["last"] == "session.evaluate"
         assert one["running"] is False
@@ -309,9 +309,9 @@ go(lambda: None)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_functions_are_put_back(told: Told, tmp_path: Path, workers: int) -> None:
+def test_functions_are_put_back(printed: Printed, tmp_path: Path, workers: int) -> None:
     """In one process they stay what they are."""
-    for one in told(HEAD + PLAIN, workers, tmp_path):
+    for one in printed(HEAD + PLAIN, workers, tmp_path):
         assert one["position"] == 6
 
 
@@ -326,9 +326,9 @@ go(lambda: None)
 """
 
 
-def test_compiled_calls(told: Told, tmp_path: Path) -> None:
+def test_compiled_calls(printed: Printed, tmp_path: Path) -> None:
     """torch's compiler still knows the functions."""
-    for one in told(HEAD + COMPILED, 2, tmp_path):
+    for one in printed(HEAD + COMPILED, 2, tmp_path):
         assert one["got"] == [4.0] * 3
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from launchers import BATCH, LENGTH, Ran, Run
+from launching import BATCH, LENGTH, Ran, Run
 
 from paceline.data.order import Order
 from paceline.observe import ledger
@@ -18,7 +18,7 @@ ORDER = Order(LENGTH, BATCH, PARTS, seed=0)
 
 SCRIPT = """
 import json, os, time
-import crew
+import scripted
 from subjects import CASES, images
 
 given = CASES["batch norm, dropout, short batch"]()
@@ -29,22 +29,22 @@ def forward(model, microbatch):
     features, target = microbatch
     return loss(model(features), target)
 
-session = crew.begin(loss=None, forward=forward, exact=False, **json.loads(os.environ["SETTINGS"]))
+session = scripted.begin(loss=None, forward=forward, exact=False, **json.loads(os.environ["SETTINGS"]))
 for batch in session.batches(steps=12):
-    crew.say(session, session.step(batch))
+    scripted.say(session, session.step(batch))
     if session.position % 5 == 0:
         session.evaluate(images(70))
-crew.end(session)
+scripted.end(session)
 """
 
 
 def check_together(ran: Ran, finishers: int) -> None:
     """All that came to the end hold the same model, at the last step."""
-    assert ran.code == 0, ran.story()
-    told = ran.told()
-    assert len(told) >= finishers and told == [told[0]] * len(told), ran.story()
+    assert ran.code == 0, ran.report()
+    told = ran.printed()
+    assert len(told) >= finishers and told == [told[0]] * len(told), ran.report()
     assert told[0]["position"] == 12
-    assert ledger.check(ledger.read(ran.run / "events"), 12, ORDER.samples_of) == [], ran.story()
+    assert ledger.check(ledger.read(ran.run / "events"), 12, ORDER.samples_of) == [], ran.report()
 
 
 def sets_of(ran: Ran) -> dict[int, list[list[Any]]]:
@@ -55,7 +55,7 @@ def sets_of(ran: Ran) -> dict[int, list[list[Any]]]:
             continue
         step, generation = event["step"], event["generation"]
         known = newest.get(step)
-        assert known is None or known[0] != generation or known[1] == event["used"], ran.story()
+        assert known is None or known[0] != generation or known[1] == event["used"], ran.report()
         if known is None or known[0] <= generation:
             newest[step] = generation, event["used"]
     return {step: used for step, (_, used) in sorted(newest.items())}
@@ -67,7 +67,7 @@ def check_epochs(ran: Ran) -> None:
     for first in range(0, 12, ORDER.steps_per_epoch):
         members = [one for step in range(first, first + 4) for _, group in sets[step] for one in group]
         samples = [sample for step, number in members for sample in ORDER.microbatches_of(step)[number]]
-        assert Counter(samples) == Counter(range(LENGTH)), ran.story()
+        assert Counter(samples) == Counter(range(LENGTH)), ran.report()
 
 
 BACKUP = json.dumps({"strategy": "backup", "microbatches": PARTS})
@@ -91,7 +91,7 @@ def test_no_sample_is_lost_with_a_worker(run: Run, point: Point, victim: int) ->
     ran.check_steps(12)
     check_epochs(ran)
     assert len(ran.launcher("lost")) == 1
-    assert any(event["dropped"] for event in ran.events() if event["event"] == "backup"), ran.story()
+    assert any(event["dropped"] for event in ran.events() if event["event"] == "backup"), ran.report()
 
 
 def test_a_worker_that_hangs_is_dropped(run: Run) -> None:
@@ -149,7 +149,7 @@ def test_the_others_go_on_from_the_one_that_is_furthest(run: Run, step: int, vic
     check_together(ran, 2)
     assert len(ran.launcher("lost")) == 1
     averages = {event["step"] for event in ran.events() if event["event"] == "average"}
-    assert averages >= {1, 3, 4, 9, 11} and averages <= {1, 3, 4, 6, 7, 8, 9, 11}, ran.story()
+    assert averages >= {1, 3, 4, 9, 11} and averages <= {1, 3, 4, 6, 7, 8, 9, 11}, ran.report()
 
 
 def test_a_repeated_step_is_not_applied_twice(run: Run) -> None:

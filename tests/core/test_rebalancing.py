@@ -8,7 +8,7 @@ from typing import Any
 from paceline.observe.comparison import compare
 from paceline.schedule.pipeline.operations import Kind
 
-Told = Callable[..., list[dict[str, Any]]]
+Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import os, time
@@ -39,9 +39,9 @@ tell(loss=reports[-1].loss, fingerprint=session.fingerprint(), notes=reports[-1]
 """
 
 
-def test_layers_move_away_from_a_slow_worker(told: Told, tmp_path: Path) -> None:
-    (alone,) = told(SCRIPT, 1, tmp_path / "one", environment={"STRATEGY": "single"})
-    both: list[dict[str, Any]] = told(
+def test_layers_move_away_from_a_slow_worker(printed: Printed, tmp_path: Path) -> None:
+    (alone,) = printed(SCRIPT, 1, tmp_path / "one", environment={"STRATEGY": "single"})
+    both: list[dict[str, Any]] = printed(
         SCRIPT, 2, tmp_path / "two", environment={"STRATEGY": "pipeline", "PACELINE_RUN": str(tmp_path)}
     )
     lines = [json.loads(line) for path in tmp_path.rglob("rank-0.jsonl") for line in path.read_text().splitlines()]

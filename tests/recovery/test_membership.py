@@ -1,20 +1,20 @@
 """The decisions of the roster, driven by hand."""
 
 import pytest
-from hand import Hand
+from scripted_membership import ScriptedMembership
 
 from paceline.coordinator.types import Bounds
 
 
 @pytest.fixture
-def three() -> Hand:
+def three() -> ScriptedMembership:
     """Three workers that train."""
-    hand = Hand()
+    hand = ScriptedMembership()
     hand.come(0, 1, 2)
     return hand
 
 
-def test_the_first_generation(three: Hand) -> None:
+def test_the_first_generation(three: ScriptedMembership) -> None:
     for number in range(3):
         (members,) = three.told[number]
         assert members["type"] == "membership" and members["generation"] == 0
@@ -24,7 +24,7 @@ def test_the_first_generation(three: Hand) -> None:
 
 
 def test_a_fixed_number_of_workers_does_not_wait_for_its_launcher() -> None:
-    hand = Hand(least=2, most=2, wanted=2, patience=0.0)
+    hand = ScriptedMembership(least=2, most=2, wanted=2, patience=0.0)
     hand.come(0, 1)
     hand.of.lose(1, "rank 1 ended", hand.now, confirmed=False)
     hand.ready(0)
@@ -33,7 +33,7 @@ def test_a_fixed_number_of_workers_does_not_wait_for_its_launcher() -> None:
 
 
 def test_the_first_generation_waits_for_all_and_not_without_end() -> None:
-    hand = Hand(least=2)
+    hand = ScriptedMembership(least=2)
     hand.of.started(2)
     hand.come(0, 1)
     assert hand.of.members == []
@@ -48,14 +48,14 @@ def test_the_first_generation_waits_for_all_and_not_without_end() -> None:
 
 
 def test_a_standby_is_not_in_the_first_generation() -> None:
-    hand = Hand()
+    hand = ScriptedMembership()
     hand.come(0, 1, 2, 3)
     assert hand.of.members == [0, 1, 2]
     assert 3 not in hand.told
     assert not hand.of.changing
 
 
-def test_a_loss(three: Hand) -> None:
+def test_a_loss(three: ScriptedMembership) -> None:
     three.lose(1)
     assert three.of.changing
     for number in (0, 2):
@@ -74,7 +74,7 @@ def test_a_loss(three: Hand) -> None:
     assert three.notes == ["membership", "lost", "membership"]
 
 
-def test_a_spare_takes_the_place_at_once(three: Hand) -> None:
+def test_a_spare_takes_the_place_at_once(three: ScriptedMembership) -> None:
     three.come(3)
     three.lose(0)
     three.ready(1, 2)
@@ -82,7 +82,7 @@ def test_a_spare_takes_the_place_at_once(three: Hand) -> None:
     assert three.last(3)["joined"] == [3] and three.last(3)["lost"] == [0]
 
 
-def test_a_join_is_planned(three: Hand) -> None:
+def test_a_join_is_planned(three: ScriptedMembership) -> None:
     three.lose(1)
     three.ready(0, 2)
     three.come(3)
@@ -94,7 +94,7 @@ def test_a_join_is_planned(three: Hand) -> None:
     assert three.of.members == [0, 2, 3]
 
 
-def test_no_more_join_than_are_wanted(three: Hand) -> None:
+def test_no_more_join_than_are_wanted(three: ScriptedMembership) -> None:
     three.come(3, 4)
     assert not three.of.changing
     three.lose(2)
@@ -106,7 +106,7 @@ def test_no_more_join_than_are_wanted(three: Hand) -> None:
     assert three.of.members == [0, 1, 3, 4]
 
 
-def test_two_are_lost_at_once(three: Hand) -> None:
+def test_two_are_lost_at_once(three: ScriptedMembership) -> None:
     three.lose(0)
     three.lose(1)
     assert three.last(2)["lost"] == [0, 1]
@@ -114,7 +114,7 @@ def test_two_are_lost_at_once(three: Hand) -> None:
     assert three.of.members == [2]
 
 
-def test_one_is_lost_while_the_others_gather(three: Hand) -> None:
+def test_one_is_lost_while_the_others_gather(three: ScriptedMembership) -> None:
     three.lose(0)
     three.ready(1)
     three.lose(1)
@@ -124,7 +124,7 @@ def test_one_is_lost_while_the_others_gather(three: Hand) -> None:
     assert three.last(2)["lost"] == [0, 1]
 
 
-def test_a_join_becomes_urgent_when_somebody_is_lost_on_the_way(three: Hand) -> None:
+def test_a_join_becomes_urgent_when_somebody_is_lost_on_the_way(three: ScriptedMembership) -> None:
     three.lose(2)
     three.ready(0, 1)
     three.come(3)
@@ -135,7 +135,7 @@ def test_a_join_becomes_urgent_when_somebody_is_lost_on_the_way(three: Hand) -> 
     assert three.of.members == [0, 3]
 
 
-def test_a_joiner_is_lost_before_it_is_in_a_generation(three: Hand) -> None:
+def test_a_joiner_is_lost_before_it_is_in_a_generation(three: ScriptedMembership) -> None:
     three.lose(2)
     three.ready(0, 1)
     three.come(3)
@@ -146,7 +146,7 @@ def test_a_joiner_is_lost_before_it_is_in_a_generation(three: Hand) -> None:
     assert three.notes.count("lost") == 1
 
 
-def test_out_of_the_view_without_a_loss(three: Hand) -> None:
+def test_out_of_the_view_without_a_loss(three: ScriptedMembership) -> None:
     """A worker could not reach another one, though nobody is lost."""
     three.ready(1)
     assert three.last(0)["urgent"]
@@ -155,7 +155,7 @@ def test_out_of_the_view_without_a_loss(three: Hand) -> None:
 
 
 def test_below_the_least_the_others_wait() -> None:
-    hand = Hand(least=3)
+    hand = ScriptedMembership(least=3)
     hand.come(0, 1, 2)
     hand.of.announce_start()  # one is being started
     hand.lose(1)
@@ -167,7 +167,7 @@ def test_below_the_least_the_others_wait() -> None:
 
 
 def test_below_the_least_for_too_long() -> None:
-    hand = Hand(least=3)
+    hand = ScriptedMembership(least=3)
     hand.come(0, 1, 2)
     hand.of.started(3)
     hand.lose(1)
@@ -182,7 +182,7 @@ def test_below_the_least_for_too_long() -> None:
 
 
 def test_below_the_least_and_nobody_may_come() -> None:
-    hand = Hand(least=3)
+    hand = ScriptedMembership(least=3)
     hand.come(0, 1, 2)
     hand.lose(1)
     hand.ready(0)
@@ -192,7 +192,7 @@ def test_below_the_least_and_nobody_may_come() -> None:
     assert hand.last(0) == hand.last(2) and hand.last(2)["saver"] == 2  # it is further
 
 
-def test_one_leaves(three: Hand) -> None:
+def test_one_leaves(three: ScriptedMembership) -> None:
     three.ready(1, leaving=True, planned=True)
     assert not three.last(0)["urgent"]
     three.ready(0, 2, planned=True)
@@ -202,14 +202,14 @@ def test_one_leaves(three: Hand) -> None:
     assert "lost" not in three.notes
 
 
-def test_one_leaves_and_a_spare_takes_its_place(three: Hand) -> None:
+def test_one_leaves_and_a_spare_takes_its_place(three: ScriptedMembership) -> None:
     three.come(3)
     three.ready(1, leaving=True, planned=True)
     three.ready(0, 2, planned=True)
     assert three.of.members == [0, 2, 3]
 
 
-def test_all_leave(three: Hand) -> None:
+def test_all_leave(three: ScriptedMembership) -> None:
     for number in range(3):
         three.ready(number, steps=7, leaving=True, planned=True)
     assert three.of.over is not None
@@ -217,13 +217,13 @@ def test_all_leave(three: Hand) -> None:
     assert [three.last(number)["type"] for number in range(3)] == ["end"] * 3
 
 
-def test_one_that_leaves_without_a_word_is_lost(three: Hand) -> None:
+def test_one_that_leaves_without_a_word_is_lost(three: ScriptedMembership) -> None:
     three.of.leave(1, three.now)
     assert three.last(0)["urgent"]
     assert three.notes[-1] == "lost"
 
 
-def test_all_finish(three: Hand) -> None:
+def test_all_finish(three: ScriptedMembership) -> None:
     three.of.finish(0, three.now)
     three.of.finish(2, three.now)
     assert three.of.over is None
@@ -233,7 +233,7 @@ def test_all_finish(three: Hand) -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(("lost", "code"), [(0, 5), (2, 0)])
-def test_one_is_lost_at_the_very_end(three: Hand, lost: int, code: int, before: bool) -> None:
+def test_one_is_lost_at_the_very_end(three: ScriptedMembership, lost: int, code: int, before: bool) -> None:
     """Only of the first one it matters that its script has come to the end: it may write the results."""
     if before:
         three.lose(lost)
@@ -244,14 +244,14 @@ def test_one_is_lost_at_the_very_end(three: Hand, lost: int, code: int, before: 
     assert three.of.over is not None and three.of.over["code"] == code
 
 
-def test_a_spare_hears_that_training_is_over(three: Hand) -> None:
+def test_a_spare_hears_that_training_is_over(three: ScriptedMembership) -> None:
     three.come(3)
     for number in range(3):
         three.of.finish(number, three.now)
     assert three.last(3)["type"] == "end" and three.last(3)["code"] == 0
 
 
-def test_a_script_that_ends_early(three: Hand) -> None:
+def test_a_script_that_ends_early(three: ScriptedMembership) -> None:
     three.of.finish(1, three.now)
     three.ready(0, 2)  # they lost it
     assert three.of.over is not None
@@ -260,7 +260,7 @@ def test_a_script_that_ends_early(three: Hand) -> None:
     assert three.last(0)["saver"] == 0
 
 
-def test_one_that_was_dropped_comes_back(three: Hand) -> None:
+def test_one_that_was_dropped_comes_back(three: ScriptedMembership) -> None:
     three.of.lose(1, "rank 1 was late", three.now, may_run=True)
     three.ready(0, 2)
     assert three.of.members == [0, 2]
@@ -273,7 +273,7 @@ def test_one_that_was_dropped_comes_back(three: Hand) -> None:
     assert [member["progress"] for member in three.last(1)["members"]] == [(8, 0), (8, 0), (4, 0)]
 
 
-def test_one_that_was_dropped_comes_back_before_the_others_have_gathered(three: Hand) -> None:
+def test_one_that_was_dropped_comes_back_before_the_others_have_gathered(three: ScriptedMembership) -> None:
     three.of.lose(1, "rank 1 was late", three.now, may_run=True)
     three.ready(0)
     three.ready(1)
@@ -282,7 +282,7 @@ def test_one_that_was_dropped_comes_back_before_the_others_have_gathered(three: 
     assert three.of.members == [0, 1, 2]
 
 
-def test_one_that_does_not_fit_is_refused(three: Hand) -> None:
+def test_one_that_does_not_fit_is_refused(three: ScriptedMembership) -> None:
     three.of.started(3)
     three.of.register(3, {"pid": 3}, {"version torch": "1"})
     assert three.last(3) == {"type": "refused", "key": "version torch", "here": "1", "there": "nothing"}
@@ -295,7 +295,7 @@ def test_one_that_does_not_fit_is_refused(three: Hand) -> None:
 
 
 def test_losses_without_a_step_in_between() -> None:
-    hand = Hand(most=2, wanted=2)
+    hand = ScriptedMembership(most=2, wanted=2)
     hand.come(0, 1)
     for number in range(2, 14):
         if hand.of.over is not None:
@@ -308,7 +308,7 @@ def test_losses_without_a_step_in_between() -> None:
 
 
 def test_losses_with_steps_in_between() -> None:
-    hand = Hand(most=2, wanted=2)
+    hand = ScriptedMembership(most=2, wanted=2)
     hand.come(0, 1)
     for number in range(2, 40):
         hand.come(number)
@@ -318,7 +318,7 @@ def test_losses_with_steps_in_between() -> None:
     assert hand.of.members == [0, 39]
 
 
-def test_the_end_waits_for_those_that_can_come(three: Hand) -> None:
+def test_the_end_waits_for_those_that_can_come(three: ScriptedMembership) -> None:
     three.of.end(5, "rank 1 failed", three.now, save=True)
     assert three.last(0)["type"] == "change"
     three.lose(1)
@@ -331,14 +331,14 @@ def test_the_end_waits_for_those_that_can_come(three: Hand) -> None:
     assert three.last(2)["saver"] == 0
 
 
-def test_the_first_reason_to_end_stays(three: Hand) -> None:
+def test_the_first_reason_to_end_stays(three: ScriptedMembership) -> None:
     three.of.end(5, "one", three.now)
     three.of.end(1, "two", three.now)
     assert three.of.over is not None and three.of.over["reason"] == "one"
     assert all(three.kinds(number) == ["membership", "end"] for number in range(3))
 
 
-def test_a_loss_that_the_launcher_has_not_seen_yet(three: Hand) -> None:
+def test_a_loss_that_the_launcher_has_not_seen_yet(three: ScriptedMembership) -> None:
     """It may start a new process when it sees it: too few workers wait until then."""
     three.of.bounds = Bounds(3, 3, 3)
     three.of.lose(1, "rank 1 ended", three.now, confirmed=False)
@@ -351,7 +351,7 @@ def test_a_loss_that_the_launcher_has_not_seen_yet(three: Hand) -> None:
 
 
 @pytest.mark.parametrize("how", ["lost", "left", "finished"])
-def test_a_loss_after_which_nobody_comes(three: Hand, how: str) -> None:
+def test_a_loss_after_which_nobody_comes(three: ScriptedMembership, how: str) -> None:
     three.of.bounds = Bounds(3, 3, 3)
     three.of.lose(1, "rank 1 ended", three.now, confirmed=False)
     three.ready(0, 2)
@@ -367,7 +367,7 @@ def test_a_loss_after_which_nobody_comes(three: Hand, how: str) -> None:
 
 def test_the_first_generation_waits_for_those_that_are_to_be_started() -> None:
     """The first process may be ready before the launcher has started the second one."""
-    hand = Hand()
+    hand = ScriptedMembership()
     for _ in range(3):
         hand.of.announce_start()
     hand.come(0)

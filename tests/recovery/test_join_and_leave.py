@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from launchers import Ran, Run
+from launching import Ran, Run
 from test_recovery import ELASTIC, OVER_THE_NETWORK, PLAIN, STEPS, check
 
 from paceline.testing import faults
@@ -12,15 +12,15 @@ from paceline.testing import faults
 # at the steps that are named in order, the workers wait for one to join
 JOINED = f"""
 import sys
-import crew
+import scripted
 
 waits = [int(word) for word in sys.argv[1:]]
-session = crew.begin()
+session = scripted.begin()
 for batch in session.batches(steps={STEPS}):
     if batch.step in waits:
-        crew.await_joiner(session)
-    crew.say(session, session.step(batch))
-crew.end(session)
+        scripted.await_joiner(session)
+    scripted.say(session, session.step(batch))
+scripted.end(session)
 """
 PATHS = pytest.mark.parametrize("path", ["memory", "network"])
 
@@ -45,11 +45,11 @@ def test_a_standby_takes_the_place(run: Run, undisturbed: Any, victim: int, path
 DOWN_TO_ONE = """
 import os, signal
 from pathlib import Path
-import crew
+import scripted
 
 worker, alone = int(os.environ["PACELINE_WORKER"]), Path(os.environ["PACELINE_RUN"]) / "alone"
 if worker > 2:
-    crew.wait_until(alone.exists, "worker 0 to be alone")
+    scripted.wait_until(alone.exists, "worker 0 to be alone")
 """ + JOINED.replace(
     "    if batch",
     """    if batch.step == 2 and worker in (1, 2):
@@ -65,7 +65,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
     ran = run(on(path, DOWN_TO_ONE), *ELASTIC, arguments=(4,))
     check(ran, undisturbed(JOINED, (4,)), 2)
     assert [0] in ran.memberships()
-    assert ran.memberships()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.story()
+    assert ran.memberships()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.report()
 
 
 @pytest.mark.crossed
@@ -112,10 +112,10 @@ def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, 
     plan = faults.stop(rank=1, step=3, seconds=12)
     given = json.dumps({"hang_seconds": 2})
     ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(8,), GIVEN=given)
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     wanted = undisturbed(JOINED, (8,))
-    assert ran.told() == [wanted] * 3, ran.story()
-    assert [sorted(members) for members in ran.memberships()] == [[0, 1, 2], [0, 2], [0, 1, 2]], ran.story()
+    assert ran.printed() == [wanted] * 3, ran.report()
+    assert [sorted(members) for members in ran.memberships()] == [[0, 1, 2], [0, 2], [0, 1, 2]], ran.report()
     (lost,) = ran.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
     assert ran.steps("rank-0") == list(range(STEPS))
@@ -123,7 +123,7 @@ def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, 
 
 
 def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
-    script = PLAIN.replace("    crew.say", "    crew.leave(session, batch, 1, 4)\n    crew.say")
+    script = PLAIN.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
     ran = run(script, *ELASTIC)
     check(ran, undisturbed(PLAIN), 2)
     assert ran.memberships() == [[0, 1, 2], [0, 2]]
@@ -134,15 +134,15 @@ def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any, workers: int) -> None:
     """All workers finish their step, the state is saved once, and a resumed run ends as if nothing had happened."""
-    script = PLAIN.replace("    crew.say", "    crew.end_launcher(session, batch, 6)\n    crew.say")
+    script = PLAIN.replace("    scripted.say", "    scripted.end_launcher(session, batch, 6)\n    scripted.say")
     ran = run(script, "-n", workers, "--elastic", "1:3", "--set", "checkpoint.every=5")
-    assert ran.code == 75, ran.story()
+    assert ran.code == 75, ran.report()
     assert len(ran.saved()) == 2 and ran.saved()[0] == 5
     assert 7 <= ran.saved()[1] < STEPS
     again = run(script, "-n", 2, "--elastic", "1:3", "--resume", "auto", faults=None)
-    assert again.code == 0, again.story()
+    assert again.code == 0, again.report()
     wanted = undisturbed(PLAIN)
-    assert {told["fingerprint"] for told in again.told()} == {wanted["fingerprint"]}
+    assert {told["fingerprint"] for told in again.printed()} == {wanted["fingerprint"]}
 
 
 def test_below_the_least(run: Run) -> None:
@@ -150,7 +150,7 @@ def test_below_the_least(run: Run) -> None:
     script = "import os, time\nif int(os.environ['PACELINE_WORKER']) > 2:\n    time.sleep(60)\n" + PLAIN
     plan = faults.kill(rank=1, step=5)
     ran = run(script, "-n", 3, "--elastic", "3:3", "--patience", 4, "--grace", 1, faults=plan)
-    assert ran.code == 5, ran.story()
+    assert ran.code == 5, ran.report()
     assert ran.saved() == [5]
     assert "2 of at least 3 workers" in ran.said + json.dumps(ran.launcher("end"))
 
@@ -163,7 +163,7 @@ def test_below_the_least_until_a_new_one_comes(run: Run, undisturbed: Any) -> No
 
 def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, *ELASTIC, faults=faults.error(rank=1, step=5, text="no such thing"))
-    assert ran.code == 1, ran.story()
+    assert ran.code == 1, ran.report()
     assert "rank 1: RuntimeError: no such thing" in ran.said
     assert ran.saved() == [5]
     again = run(PLAIN, "-n", 2, "--resume", "auto")
@@ -174,15 +174,15 @@ def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) ->
 def test_a_joiner_that_cannot_take_part(run: Run, undisturbed: Any, how: str) -> None:
     """A script that was changed meanwhile, or fails at its start on the new worker, does not end the run."""
     script = f"""
-import os, crew
+import os, scripted
 
 joins = os.environ["PACELINE_WORKER"] == "3"
-session = crew.begin(seed=1 if joins else 0, batch=1 if joins and {how == "an error"} else 32)
+session = scripted.begin(seed=1 if joins else 0, batch=1 if joins and {how == "an error"} else 32)
 for batch in session.batches(steps={STEPS}):
     if batch.step == 6:
-        crew.await_end_of(3)
-    crew.say(session, session.step(batch))
-crew.end(session)
+        scripted.await_end_of(3)
+    scripted.say(session, session.step(batch))
+scripted.end(session)
 """
     ran = run(script, *ELASTIC, faults=faults.kill(rank=1, step=2))
     check(ran, undisturbed(script), 2)
@@ -192,27 +192,29 @@ crew.end(session)
 
 
 def test_a_script_that_ends_early_on_one_worker(run: Run) -> None:
-    script = PLAIN.replace("    crew.say", "    if batch.step == 5 and session.rank == 1:\n        break\n    crew.say")
+    script = PLAIN.replace(
+        "    scripted.say", "    if batch.step == 5 and session.rank == 1:\n        break\n    scripted.say"
+    )
     ran = run(script, *ELASTIC)
-    assert ran.code != 0, ran.story()
+    assert ran.code != 0, ran.report()
     assert ran.saved() == [5]
 
 
 def check_end(ran: Ran, wanted: dict[str, Any]) -> None:
-    assert ran.code == 0, ran.story()
-    for told in ran.told():
+    assert ran.code == 0, ran.report()
+    for told in ran.printed():
         assert told == wanted
 
 
 def test_without_exact_bits(run: Run, undisturbed: Any) -> None:
     """The loss is close, the steps are all there."""
     given = json.dumps({"exact": False})
-    script = PLAIN.replace("crew.say(session, session.step(batch))", "report = session.step(batch)").replace(
-        "crew.end(session)", "crew.end(session, loss=report.loss)"
+    script = PLAIN.replace("scripted.say(session, session.step(batch))", "report = session.step(batch)").replace(
+        "scripted.end(session)", "scripted.end(session, loss=report.loss)"
     )
     ran = run(script, *ELASTIC, faults=faults.kill(rank=1, step=5), GIVEN=given)
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     wanted = undisturbed(script, GIVEN=given)
-    for told in ran.told():
+    for told in ran.printed():
         assert told["loss"] == pytest.approx(wanted["loss"], rel=1e-3)
         assert told["position"] == STEPS

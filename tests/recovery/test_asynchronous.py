@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from launchers import Ran, Run
+from launching import Ran, Run
 
 from paceline.observe import ledger
 from paceline.testing import faults
@@ -16,19 +16,20 @@ from paceline.testing.faults import Plan, Point
 
 SCRIPT = """
 import json, os
-import counted, crew
+import sample_counts, scripted
 
 given = {"strategy": "parameter-server", "server": json.loads(os.environ["SERVER"])}
 if os.environ["SERVER"] == "{}":
-    given = {"strategy": "hogwild", "model": counted.table(), "data": counted.rows(), "forward": counted.picked}
-session = counted.start(**given)
+    given = {"strategy": "hogwild", "forward": sample_counts.picked}
+    given |= {"model": sample_counts.table(), "data": sample_counts.rows()}
+session = sample_counts.start(**given)
 for batch in session.batches(epochs=3):
-    crew.say(session, session.step(batch))
+    scripted.say(session, session.step(batch))
     if session.position == 9:
-        session.evaluate(given.get("data") or counted.TensorDataset(counted.inputs()))
+        session.evaluate(given.get("data") or sample_counts.TensorDataset(sample_counts.inputs()))
 (weight,) = session._job.compute.model.parameters()
-wanted = counted.expected(3) if os.environ["SERVER"] != "{}" else [-3 * 2.0**-10]
-crew.end(session, weights=sorted(set(weight.flatten().tolist())), wanted=sorted(wanted))
+wanted = sample_counts.expected(3) if os.environ["SERVER"] != "{}" else [-3 * 2.0**-10]
+scripted.end(session, weights=sorted(set(weight.flatten().tolist())), wanted=sorted(wanted))
 """
 STEPS = 24
 WAYS = {
@@ -44,13 +45,13 @@ ELASTIC = "-n", 3, "--elastic", "1:3"
 
 
 def check(ran: Ran, finishers: int) -> None:
-    assert ran.code == 0, ran.story()
-    told = ran.told()
-    assert len(told) >= finishers, ran.story()
-    assert len({one["fingerprint"] for one in told}) == 1, ran.story()
+    assert ran.code == 0, ran.report()
+    told = ran.printed()
+    assert len(told) >= finishers, ran.report()
+    assert len({one["fingerprint"] for one in told}) == 1, ran.report()
     for one in told:
-        assert one["weights"] == one["wanted"], ran.story()
-    assert ledger.check(ledger.read(ran.run / "events"), STEPS) == [], ran.story()
+        assert one["weights"] == one["wanted"], ran.report()
+    assert ledger.check(ledger.read(ran.run / "events"), STEPS) == [], ran.report()
 
 
 def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SCRIPT) -> Ran:
@@ -66,7 +67,7 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     assert ran.memberships()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
     counted = [sum(one["delays"].values()) for one in ran.events() if one["event"] == "staleness"]
     if WAYS[way].get("mode") != "sync":  # at a server each may have parted between an update and its count
-        assert STEPS - (0 if way == "hogwild" else 3) <= counted[-1] <= STEPS, ran.story()
+        assert STEPS - (0 if way == "hogwild" else 3) <= counted[-1] <= STEPS, ran.report()
 
 
 POINTS: list[Point] = ["in the loader", "between reduction and update", "after update", "in evaluate"]
@@ -96,35 +97,35 @@ def test_another_one_takes_the_place(run: Run, way: str) -> None:
 
 @WAY
 def test_one_is_told_to_leave(run: Run, way: str) -> None:
-    script = SCRIPT.replace("    crew.say", "    crew.leave(session, batch, 2, 4)\n    crew.say")
+    script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 2, 4)\n    scripted.say")
     ran = started(run, way, None, script=script)
     check(ran, 2)
-    assert ran.memberships() == [[0, 1, 2], [0, 1]], ran.story()
+    assert ran.memberships() == [[0, 1, 2], [0, 1]], ran.report()
     assert ran.launcher("lost") == []
 
 
 @WAY
 def test_all_are_told_to_end(run: Run, way: str) -> None:
     """The state is saved once, and the run that goes on has used each sample once."""
-    script = SCRIPT.replace("    crew.say", "    crew.end_launcher(session, batch, 5)\n    crew.say")
+    script = SCRIPT.replace("    scripted.say", "    scripted.end_launcher(session, batch, 5)\n    scripted.say")
     ran = started(run, way, None, *ELASTIC, script=script)
-    assert ran.code == 75, ran.story()
+    assert ran.code == 75, ran.report()
     assert len(ran.saved()) == 1 and 5 <= ran.saved()[0] < STEPS
     check(started(run, way, None, *ELASTIC, "--resume", "auto"), 3)
 
 
 @pytest.mark.parametrize("way", ["hogwild", "bounded", "dedicated"])
 def test_a_run_that_is_not_elastic_is_told_to_end(run: Run, way: str) -> None:
-    script = SCRIPT.replace("    crew.say", "    crew.end_launcher(session, batch, 5)\n    crew.say")
+    script = SCRIPT.replace("    scripted.say", "    scripted.end_launcher(session, batch, 5)\n    scripted.say")
     ran = started(run, way, None, "-n", 3, script=script)
-    assert ran.code == 75, ran.story()
+    assert ran.code == 75, ran.report()
     check(started(run, way, None, "-n", 2, "--resume", "auto"), 2)
 
 
 HELD = """
 import os, signal
 from pathlib import Path
-import crew
+import scripted
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.step.optimizer import Update
 
@@ -135,12 +136,12 @@ def apply_and_wait(update, done, *more):
     told = apply(update, done, *more)
     if worker == "0" and done >= 3 and not made.exists():
         made.touch()
-        crew.wait_until(lambda: session._loop.strategy._claims._words[0], "the others to part")
+        scripted.wait_until(lambda: session._loop.strategy._claims._words[0], "the others to part")
     return told
 
 def compute_and_die(strategy, step):
     if worker == "2":
-        crew.wait_until(made.exists, "an update to be made")
+        scripted.wait_until(made.exists, "an update to be made")
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(strategy, step)
 
@@ -153,15 +154,15 @@ def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None
     check(ran, 2)
     assert ran.memberships()[:2] == [[0, 1, 2], [0, 1]]
     updates = [one for one in ran.events() if one["event"] == "update"]
-    assert sorted(one["step"] for one in updates) == list(range(STEPS)), ran.story()
-    assert sorted(one["version"] for one in updates) == list(range(1, STEPS + 1)), ran.story()
+    assert sorted(one["step"] for one in updates) == list(range(STEPS)), ran.report()
+    assert sorted(one["version"] for one in updates) == list(range(1, STEPS + 1)), ran.report()
     *_, counted = [one["delays"] for one in ran.events() if one["event"] == "staleness"]
-    assert counted == Counter(str(one["delay"]) for one in updates), ran.story()
+    assert counted == Counter(str(one["delay"]) for one in updates), ran.report()
 
 
 SYNCHRONIZING = """
 import os, signal
-import crew
+import scripted
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 
 compute = AsyncSteps._compute
@@ -169,7 +170,7 @@ compute = AsyncSteps._compute
 def compute_and_die(strategy, step):
     if os.environ["PACELINE_WORKER"] == "2" and step > 9:
         look = strategy._claims.look
-        crew.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to synchronize")
+        scripted.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to synchronize")
         os.kill(os.getpid(), signal.SIGKILL)
     return compute(strategy, step)
 
@@ -205,15 +206,17 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
 
     In ``hogwild`` it is about to change the weights: those of its workers, not of those that go on without it.
     """
-    script = SCRIPT.replace("counted.start(", "counted.start(hang_seconds=2, ")
+    script = SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=2, ")
     plan = None
     if way == "sync":
         plan = faults.stop(rank=1, step=5, point="between reduction and update")
     else:  # nobody knows which steps it takes
-        script = STOPPING + script.replace("counted.start(", "counted.start(optimizer=partial(Stopping, lr=2.0**-6), ")
+        script = STOPPING + script.replace(
+            "sample_counts.start(", "sample_counts.start(optimizer=partial(Stopping, lr=2.0**-6), "
+        )
     ran = started(run, way, plan, *ELASTIC, "--grace", 1, script=script)
     check(ran, 2)
-    assert ran.memberships() == [[0, 1, 2], [0, 2]], ran.story()
+    assert ran.memberships() == [[0, 1, 2], [0, 2]], ran.report()
     (lost,) = ran.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
 
@@ -222,7 +225,7 @@ WAKING = """
 import os, signal, torch
 from functools import partial
 from pathlib import Path
-import crew
+import scripted
 
 run, worker = Path(os.environ["PACELINE_RUN"]), os.environ["PACELINE_WORKER"]
 stopped, woken = run / "stopped", run / "woken"
@@ -241,20 +244,20 @@ class Waking(torch.optim.SGD):
 
 def wake(session):
     if worker == "0" and session._job.world.generation > 0 and session.position > 9 and not woken.exists():
-        crew.wait_until(stopped.exists, "the other one to stop")
+        scripted.wait_until(stopped.exists, "the other one to stop")
         process, generation = map(int, stopped.read_text().split())
         if session._job.world.generation > generation:
             os.kill(process, signal.SIGCONT)
-            crew.wait_until(woken.exists, "the late update")
+            scripted.wait_until(woken.exists, "the late update")
 """
 
 
 def test_a_stopped_worker_that_comes_back_in_an_update_changes_old_weights(run: Run) -> None:
     """A loss comes before: the memory of later generations is laid out alike."""
-    given = "counted.start(hang_seconds=2, optimizer=partial(Waking, lr=2.0**-6), "
-    script = SCRIPT.replace("counted.start(", given).replace("position == 9", "position in (9, 16)")
+    given = "sample_counts.start(hang_seconds=2, optimizer=partial(Waking, lr=2.0**-6), "
+    script = SCRIPT.replace("sample_counts.start(", given).replace("position == 9", "position in (9, 16)")
     script = script.replace("(batch))\n", "(batch))\n    wake(session)\n")
     ran = started(run, "hogwild", faults.kill(rank=2, step=2), *ELASTIC, script=WAKING + script)
     check(ran, 2)
-    assert "late" in ran.launcher("lost")[-1]["reason"], ran.story()
-    assert (ran.run / "woken").exists(), ran.story()
+    assert "late" in ran.launcher("lost")[-1]["reason"], ran.report()
+    assert (ran.run / "woken").exists(), ran.report()

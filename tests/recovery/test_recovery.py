@@ -4,35 +4,35 @@ import re
 from typing import Any
 
 import pytest
-from launchers import Ran, Run
+from launching import Ran, Run
 
 from paceline.testing import faults
 from paceline.testing.faults import Point
 
 STEPS = 12
 PLAIN = f"""
-import crew
+import scripted
 
-session = crew.begin()
+session = scripted.begin()
 for batch in session.batches(steps={STEPS}):
-    crew.say(session, session.step(batch))
-crew.end(session)
+    scripted.say(session, session.step(batch))
+scripted.end(session)
 """
 
 # measures, saves, and loads in other processes where it is asked to
 MORE = f"""
 import os
-import crew
+import scripted
 from subjects import images
 
-session = crew.begin(checkpoint={{"every": 4}}, workers_per_loader=int(os.environ.get("LOADERS", 0)))
+session = scripted.begin(checkpoint={{"every": 4}}, workers_per_loader=int(os.environ.get("LOADERS", 0)))
 values = []
 for batch in session.batches(steps={STEPS}):
-    crew.say(session, session.step(batch))
+    scripted.say(session, session.step(batch))
     if session.position % 5 == 0:
         values.append(session.evaluate(images(70)).hex())
         print("evaluated", flush=True)
-crew.end(session, values=values)
+scripted.end(session, values=values)
 """
 
 OVER_THE_NETWORK = """
@@ -43,14 +43,14 @@ paceline.comm.shm.arena.can_share = paceline.comm.world.can_share = lambda devic
 
 def check(ran: Ran, wanted: dict[str, Any], finishers: int, steps: int = STEPS) -> None:
     """The run came to its end with so many workers that were there all the time, and joiners perhaps."""
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     ran.check_steps(steps)
-    assert len(ran.told()) >= finishers, ran.story()
-    for told in ran.told():
+    assert len(ran.printed()) >= finishers, ran.report()
+    for told in ran.printed():
         values = wanted.get("values", [])
         own = told.get("values", values)
-        assert told | {"values": values} == wanted | {"values": values}, ran.story()
-        assert own == values[len(values) - len(own) :], ran.story()  # a joiner has missed the first ones
+        assert told | {"values": values} == wanted | {"values": values}, ran.report()
+        assert own == values[len(values) - len(own) :], ran.report()  # a joiner has missed the first ones
 
 
 ELASTIC = "-n", 3, "--elastic", "1:3"
@@ -119,8 +119,8 @@ def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     """New workers go on from the newest checkpoint."""
     plan = faults.kill(rank=0, step=6) + faults.kill(rank=1, step=6) + faults.kill(rank=2, step=6)
     ran = run(MORE, *ELASTIC, "--set", "checkpoint.background=false", faults=plan)
-    assert ran.code == 0, ran.story()
-    for told in ran.told():
+    assert ran.code == 0, ran.report()
+    for told in ran.printed():
         assert told["fingerprint"] == undisturbed(MORE)["fingerprint"]
     assert [one["step"] for one in ran.events() if one["event"] == "resume"] == [4]
 
@@ -129,11 +129,11 @@ def test_a_process_that_loads_is_killed(run: Run) -> None:
     """Its worker fails: the run ends with the state that it had. If it could not even report that, it is only lost."""
     ran = run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6, point="in the loader"), LOADERS="1")
     if not list((ran.run / "errors").iterdir()):
-        assert ran.code == 0, ran.story()
+        assert ran.code == 0, ran.report()
         return
-    assert ran.code == 1, ran.story()
-    assert re.search("rank 1: RuntimeError: (DataLoader worker|A loader process)", ran.said), ran.story()
-    assert ran.saved()[-1] in (5, 6), ran.story()
+    assert ran.code == 1, ran.report()
+    assert re.search("rank 1: RuntimeError: (DataLoader worker|A loader process)", ran.said), ran.report()
+    assert ran.saved()[-1] in (5, 6), ran.report()
 
 
 def test_an_exit_without_a_word(run: Run, undisturbed: Any) -> None:
@@ -145,17 +145,17 @@ def test_an_exit_without_a_word(run: Run, undisturbed: Any) -> None:
 # a joiner comes in the middle of the loop, at the step that the parameter names
 JOINED = """
 import sys
-import crew
+import scripted
 from subjects import images
 
 way, at = sys.argv[1], int(sys.argv[2])
-session = crew.begin(workers_per_loader=int(os.environ.get("LOADERS", 0)))
+session = scripted.begin(workers_per_loader=int(os.environ.get("LOADERS", 0)))
 values = []
 
 def body(batch):
     if batch.step == at:
-        crew.await_joiner(session)
-    crew.say(session, session.step(batch))
+        scripted.await_joiner(session)
+    scripted.say(session, session.step(batch))
     if way == "in the loop" and session.position % 3 == 0:
         values.append(session.evaluate(images(70)).hex())
         values.append(session.evaluate(images(30)).hex())
@@ -169,7 +169,7 @@ else:
             body(batch)
         values.append(session.evaluate(images(70)).hex())
         values.append(session.evaluate(images(30)).hex())
-crew.end(session, last=values[-1])
+scripted.end(session, last=values[-1])
 """.replace("STEPS", str(STEPS)).replace("import sys", "import os, sys")
 
 

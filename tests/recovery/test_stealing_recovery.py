@@ -3,14 +3,14 @@
 from typing import Any
 
 import pytest
-from launchers import Run
+from launching import Run
 from test_recovery import OVER_THE_NETWORK
 
 from paceline.testing import faults
 
 SCRIPT = """
 import time
-import crew
+import scripted
 from subjects import CASES
 
 given = CASES["batch norm, dropout, short batch"]()
@@ -22,10 +22,10 @@ def forward(model, microbatch):
     features, target = microbatch
     return loss(model(features), target)
 
-session = crew.begin(loss=None, forward=forward, strategy="stealing", microbatches=16)
+session = scripted.begin(loss=None, forward=forward, strategy="stealing", microbatches=16)
 for batch in session.batches(steps=10):
-    crew.say(session, session.step(batch))
-crew.end(session)
+    scripted.say(session, session.step(batch))
+scripted.end(session)
 """
 
 
@@ -33,24 +33,24 @@ crew.end(session)
 def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, victim: int) -> None:
     """The step is repeated: what it held is free again."""
     ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=victim, step=5))
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     ran.check_steps(10)
-    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
-    assert [one for one in ran.events() if one["event"] == "steal"], ran.story()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
+    assert [one for one in ran.events() if one["event"] == "steal"], ran.report()
 
 
 def test_a_worker_that_hangs_with_a_lease_is_dropped(run: Run, undisturbed: Any) -> None:
     stop = faults.stop(rank=2, step=5)
     ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", "--grace", 1, "--set", "hang_seconds=2", faults=stop)
-    assert ran.code == 0, ran.story()
-    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
     assert [one["rank_lost"] for one in ran.launcher("lost")] == [2]
 
 
 def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
     ran = run(SCRIPT, "-n", 2, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
-    assert ran.code == 0, ran.story()
-    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
 
 
 @pytest.mark.parametrize("victim", [0, 2])
@@ -58,7 +58,7 @@ def test_a_worker_is_lost_that_steals_over_the_network(run: Run, undisturbed: An
     """Who owns a microbatch is counted in the store that rank 0 holds; it may be the one that is lost."""
     script = OVER_THE_NETWORK + SCRIPT
     ran = run(script, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=victim, step=5))
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     ran.check_steps(10)
-    assert {one["fingerprint"] for one in ran.told()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.story()
-    assert [one for one in ran.events() if one["event"] == "steal"], ran.story()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
+    assert [one for one in ran.events() if one["event"] == "steal"], ran.report()

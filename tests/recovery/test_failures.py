@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 TRAIN = """
 import os, signal, sys, time
 import torch
-import crew
+import scripted
 
-session = crew.begin(checkpoint={"every": 4})
+session = scripted.begin(checkpoint={"every": 4})
 for batch in session.batches(steps=12):
     if session.position == 6:
         pass
         # HERE
-    crew.say(session, session.step(batch))
+    scripted.say(session, session.step(batch))
 """
 ON_RANK_1 = "session.rank == 1 and "
 
@@ -35,13 +35,13 @@ def script(here: str) -> str:
 
 def check(ran: Ran, code: int, kind: str, says: str, rank: int | None = 1) -> dict[str, Any]:
     """The first ten lines name cause, rank and remedy; the same stands in the files; nothing comes after it."""
-    assert ran.code == code, ran.story()
+    assert ran.code == code, ran.report()
     text = (ran.run / "failure.txt").read_text()
-    assert ran.said.endswith(text), ran.story()
+    assert ran.said.endswith(text), ran.report()
     told: dict[str, Any] = json.loads((ran.run / "failure.json").read_text())
     lines = text.splitlines()[:10]
-    assert re.fullmatch(says, lines[0]), ran.story()
-    assert (told["kind"], told["code"], told["rank"], told["message"]) == (kind, code, rank, lines[0]), ran.story()
+    assert re.fullmatch(says, lines[0]), ran.report()
+    assert (told["kind"], told["code"], told["rank"], told["message"]) == (kind, code, rank, lines[0]), ran.report()
     assert any(line.startswith("output of every worker: runs/one/output") for line in lines)
     if told["checkpoint"] is not None:
         assert f"resume with: {told['resume']}" in lines
@@ -87,7 +87,7 @@ def test_killed_and_too_few_are_left(run: Run) -> None:
 
 def test_killed_and_replaced_is_no_failure(run: Run) -> None:
     ran = run(TRAIN, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=6))
-    assert ran.code == 0, ran.story()
+    assert ran.code == 0, ran.report()
     assert not list(ran.run.glob("failure.*"))
 
 
@@ -106,8 +106,8 @@ def test_killed_and_replaced_is_no_failure(run: Run) -> None:
 def test_a_hang(run: Run, here: str, says: str) -> None:
     ran = run(script(here), *FIXED, "--set", "hang_seconds=2", "--set", "timeout_seconds=10")
     told = check(ran, 124, "hang", says)
-    assert "\nstill waiting: ranks 0, 2 have waited" in ran.said, ran.story()
-    assert ran.said.count("still waiting: ") >= 2, ran.story()
+    assert "\nstill waiting: ranks 0, 2 have waited" in ran.said, ran.report()
+    assert ran.said.count("still waiting: ") >= 2, ran.report()
     assert (told["step"], told["waited"]["ranks"], ran.saved()[-1]) == (6, [0, 2], 6)
 
 
@@ -196,7 +196,7 @@ def test_a_rank_that_does_not_start(run: Run) -> None:
         r"still waiting: rank 1 \(process \d+\) has not reached paceline.start for \d+ s; ranks 0, 2 have; the process "
         r"sleeps, the last it printed: 'downloading'\n",
         ran.said,
-    ), ran.story()
+    ), ran.report()
     assert told["waited"]["ranks"] == [0, 2]
 
 
@@ -215,7 +215,7 @@ def test_a_signal_to_the_launcher(run: Run, number: str, code: int, kind: str, s
     assert told["done"] == "all workers have ended; the state was saved first"
     assert told["checkpoint"]["step"] == ran.saved()[-1] >= 6
     again = run(text.replace("HERE", "").replace("os.getppid()", "0, 0"), "--resume", "auto", *FIXED)
-    assert again.code == 0, again.story()
+    assert again.code == 0, again.report()
     assert not list(again.run.glob("failure.*"))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from fork_server import ForkServer
-from launchers import Ran, Run, check_nothing_is_left, launch
+from launching import Ran, Run, check_nothing_is_left, launch
 
 from paceline.testing.faults import Plan
 
@@ -50,8 +50,8 @@ def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactor
             words = ["run", "--quiet", "--name", "one", str(directory / "train.py"), *map(str, arguments)]
             code, said = launch(fork_server, words, directory, 60.0, ALONE="1", **environment)
             ran = Ran(code, said, directory / "runs" / "one")
-            assert code == 0, ran.story()
-            (known[key],) = ran.told()
+            assert code == 0, ran.report()
+            (known[key],) = ran.printed()
         return known[key]
 
     return of
