@@ -1,4 +1,4 @@
-"""The workers of one run: who they are, how they meet, and what they tell each other."""
+"""The workers of one run: how they come together, gather values, and send tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paceline.coordinator.types import Membership
 from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent, name_ranks
 
 PENDING, LEAVING = 1, 2
-"""What a worker tells the others in each step: the world is about to change; this worker is to leave."""
+"""Notices in step headers: the world is about to change; this worker is to leave."""
 
 _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 31) - 1
@@ -74,44 +74,46 @@ class World(Waiting):
         self.shared_memory = self._share_memory()
         self.recorder = self._record_calls() if self.size > 1 else None
 
-    def join(self, view: Membership) -> None:
-        """Come together with the workers of a view, after :meth:`leave`.
+    def join(self, membership: Membership) -> None:
+        """Come together with the members of a generation, after :meth:`leave`.
 
         Raises:
             WorkerLost: one of them was lost on the way.
         """
         assert self.coordinator is not None
         self.rank, self.size, self.generation = (
-            view.rank_of(self.coordinator.number),
-            len(view.members),
-            view.generation,
+            membership.rank_of(self.coordinator.number),
+            len(membership.members),
+            membership.generation,
         )
-        own = view.members[self.rank]
+        own = membership.members[self.rank]
         neighbours = [
-            rank for rank, seat in enumerate(view.members) if (seat.host, seat.address) == (own.host, own.address)
+            rank for rank, one in enumerate(membership.members) if (one.host, one.address) == (own.host, own.address)
         ]
         self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
-        self._members = view.members
-        if view.fenced:  # who was dropped may come back and write into what it knows
+        self._members = membership.members
+        if membership.fenced:  # who was dropped may come back and write into what it knows
             self._arena = None
         if self.size == 1 and self.generation > 0:  # the script may have used a group before
             self._group.join((own.address, own.port), 0, 1, self.generation)
         if self.size > 1:
-            self._come_together(view)
+            self._come_together(membership)
             recorder = self._record_calls()
-            if self.shared_memory is not None:  # nobody may read what another one posted in an earlier view
+            if self.shared_memory is not None:  # nobody may read what was posted in an earlier generation
                 self.shared_memory.all_gather(b"")
             self.recorder = recorder
 
-    def _come_together(self, view: Membership) -> None:
+    def _come_together(self, membership: Membership) -> None:
         """Through shared memory alone if that is known to be there: torch's group then follows while training goes on.
 
         A group takes a tenth of a second, and only the script may want it.
         """
-        first = view.members[0].address, view.members[0].port
+        first = membership.members[0].address, membership.members[0].port
         place = self.rank, self.size, self.generation
-        here = self.local_size == self.size and not view.fenced and can_share(self.device)
-        self.shared_memory = attach_members(self, self._own_arena(), view.members, view.generation) if here else None
+        here = self.local_size == self.size and not membership.fenced and can_share(self.device)
+        self.shared_memory = (
+            attach_members(self, self._own_arena(), membership.members, membership.generation) if here else None
+        )
         if self.shared_memory is not None:
             self._group.join_soon(first, *place)
             return
@@ -124,7 +126,7 @@ class World(Waiting):
         self.shared_memory = self._share_memory()
 
     def leave(self) -> None:
-        """Part from the others, who may be gone or blocked; nothing is sent any more, and nothing waits."""
+        """Leave the others, who may be gone or blocked, without sending or waiting."""
         patch.stop()
         if self.shared_memory is not None:
             self.shared_memory.give_up()
@@ -167,7 +169,7 @@ class World(Waiting):
             self._group.interrupt()
 
     def rings(self, count: int) -> Rings | None:
-        """So many lanes from each worker to each, always the same; none if they are on several machines, or too many.
+        """Ring buffers from each worker to each; none if the workers are on several machines, or too many.
 
         All workers call this together.
         """
@@ -178,11 +180,11 @@ class World(Waiting):
         return self._rings[count]
 
     def open_store(self, address: str) -> int:
-        """Open the store at which a view meets whose first worker this is; returns its port."""
+        """Open the store of a generation whose rank 0 this is; returns its port."""
         return self._group.open_store(address)
 
     def notice(self) -> int:
-        """What the others must know in this step: ``LEAVING``, ``PENDING``, or 0."""
+        """The notice for the step header: ``LEAVING``, ``PENDING``, or 0."""
         if self.leaving:
             return LEAVING
         return PENDING if self.coordinator is not None and self.coordinator.pending > self.generation else 0
@@ -197,15 +199,15 @@ class World(Waiting):
 
     def _record_calls(self) -> CallRecorder:
         if self.shared_memory is not None:
-            posts: Board = SharedMemoryBoard(self.shared_memory, self.rank)
+            board: Board = SharedMemoryBoard(self.shared_memory, self.rank)
         else:
-            posts = StoreBoard(dist.distributed_c10d._get_default_store(), self.rank, self.size)
-        recorder = CallRecorder(self.rank, posts, weakref.WeakMethod(self.lost))
+            board = StoreBoard(dist.distributed_c10d._get_default_store(), self.rank, self.size)
+        recorder = CallRecorder(self.rank, board, weakref.WeakMethod(self.lost))
         patch.record_in(recorder, self.await_process_group)
         return recorder
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """What every worker has to say, in the order of ranks; any value that can be pickled.
+        """Gather a value of every worker, in the order of ranks; any value that can be pickled.
 
         Raises:
             DisagreementError: the workers are at different places in the script; ``what`` names this one's.
@@ -217,15 +219,15 @@ class World(Waiting):
         made = self.recorder.meet(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
         with self.awaiting(f"in a gather of all workers ({what})"):
             values = self._exchange((what, value, made))
-        if any(told != what for told, *_ in values):
-            places = ", ".join(f"rank {rank} in {told}" for rank, (told, *_) in enumerate(values))
+        if any(call != what for call, *_ in values):
+            places = ", ".join(f"rank {rank} in {call}" for rank, (call, *_) in enumerate(values))
             raise DisagreementError(
                 f"The workers are at different places: {places}. All must call the same methods in the same order; "
                 f"look for code that only some ranks run."
             )
         if self.recorder and met:
-            self.recorder.agree([told for *_, told in values])
-        return [told for _, told, _ in values]
+            self.recorder.agree([made for *_, made in values])
+        return [value for _, value, _ in values]
 
     def _exchange(self, own: Any) -> list[Any]:
         if self.shared_memory is not None:

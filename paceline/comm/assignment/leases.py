@@ -29,9 +29,9 @@ from paceline.comm.assignment.store import Store
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 
-_NAP = 0.05
+_PAUSE = 0.05
 """Of the seconds for a microbatch: how long a worker sleeps that has nothing to do yet."""
-_LONGEST_NAP_SECONDS = 1e-3
+_LONGEST_PAUSE_SECONDS = 1e-3
 _OVERDUE = 1.5
 """A microbatch is overdue after so many times the seconds that its owner needs for one."""
 _LOOK_SECONDS = 0.02
@@ -138,7 +138,7 @@ class Leases:
                     self._since[self._rank] = now
                     return lease
                 self._held[self._rank] = 0
-            time.sleep(min(_NAP * self._pace[self._rank], _LONGEST_NAP_SECONDS))
+            time.sleep(min(_PAUSE * self._pace[self._rank], _LONGEST_PAUSE_SECONDS))
             if (now := time.monotonic()) - looked > _LOOK_SECONDS:
                 looked = now
                 self._look(now - begin)

@@ -25,7 +25,7 @@ from paceline.comm.step_header import check_steps
 from paceline.comm.world import World
 from paceline.errors import WorkerSilent, name_ranks
 
-_NAP_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
+_POLL_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 
 
 class Quorum(Protocol):
@@ -211,8 +211,8 @@ class StoreQuorum:
 
     def _check_steps(self, step: int) -> None:
         keys = [self._store.key("begun", rank) for rank in range(self._world.size)]
-        told = self._store.ask(lambda store: store.multi_get(keys))
-        check_steps([*map(int, told)], (self._before, step))
+        begun = self._store.ask(lambda store: store.multi_get(keys))
+        check_steps([*map(int, begun)], (self._before, step))
 
     def start(self, group: int) -> None:
         pass
@@ -239,7 +239,7 @@ class StoreQuorum:
             if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended
                 looked = time.monotonic()
                 self._check_steps(self._last)
-            time.sleep(_NAP_SECONDS)
+            time.sleep(_POLL_SECONDS)
         self._world.waits_for(())
         return self._enough()
 

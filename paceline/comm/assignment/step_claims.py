@@ -1,4 +1,4 @@
-"""Who is at which step, where each step is computed by one worker: a table in the memory that all workers see.
+"""Who is at which step, where each step is computed by one worker: a table in shared memory.
 
 ::
 

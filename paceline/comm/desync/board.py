@@ -30,7 +30,7 @@ KEPT = (64, 32)
 _BYTES = 512
 _HASH_BITS = 44
 _HASH, _NUMBERS = (1 << _HASH_BITS) - 1, (1 << 19) - 1
-_NAP_SECONDS = 0.002
+_POLL_SECONDS = 0.002
 _READ_SECONDS = 2.0
 
 
@@ -131,7 +131,7 @@ class SharedMemoryBoard:
         place, slot = number & _NUMBERS, number % KEPT[ALL]
         deadline = time.monotonic() + seconds
         while any(marks[slot] >> _HASH_BITS < place for marks in self._others) and time.monotonic() < deadline:
-            time.sleep(_NAP_SECONDS)
+            time.sleep(_POLL_SECONDS)
 
     def linger(self, seconds: float) -> None:
         pass  # each has a share in the memory
@@ -166,13 +166,13 @@ class StoreBoard:
         return False
 
     def meet(self, number: int, seconds: float) -> None:
-        deadline, nap = time.monotonic() + seconds, _NAP_SECONDS / 8
+        deadline, pause = time.monotonic() + seconds, _POLL_SECONDS / 8
         waiting = [rank for rank in range(self._size) if rank != self._rank]
         with contextlib.suppress(dist.DistError, RuntimeError):
             while waiting and time.monotonic() < deadline:
                 waiting = [rank for rank in waiting if not self._reached(rank, number)]
-                time.sleep(nap if waiting else 0)
-                nap = min(2 * nap, 10 * _NAP_SECONDS)
+                time.sleep(pause if waiting else 0)
+                pause = min(2 * pause, 10 * _POLL_SECONDS)
 
     def linger(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -180,7 +180,7 @@ class StoreBoard:
             self._store.set(f"calls/{self._rank}/read", "")
             keys = [f"calls/{rank}/read" for rank in range(self._size)]
             while not self._store.check(keys) and time.monotonic() < deadline:
-                time.sleep(_NAP_SECONDS)
+                time.sleep(_POLL_SECONDS)
 
     def _reached(self, rank: int, number: int) -> bool:
         record = self._look(self._key(rank, ALL, number))

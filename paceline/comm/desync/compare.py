@@ -56,16 +56,16 @@ class Record(TypedDict):
     sites: list[str]
 
 
-def compare(told: dict[int, list[Record]]) -> str | None:
+def compare(records_of: dict[int, list[Record]]) -> str | None:
     """The first call that differs between workers, in a sentence; none if nothing that is known differs.
 
     A worker that has not made a call yet is only late: that is no difference.
 
     Args:
-        told: for each rank that is known its last calls, oldest first; how far back they go may differ.
+        records_of: for each rank that is known its last calls, oldest first; how far back they go may differ.
     """
-    for group in sorted({record["group"] for records in told.values() for record in records}):
-        found = _in_group(told, group)
+    for group in sorted({record["group"] for records in records_of.values() for record in records}):
+        found = _in_group(records_of, group)
         for number in sorted({number for records in found.values() for number in records}):
             here = {rank: records[number] for rank, records in found.items() if number in records}
             if len({record["call"] for record in here.values()}) > 1:
@@ -74,15 +74,15 @@ def compare(told: dict[int, list[Record]]) -> str | None:
     return None
 
 
-def swapped(told: dict[int, list[Record]]) -> str | None:
+def swapped(records_of: dict[int, list[Record]]) -> str | None:
     """The first of equal calls that workers made from the same lines but in different orders, in a sentence.
 
     Looked at are the calls on the group of all workers before the last call of the session.
 
     Args:
-        told: as for :func:`compare`.
+        records_of: as for :func:`compare`.
     """
-    found = _in_group(told, "")
+    found = _in_group(records_of, "")
     windows = {rank: _window(records) for rank, records in found.items()}
     alike: dict[tuple[str, ...], list[int]] = {}
     for rank, window in windows.items():
@@ -99,10 +99,10 @@ def swapped(told: dict[int, list[Record]]) -> str | None:
     return None
 
 
-def _in_group(told: dict[int, list[Record]], group: str) -> dict[int, dict[int, Record]]:
+def _in_group(records_of: dict[int, list[Record]], group: str) -> dict[int, dict[int, Record]]:
     return {
         rank: {record["number"]: record for record in records if record["group"] == group}
-        for rank, records in told.items()
+        for rank, records in records_of.items()
     }
 
 

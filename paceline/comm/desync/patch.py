@@ -200,7 +200,7 @@ def _what(name: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[s
     key = name, tensors, reduce, root
     found = _kinds.get(key)
     if found is None:
-        text = name + _told(tensors, several, typed) + _reduced(reduce) + _rooted(operation, root)
+        text = name + _tensors_in_words(tensors, several, typed) + _reduced(reduce) + _rooted(operation, root)
         symmetric = name in SYMMETRIC
         found = What(text, hash_of(text), symmetric, meets=symmetric or name == "barrier")
         if len(_kinds) < _KINDS:
@@ -234,7 +234,7 @@ def _group(given: Any) -> Group | None:
 _groups: dict[str, Group] = {}
 
 
-def _told(tensors: Any, several: bool, typed: bool) -> str:
+def _tensors_in_words(tensors: Any, several: bool, typed: bool) -> str:
     if tensors is None:
         return ""
     if typed:

@@ -109,13 +109,13 @@ class CallRecorder:
 
     Args:
         rank: of this worker.
-        posts: where the workers leave their last calls.
+        board: where the workers leave their last calls.
         lost: makes the error of a call that failed although all workers did the same.
     """
 
-    def __init__(self, rank: int, posts: Board, lost: weakref.WeakMethod[Lost]) -> None:
+    def __init__(self, rank: int, board: Board, lost: weakref.WeakMethod[Lost]) -> None:
         self._rank = rank
-        self._posts = posts
+        self._board = board
         self._lost = lost
         self._thread = threading.get_ident()
         self._kept: deque[Call] = deque(maxlen=sum(KEPT))
@@ -152,12 +152,12 @@ class CallRecorder:
             if (
                 waits
                 and what.meets
-                and not self._posts.immediate
+                and not self._board.immediate
                 and what.hash not in self._met
                 and len(self._met) < _MET
             ):
                 self._met.add(what.hash)
-                self._posts.meet(call.number, _MEET_SECONDS)
+                self._board.meet(call.number, _MEET_SECONDS)
                 self._refuse()
         self._running = call
         return call
@@ -176,7 +176,7 @@ class CallRecorder:
             text = line(call.record())
             if not note and len(self._lines) < _CACHED:
                 self._lines[what, site] = text
-        if self._posts.publish(number, what.hash, b"%d" % number + text):
+        if self._board.publish(number, what.hash, b"%d" % number + text):
             self._refuse()
         return call
 
@@ -186,7 +186,7 @@ class CallRecorder:
         call = Call(number, group, what, site, "")
         self._kept.append(call)
         self._others += 1
-        self._posts.publish_in_group(self._others, b"%d" % number + line(call.record()))
+        self._board.publish_in_group(self._others, b"%d" % number + line(call.record()))
         return call
 
     def meet(self, name: str, note: str) -> tuple[float, float]:
@@ -238,7 +238,7 @@ class CallRecorder:
         last = next((call for call in reversed(self._kept) if call.group is None), None)
         self._looks += 1
         in_groups = self._others > 0 and self._looks % _LOOKS == 0
-        if in_groups or (last is not None and self._posts.parted(last.number, last.what.hash)):
+        if in_groups or (last is not None and self._board.parted(last.number, last.what.hash)):
             self._refuse()
 
     def explain(self, lost: PacelineError) -> PacelineError:
@@ -274,14 +274,14 @@ class CallRecorder:
         sentence = by(self._read())
         if sentence is None:
             return None
-        self._posts.meet(self._number, _LATE_SECONDS)  # those that come a little later are named too
+        self._board.meet(self._number, _LATE_SECONDS)  # those that come a little later are named too
         sentence = by(self._read())
-        self._posts.linger(_LATE_SECONDS)
+        self._board.linger(_LATE_SECONDS)
         return sentence
 
     def _read(self) -> dict[int, list[Record]]:
         """The calls of all workers since they agreed last; this one's own as far back as they are kept."""
-        told = self._posts.read(range(self._agreed + 1, self._number + 1), self._others > 0)
+        told = self._board.read(range(self._agreed + 1, self._number + 1), self._others > 0)
         return told | {self._rank: [call.record() for call in self._kept]}
 
 

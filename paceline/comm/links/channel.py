@@ -1,7 +1,7 @@
 """Tensors that go from one worker to another in a known order, such as what crosses the border between two stages.
 
-Their types, shapes and strides are told once for each number of samples, ahead of the first tensors; from then on the
-receiver is ready before they come. Between workers of one machine small ones go through memory that both see.
+Their types, shapes and strides are sent once for each number of samples, ahead of the first tensors; from then on the
+receiver is ready before they come. Between workers of one machine small ones go through shared memory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.comm.world import Message, Transfer, World
 from paceline.errors import InputError
 
 TAGS = 1 << 8
-"""Of each channel: two for what is told once, one for each tensor."""
+"""Of each channel: two for what is sent once, one for each tensor."""
 
-_UNDER_WAY = 8
+_MOST_IN_FLIGHT = 8
 """So many messages may be on their way before the sender waits for the oldest."""
 
 
@@ -47,22 +47,22 @@ class Sender:
         peer: the rank that receives.
         tag: the first tag to use.
         what: is sent, for an error.
-        lane: through memory that both workers see, if there is one.
+        ring: through shared memory, if there is one.
         exact: whether a tensor that is a part of a larger one is to lie in memory as such a part, as bits may depend
             on it; else it takes no more room than its numbers.
     """
 
     def __init__(
-        self, world: World, peer: int, tag: int, what: str, lane: Ring | None = None, exact: bool = False
+        self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None, exact: bool = False
     ) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag
         self._what = what
-        self._lane = lane
+        self._ring = ring
         self._strides_of = strides_of if exact else dense_strides_of
         self._forms: dict[int, Forms] = {}
-        self._leaving: deque[list[Transfer]] = deque()
+        self._in_flight: deque[list[Transfer]] = deque()
 
     def send(self, samples: int, values: Sequence[torch.Tensor | None]) -> int:
         """Start to send; returns the bytes.
@@ -84,13 +84,14 @@ class Sender:
             )
         if samples not in self._forms:
             self._forms[samples] = forms
-            letter = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)
-            length = torch.tensor([len(letter)])
-            transfers += self._post(length.to(self._world.device), 0) + self._post(letter.to(self._world.device), 1)
+            encoded = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)
+            length = torch.tensor([len(encoded)])
+            transfers += self._post(length.to(self._world.device), 0) + self._post(encoded.to(self._world.device), 1)
         before, now = _differing(self._forms[samples], forms)
         if before != now:
             raise InputError(
-                f"{self._what} changed between microbatches of {samples} samples from {_told(before)} to {_told(now)}. "
+                f"{self._what} changed between microbatches of {samples} samples from {_described(before)} to "
+                f"{_described(now)}. "
                 f"All microbatches must give the same types and shapes here: pad the samples to one length."
             )
         plain = {
@@ -100,14 +101,14 @@ class Sender:
         }
         size = sum(value.nbytes for value in plain.values())
         with self._world.awaiting(f"to take {self._what}"):
-            if self._lane is not None and size <= LARGEST_BYTES:
-                self._lane.send([*plain.values()])
+            if self._ring is not None and size <= LARGEST_BYTES:
+                self._ring.send([*plain.values()])
             else:
                 for place, value in plain.items():
                     transfers += self._post(value, place)
-            self._leaving.append(transfers)
-            while len(self._leaving) > _UNDER_WAY:
-                _await(self._leaving.popleft())
+            self._in_flight.append(transfers)
+            while len(self._in_flight) > _MOST_IN_FLIGHT:
+                _await(self._in_flight.popleft())
         return size
 
     def finish(self) -> None:
@@ -117,8 +118,8 @@ class Sender:
             WorkerLost: the receiver is gone.
         """
         with self._world.awaiting(f"to take {self._what}"):
-            while self._leaving:
-                _await(self._leaving.popleft())
+            while self._in_flight:
+                _await(self._in_flight.popleft())
 
     def _form(self, value: torch.Tensor) -> Form:
         return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value))
@@ -135,17 +136,17 @@ class Receiver:
     Args:
         world: the workers.
         peer: the rank that sends.
-        tag: the first tag of the outlet.
+        tag: the first tag of the sender.
         what: is received, for an error.
-        lane: that of the outlet.
+        ring: that of the sender.
     """
 
-    def __init__(self, world: World, peer: int, tag: int, what: str, lane: Ring | None = None) -> None:
+    def __init__(self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None) -> None:
         self._world = world
         self._peer = peer
         self._tag = tag
         self._what = what
-        self._lane = lane
+        self._ring = ring
         self._forms: dict[int, Forms] = {}
         self._expected: deque[_Arrival] = deque()
 
@@ -167,8 +168,8 @@ class Receiver:
                 self._make_ready()
             self._expected.popleft()
             _await(first.transfers)
-            if self._lane is not None and first.through_lane:
-                self._lane.take([numbers for numbers in first.numbers if numbers is not None])
+            if self._ring is not None and first.through_ring:
+                self._ring.take([numbers for numbers in first.numbers if numbers is not None])
         for numbers, form in zip(first.numbers, self._forms[first.samples], strict=True):
             if numbers is None or form is None:
                 values.append(None)
@@ -187,9 +188,9 @@ class Receiver:
             arrival.ready = True
             arrival.numbers = [None if form is None else self._room_for(form) for form in forms]
             size = sum(numbers.nbytes for numbers in arrival.numbers if numbers is not None)
-            arrival.through_lane = self._lane is not None and size <= LARGEST_BYTES
+            arrival.through_ring = self._ring is not None and size <= LARGEST_BYTES
             for place, numbers in enumerate(arrival.numbers):
-                if numbers is not None and not arrival.through_lane:
+                if numbers is not None and not arrival.through_ring:
                     arrival.transfers += self._post(numbers, 2 + place)
 
     def _room_for(self, form: Form) -> torch.Tensor:
@@ -198,9 +199,9 @@ class Receiver:
     def _ask(self) -> Forms:
         length = torch.zeros(1, dtype=torch.int64, device=self._world.device)
         _await(self._post(length, 0))
-        letter = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.device)
-        _await(self._post(letter, 1))
-        forms: Forms = pickle.loads(letter.cpu().numpy().tobytes())
+        encoded = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.device)
+        _await(self._post(encoded, 1))
+        forms: Forms = pickle.loads(encoded.cpu().numpy().tobytes())
         return forms
 
     def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
@@ -213,7 +214,7 @@ class _Arrival:
     def __init__(self, samples: int) -> None:
         self.samples = samples
         self.ready = False
-        self.through_lane = False
+        self.through_ring = False
         self.numbers: list[torch.Tensor | None] = []
         self.transfers: list[Transfer] = []
 
@@ -233,5 +234,5 @@ def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:
     return before, now
 
 
-def _told(forms: Forms) -> str:
+def _described(forms: Forms) -> str:
     return ", ".join("nothing" if form is None else f"{form.dtype} {list(form.shape)}" for form in forms)

@@ -1,4 +1,4 @@
-"""Lists of tensors of one type and shape, from one worker to another: how many there are is told first, each time."""
+"""Lists of tensors of one type and shape, from one worker to another: their number goes first, each time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.comm.links.channel import Receiver, Sender
 from paceline.comm.world import World
 
 TAGS = 2 * channel.TAGS
-"""Of each pair of an outlet and an inlet."""
+"""Of each pair of a sender and a receiver."""
 
 
 class VariableLengthSender:
@@ -56,7 +56,7 @@ class VariableLengthReceiver:
     Args:
         world: the workers.
         peer: the rank that sends.
-        tag: the first tag of the outlet.
+        tag: the first tag of the sender.
         what: is received, for an error.
     """
 
@@ -74,8 +74,8 @@ class VariableLengthReceiver:
         return [*_one(self._values, int(count)).unbind()] if count else []
 
 
-def _one(inlet: Receiver, samples: int) -> torch.Tensor:
-    inlet.expect(samples)
-    (value,) = inlet.take()
+def _one(receiver: Receiver, samples: int) -> torch.Tensor:
+    receiver.expect(samples)
+    (value,) = receiver.take()
     assert value is not None
     return value

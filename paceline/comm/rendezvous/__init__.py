@@ -1,1 +1,1 @@
-"""How processes meet."""
+"""How workers come together."""

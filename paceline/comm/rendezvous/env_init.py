@@ -1,4 +1,4 @@
-"""How workers meet whom another launcher has started: at an address that the environment names."""
+"""Rendezvous of workers that another launcher has started, at an address from the environment."""
 
 from __future__ import annotations
 

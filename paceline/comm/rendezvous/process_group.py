@@ -1,4 +1,4 @@
-"""torch's process group for one view after the other in one process.
+"""torch's process group for one generation after the other in one process.
 
 gloo's ``abort`` does not end a blocked call, and a peer that is silent holds back whoever tears a group down. So the
 sockets that a group opened are remembered, and shut down to leave it: every blocked call then returns with an error.
@@ -46,7 +46,7 @@ class ProcessGroup:
         self._registered = False
 
     def open_store(self, address: str) -> int:
-        """Open the store at which workers meet when this one is the first of a view; returns its port."""
+        """Open the store at which workers meet when this one is the first of a generation; returns its port."""
         store = TCPStore(address, 0, None, True, self._timeout, wait_for_workers=False)
         self._own = store
         return int(store.port)

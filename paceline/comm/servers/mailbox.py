@@ -1,4 +1,4 @@
-"""Gradients on their way to servers, in the memory of one machine: the worker writes, the servers read."""
+"""Gradients on their way to servers, in shared memory: the worker writes, the servers read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Reply(NamedTuple):
 
 
 class Mailbox:
-    """One parcel of each worker; all workers make them together.
+    """One message slot of each worker; all workers make them together.
 
     Args:
         shared_memory: of the workers.
@@ -51,7 +51,7 @@ class Mailbox:
         ]
 
     def write(self, rank: int, gradients: Sequence[torch.Tensor | None], words: Any) -> None:
-        """Fill the parcel of a worker."""
+        """Fill the slot of a worker."""
         given = [(view, value) for view, value in zip(self._views[rank], gradients, strict=True) if value is not None]
         if given:
             torch._foreach_copy_([view for view, _ in given], [value for _, value in given])
@@ -61,7 +61,7 @@ class Mailbox:
         self._blocks[rank][_LENGTH.size : _LENGTH.size + len(written)] = written
 
     def words(self, rank: int) -> tuple[Any, list[bool]]:
-        """What stands in a parcel besides the gradients, and which of these there are."""
+        """What a slot holds besides the gradients, and which of these there are."""
         (length,) = _LENGTH.unpack_from(self._blocks[rank], 0)
         words, there = pickle.loads(self._blocks[rank][_LENGTH.size : _LENGTH.size + length])
         return words, there
