@@ -35,7 +35,7 @@ class Dying(dist.Store):
 
 rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
 store = TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
-own = group.Group(device("cpu"), 60.0)
+own = group.ProcessGroup(device("cpu"), 60.0)
 
 def until(key, number):
     while store.add(key, 0) < number:
