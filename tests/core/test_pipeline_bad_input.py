@@ -66,7 +66,7 @@ REFUSED = {
         2,
         ["script.py"],
     ),
-    "an unknown layer": Bad("go(pipeline={'cut': ['5b']})", "ConfigError", 2, ["'5b'", "nearest is '5'", TEN]),
+    "an unknown layer": Bad("go(pipeline={'cut': ['5b']})", "ConfigError", 2, ["'5b'", "closest: '5'", TEN]),
     "layers in the wrong order": Bad(
         "go(pipeline={'cut': ['5', '2']})", "ConfigError", 2, ["Stage 2", "'2' is not after '5'"], workers=3
     ),

@@ -21,7 +21,7 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Iterator[Run]:
         arguments: Sequence[object] = (),
         faults: Plan | None = None,
         name: str = "one",
-        deadline: float = 60.0,
+        deadline: float = 120.0,
         **environment: str,
     ) -> Ran:
         path = tmp_path / "train.py"
