@@ -248,9 +248,9 @@ def metric():
     sends = [[1, 2, 3], [0, 2, 2], [3, 2, 0]]
     gets = [sends[rank][RANK] for rank in range(SIZE)]
     dist.all_to_all_single(torch.empty(sum(gets)), torch.ones(sum(sends[RANK])), gets, sends[RANK])
-    told = [None] * SIZE
-    dist.all_gather_object(printed, "x" * RANK)
-    assert told == ["", "x", "xx"]
+    lengths = [None] * SIZE
+    dist.all_gather_object(lengths, "x" * RANK)
+    assert lengths == ["", "x", "xx"]
     gathered = [torch.empty(2) for _ in range(SIZE)] if RANK == 0 else None
     dist.gather(torch.ones(2), gathered, dst=0)
     if RANK == 0:
