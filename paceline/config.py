@@ -62,8 +62,8 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
         if key in known or key == "checkpoint":  # short for checkpoint.directory
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where}: there is no setting {key!r}.{hint} The settings are: {', '.join(known)}.")
+        cure = f"Did you mean {near[0]!r}?" if near else f"The settings are: {', '.join(known)}."
+        raise ConfigError(f"{where}: there is no setting {key!r}. {cure}")
 
 
 def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
@@ -79,7 +79,22 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(known)}.")
+        own = " One that the script registers can only be set in the script." if known is STRATEGIES else ""
+        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(known)}.{own}")
+
+
+def environment_settings() -> dict[str, str]:
+    """The settings in the environment.
+
+    Raises:
+        ConfigError: a variable looks like a misspelt setting, which would be ignored without a word.
+    """
+    keys = {env.variable_of(key): key for key in flat_keys()}
+    for name in env.unknown_variables(keys):
+        near = difflib.get_close_matches(name, keys, n=1, cutoff=0.9)
+        if near:
+            raise ConfigError(f"{name} in the environment is no setting. Did you mean {near[0]}? Rename or unset it.")
+    return env.environment_settings(flat_keys())
 
 
 def _parsed(values: Mapping[str, str] | None) -> dict[str, object]:
@@ -228,6 +243,6 @@ def resolve_here(script: Mapping[str, Any]) -> Resolved:
     return resolve(
         script,
         read_plan(plan) if plan else {},
-        env.environment_settings(flat_keys()),
+        environment_settings(),
         env.command_line_settings(),
     )

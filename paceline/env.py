@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,10 +109,24 @@ def environment_settings(keys: Mapping[str, object]) -> dict[str, str]:
     """``PACELINE_<KEY>`` variables: ``PACELINE_CHECKPOINT__EVERY`` sets ``checkpoint.every``."""
     found = {}
     for key in keys:
-        name = "PACELINE_" + key.upper().replace(".", "__")
+        name = variable_of(key)
         if name in os.environ and name not in _RESERVED:
             found[key] = os.environ[name]
     return found
+
+
+def variable_of(key: str) -> str:
+    """The variable that sets a dotted key."""
+    return "PACELINE_" + key.upper().replace(".", "__")
+
+
+def unknown_variables(known: Container[str]) -> list[str]:
+    """The ``PACELINE_`` variables that are neither among these nor Paceline's own."""
+    return [
+        name
+        for name in sorted(os.environ)
+        if name.startswith("PACELINE_") and name not in _RESERVED and name not in known
+    ]
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,12 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) ->
     except UnicodeDecodeError as error:
         raise DamagedError(f"{location}/{manifests.FILE} is damaged: {error}.") from None
     except Exception as error:
-        reason = "there is none" if isinstance(error, FileNotFoundError) else files.reason_of(error)
+        if isinstance(error, FileNotFoundError):
+            raise DamagedError(
+                f"There is no complete checkpoint at {location}: it has no {manifests.FILE}. Give the path of a "
+                f"checkpoint, as runs/<name>/checkpoints/step-100, or 'auto' for the newest."
+            ) from error
+        reason = files.reason_of(error)
         raise DamagedError(f"{location} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
     manifest = manifests.parse(text, f"{location}/{manifests.FILE}")
     check(location, manifest)

@@ -60,7 +60,7 @@ def known_settings(request: Request) -> Settings:
     plan = request.plan or env.plan_file()
     layers = (
         config.read_plan(plan) if plan else {},
-        env.environment_settings(config.flat_keys()),
+        config.environment_settings(),
         request.settings,
     )
     settings = config.resolve({}, *layers).settings

@@ -21,5 +21,8 @@ def launcher_named(name: str) -> type[Launcher]:
         ConfigError: there is none of this name.
     """
     if name not in LAUNCHERS:
-        raise ConfigError(f"There is no launcher {name!r}; there are {', '.join(sorted(LAUNCHERS))}.")
+        raise ConfigError(
+            f"There is no launcher {name!r}. The launchers are: {', '.join(sorted(LAUNCHERS))}. One of your own must "
+            f"be registered in the process of `paceline run`; CONTRIBUTING.md says how."
+        )
     return LAUNCHERS[name]

@@ -70,5 +70,5 @@ def test_why_a_worker_ended(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_not_there() -> None:
-    with pytest.raises(ConfigError, match=r"There is no launcher 'nowhere'; there are local\."):
+    with pytest.raises(ConfigError, match=r"There is no launcher 'nowhere'\. The launchers are: local\."):
         registry.launcher_named("nowhere")

@@ -6,7 +6,16 @@ from typing import Any, get_args
 
 import pytest
 
-from paceline.config import check_strategy, describe, flat_keys, parse_command_line, parse_value, read_plan, resolve
+from paceline.config import (
+    check_strategy,
+    describe,
+    environment_settings,
+    flat_keys,
+    parse_command_line,
+    parse_value,
+    read_plan,
+    resolve,
+)
 from paceline.errors import ConfigError
 from paceline.settings import GROUPS, STRATEGIES, Arguments, CheckpointSettings, Settings
 from paceline.strategies import registry
@@ -73,8 +82,25 @@ def test_the_launcher_knows_the_strategies_and_says_what_the_workers_say() -> No
     for name in ("hogwildd", "nothing-like-it"):
         with pytest.raises(ConfigError) as said:
             registry.entry_of(name)
-        with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))}$"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(str(said.value))} One that the script registers"):
             check_strategy(name)
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("PACELINE_BACTH", "PACELINE_BATCH"), ("PACELINE_CHECKPOINT_EVERY", "PACELINE_CHECKPOINT__EVERY")],
+)
+def test_a_misspelt_variable_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str, meant: str) -> None:
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(ConfigError, match=f"^{variable} .* Did you mean {meant}?"):
+        environment_settings()
+
+
+def test_other_variables_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PACELINE_HOME", "PACELINE_DATA", "PACELINE_RUN"):
+        monkeypatch.setenv(name, "3")
+    monkeypatch.setenv("PACELINE_BATCH", "3")
+    assert environment_settings() == {"batch": "3"}
 
 
 def takes(kind: type) -> list[str]:
