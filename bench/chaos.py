@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import durations
+
 from paceline.data.order import Order
 from paceline.observe import ledger
 
@@ -260,7 +262,7 @@ def attempt(words: list[str], home: Path, script: Path, chaos: Chaos | None, pat
 def describe(values: Sequence[float]) -> str:
     if not values:
         return "none"
-    parts = [f"{name} {ledger.percentile(values, part):.2f}" for name, part in (("p50", 0.5), ("p99", 0.99))]
+    parts = [f"{name} {durations.percentile(values, part):.2f}" for name, part in (("p50", 0.5), ("p99", 0.99))]
     return "   ".join([*parts, f"largest {max(values):.2f}", f"of {len(values)}"])
 
 
@@ -285,16 +287,16 @@ def judge(disturbed: Ran, undisturbed: Ran, steps: int) -> bool:
 
 def costs(records: ledger.Records, disturbed: Ran, undisturbed: Ran) -> None:
     """Print what the faults cost, in seconds beyond the median step of the same run: another run has other noise."""
-    alone = ledger.step_seconds(ledger.completions(ledger.read(undisturbed.folder / "events")))
+    alone = durations.step_seconds(ledger.completions(ledger.read(undisturbed.folder / "events")))
     times = ledger.completions(records)
-    usual = ledger.step_seconds(times)
+    usual = durations.step_seconds(times)
     if not times:
         return
     training = [one for one in disturbed.faults if one.trained]
     kills, stops = ([one for one in training if one.kind == kind] for kind in ("kill", "stop"))
-    stalls = [ledger.stall(times, one.time, usual) for one in kills]
-    beyond = [max(0.0, ledger.stall(times, one.time, usual) - one.seconds) for one in stops]
-    replaced = [ledger.replaced_after(records, one.time) for one in kills]
+    stalls = [durations.stall(times, one.time, usual) for one in kills]
+    beyond = [max(0.0, durations.stall(times, one.time, usual) - one.seconds) for one in stops]
+    replaced = [durations.replaced_after(records, one.time) for one in kills]
     recovering = [one.seconds for one in records.recovered if one.survived]
     print(f"faults       {len(disturbed.faults)}, of them {len(training)} of workers that train")
     print(f"step         {usual:.4f} s in the median, {alone:.4f} s undisturbed")
@@ -302,7 +304,7 @@ def costs(records: ledger.Records, disturbed: Ran, undisturbed: Ran) -> None:
     print(f"stop         stall in seconds beyond the stop itself: {describe(beyond)}")
     print(f"recovery     seconds after a loss, as the survivors say: {describe(recovering)}")
     print(f"replaced     seconds to a new worker: {describe([one for one in replaced if one is not None])}")
-    print(f"goodput      {ledger.goodput(times, times[0] - usual, usual):.3f} of the time went into useful steps")
+    print(f"goodput      {durations.goodput(times, times[0] - usual, usual):.3f} of the time went into useful steps")
 
 
 def steps_in(options: argparse.Namespace, folder: Path) -> int:
@@ -313,7 +315,7 @@ def steps_in(options: argparse.Namespace, folder: Path) -> int:
     if tried.code != 0:
         sys.exit(tried.output)
     times = ledger.completions(ledger.read(tried.folder / "events"))
-    usual = ledger.step_seconds(times[CALIBRATION_STEPS // 3 :])
+    usual = durations.step_seconds(times[CALIBRATION_STEPS // 3 :])
     return max(LEAST_STEPS, int(options.seconds / usual))
 
 

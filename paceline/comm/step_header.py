@@ -119,7 +119,7 @@ class StepHeader:
         self.seconds = [header[0][2] for header in headers]
         self.missing = any(header[1][2] for header in headers)
         if self._world.recorder is not None:
-            self._world.recorder.agree([(header[1][0], header[1][1]) for header in headers])
+            self._world.recorder.check_agreement([(header[1][0], header[1][1]) for header in headers])
         self._losses = sorted(
             PieceLoss(int(start), rank, loss, count)
             for rank, table in enumerate(tables)

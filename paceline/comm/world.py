@@ -99,7 +99,7 @@ class World(Waiting):
         if self.size > 1:
             self._come_together(membership)
             recorder = self._record_calls()
-            if self.shared_memory is not None:  # nobody may read what was posted in an earlier generation
+            if self.shared_memory is not None:  # nobody may read what was published in an earlier generation
                 self.shared_memory.all_gather(b"")
             self.recorder = recorder
 
@@ -226,7 +226,7 @@ class World(Waiting):
                 f"look for code that only some ranks run."
             )
         if self.recorder and met:
-            self.recorder.agree([made for *_, made in values])
+            self.recorder.check_agreement([made for *_, made in values])
         return [value for _, value, _ in values]
 
     def _exchange(self, own: Any) -> list[Any]:

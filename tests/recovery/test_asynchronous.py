@@ -66,7 +66,7 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     check(ran, 2)
     assert ran.memberships()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
     counted = [sum(one["delays"].values()) for one in ran.events() if one["event"] == "staleness"]
-    if WAYS[way].get("mode") != "sync":  # at a server each may have parted between an update and its count
+    if WAYS[way].get("mode") != "sync":  # at a server each may have stopped between an update and its count
         assert STEPS - (0 if way == "hogwild" else 3) <= counted[-1] <= STEPS, ran.report()
 
 

@@ -7,14 +7,10 @@ import pytest
 from paceline.errors import ConfigError, InputError
 from paceline.schedule.pipeline.clock import Span, Timeline, Times, simulate
 from paceline.schedule.pipeline.drawing import draw, listing
+from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
-from paceline.schedule.pipeline.synchronous import (
-    gpipe,
-    interleaved,
-    layerwise,
-    one_forward_one_backward,
-    zero_bubble_h1,
-)
+from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward
+from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1
 
 
 def lines(text: str) -> str:

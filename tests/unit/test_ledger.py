@@ -2,14 +2,18 @@
 
 import json
 import math
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from paceline.observe import ledger
 from paceline.observe.ledger import Records
+
+durations = SimpleNamespace(**runpy.run_path(str(Path(__file__).parents[2] / "bench" / "durations.py")))
 
 Line = dict[str, Any]
 
@@ -235,26 +239,26 @@ def test_stalls_goodput_and_replacement() -> None:
     )
     times = ledger.completions(records)
     assert times == [1, 2, 3, 4, 5, *range(9, 24)]
-    usual = ledger.step_seconds(times)
+    usual = durations.step_seconds(times)
     assert usual == 1
-    assert ledger.stall(times, 5.5, usual) == 3
-    assert ledger.stall(times, 4.5, usual) == 3  # the victim had given its part: the next step waits
-    assert ledger.stall(times, 15.5, usual) == 0
-    assert ledger.replaced_after(records, 5.5) == 6.5
-    assert ledger.replaced_after(records, 13) is None
-    assert ledger.goodput(times, 0, usual) == pytest.approx(20 / 23)
+    assert durations.stall(times, 5.5, usual) == 3
+    assert durations.stall(times, 4.5, usual) == 3  # the victim had given its part: the next step waits
+    assert durations.stall(times, 15.5, usual) == 0
+    assert durations.replaced_after(records, 5.5) == 6.5
+    assert durations.replaced_after(records, 13) is None
+    assert durations.goodput(times, 0, usual) == pytest.approx(20 / 23)
 
 
 def test_numbers_of_nothing() -> None:
     assert ledger.completions(Records()) == []
-    assert ledger.step_seconds([]) == ledger.goodput([], 0, 1) == ledger.stall([], 1, 1) == 0
-    assert math.isnan(ledger.percentile([], 0.5))
+    assert durations.step_seconds([]) == durations.goodput([], 0, 1) == durations.stall([], 1, 1) == 0
+    assert math.isnan(durations.percentile([], 0.5))
     assert ledger.check(Records(), 0) == []
 
 
 def test_percentiles_are_values() -> None:
     values = [5.0, 1.0, 4.0, 2.0, 3.0]
-    assert [ledger.percentile(values, part) for part in (0.2, 0.5, 0.99, 1.0)] == [1.0, 3.0, 5.0, 5.0]
+    assert [durations.percentile(values, part) for part in (0.2, 0.5, 0.99, 1.0)] == [1.0, 3.0, 5.0, 5.0]
 
 
 def test_files_are_read_and_half_a_line_left_out(tmp_path: Path) -> None:

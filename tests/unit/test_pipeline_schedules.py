@@ -11,23 +11,28 @@ from paceline.schedule.pipeline import drawing, replicas
 from paceline.schedule.pipeline import synchronous as pipeline
 from paceline.schedule.pipeline.clock import Times, simulate
 from paceline.schedule.pipeline.drawing import draw, listing
+from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.operations import Kind, Schedule
+from paceline.schedule.pipeline.pipedream import pipedream, pipedream_2bw
 from paceline.schedule.pipeline.proof import prove
 from paceline.schedule.pipeline.replicas import backwards_first, runs
-from paceline.schedule.pipeline.synchronous import (
-    SCHEDULES,
-    gpipe,
-    interleaved,
-    layerwise,
-    one_forward_one_backward,
-    zero_bubble_h1,
-    zero_bubble_v,
-)
+from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward
 from paceline.schedule.pipeline.transfers import build_schedule
+from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from paceline.schedule.shares import even
 
 STAGES = range(1, 7)
 MICROBATCHES = range(1, 14)
+SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "layerwise": layerwise,
+    "gpipe": gpipe,
+    "1f1b": one_forward_one_backward,
+    "interleaved": interleaved,
+    "zb-h1": zero_bubble_h1,
+    "zb-v": zero_bubble_v,
+    "pipedream": pipedream,
+    "2bw": pipedream_2bw,
+}
 
 
 def lines(text: str) -> str:

@@ -18,7 +18,8 @@ from paceline.observe.times import median_times, profiled_times
 from paceline.schedule.pipeline.clock import Timeline, Times, simulate
 from paceline.schedule.pipeline.drawing import draw
 from paceline.schedule.pipeline.operations import Kind
-from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward, zero_bubble_h1
+from paceline.schedule.pipeline.synchronous import gpipe, layerwise, one_forward_one_backward
+from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1
 
 THREE = [["a"], ["b"], ["c"]]
 

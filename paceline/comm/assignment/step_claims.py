@@ -178,7 +178,9 @@ class StepClaims:
 
     def _check_open(self) -> None:
         if self._words[_CLOSED]:
-            raise WorkerLost(f"Rank {self._world.rank}: another worker was lost, and the others have parted.")
+            raise WorkerLost(
+                f"Rank {self._world.rank}: another worker was lost, and the others are already re-forming."
+            )
 
     @contextmanager
     def hold(self) -> Iterator[ClaimTable]:
@@ -187,7 +189,7 @@ class StepClaims:
             yield self._read(self._words[_CHANGES])
 
     def close(self) -> ClaimTable:
-        """The last table: nobody changes it any more. For workers that part because one was lost."""
+        """The last table: nobody changes it any more. For workers that re-form because one was lost."""
         self._hasty = True
         try:
             with self._lock:

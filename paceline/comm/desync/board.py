@@ -1,8 +1,8 @@
-"""Where each worker leaves its last calls so that the others can read them, also when it is blocked or dead.
+"""Where each worker publishes its last calls so that the others can read them, even when it is blocked or dead.
 
-A call is posted before it is made. gloo ends a process that gets more bytes than it asked for (SIGABRT), so afterwards
-is too late. On one machine the posts lie in shared memory, where each worker sees at once whether another one differs.
-On several machines they go to the store at which the workers met.
+A call is published before it is made: gloo ends a process that gets more bytes than it asked for (SIGABRT), so
+afterwards is too late. On one machine the records are in shared memory, where each worker sees at once whether another
+one differs. On several machines they go to the store of the rendezvous.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from paceline.comm.shm.arena import SharedMemory
 
 ALL, SOME = 0, 1
-"""The two kinds of posts: calls on the group of all workers, which have the same place everywhere, and others."""
+"""The two kinds of records: calls on the group of all workers, which have the same place everywhere, and others."""
 
 KEPT = (64, 32)
 """How many calls of each kind are kept."""
@@ -38,10 +38,10 @@ class Board(Protocol):
     """The last calls of all workers."""
 
     immediate: bool
-    """Whether what is posted can be seen at once, so that :meth:`parted` can tell."""
+    """Whether a published call is visible at once, so that :meth:`differs` can tell."""
 
     def publish(self, number: int, mark: int, text: bytes) -> bool:
-        """Leave a call of all workers for the others to read; whether one of them differs, as :meth:`parted`.
+        """Leave a call of all workers for the others to read; whether one of them differs, as :meth:`differs`.
 
         Args:
             number: the place of the call.
@@ -54,7 +54,7 @@ class Board(Protocol):
         """Leave a call of a smaller group; the slot counts all of these."""
         ...
 
-    def parted(self, number: int, mark: int) -> bool:
+    def differs(self, number: int, mark: int) -> bool:
         """Whether another worker is known to have made a different call at this place; it costs next to nothing."""
         ...
 
@@ -92,7 +92,7 @@ def parse(text: bytes) -> Record | None:
 
 
 class SharedMemoryBoard:
-    """Posts in the shared memory of one machine: the texts, and for the calls of all workers a number each to compare.
+    """Records in the shared memory of one machine: the texts, and a number to compare for each call of all workers.
 
     The number holds the place of the call and the hash, so that one look is enough.
     """
@@ -122,7 +122,7 @@ class SharedMemoryBoard:
         start = 8 * KEPT[ALL] + (KEPT[ALL] + slot % KEPT[SOME]) * _BYTES
         self._own[start : start + len(text)] = text
 
-    def parted(self, number: int, mark: int) -> bool:
+    def differs(self, number: int, mark: int) -> bool:
         slot = number % KEPT[ALL]
         own = (number & _NUMBERS) << _HASH_BITS | mark & _HASH
         return any(marks[slot] != own and marks[slot] >> _HASH_BITS == own >> _HASH_BITS for marks in self._others)
@@ -142,7 +142,7 @@ class SharedMemoryBoard:
 
 
 class StoreBoard:
-    """Posts in the store at which the workers met. To post takes a few microseconds: nobody waits for the store."""
+    """Records in the store of the rendezvous. Publishing takes a few microseconds: nobody waits for the store."""
 
     immediate = False
 
@@ -162,7 +162,7 @@ class StoreBoard:
         with contextlib.suppress(dist.DistError, RuntimeError):  # who hosts it is gone: the call itself will tell
             self._store.set(key, text.decode())
 
-    def parted(self, number: int, mark: int) -> bool:
+    def differs(self, number: int, mark: int) -> bool:
         return False
 
     def meet(self, number: int, seconds: float) -> None:
@@ -201,7 +201,7 @@ class StoreBoard:
         return dict(found)
 
     def _read(self, numbers: range, others: bool, found: dict[int, list[Record]]) -> None:
-        if len(numbers) > 1 or others:  # what was posted just now may still be on its way
+        if len(numbers) > 1 or others:  # what was published just now may still be on its way
             self.meet(numbers.stop - 1, _READ_SECONDS / 4)
         places = [(ALL, number) for number in numbers[-KEPT[ALL] :]]
         places += [(SOME, slot) for slot in range(KEPT[SOME]) if others]

@@ -175,8 +175,6 @@ def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             if better is error:
                 raise
             raise better from error
-        finally:
-            calls.left()
 
     return recorded
 

@@ -1,9 +1,9 @@
 """What this worker's script did with ``torch.distributed``, call by call, and whether all workers did the same.
 
 Each call on the group of all workers goes into a running fingerprint, which the workers compare in every step, together
-with their losses, and in every evaluation. Before a call is made it is posted (``comm.desync.board``) for the others
-to read: so a difference is named even if the call blocks or breaks the connections. On one machine a worker that comes
-later sees the difference before it makes its call.
+with their losses, and in every evaluation. Before a call is made it is published (``comm.desync.board``) for the
+others to read, so a difference is named even if the call blocks or breaks the connections. On one machine a worker that
+comes later sees the difference before it makes its call.
 
 To record a call costs 3 microseconds, and 20 to 30 where it counts: after a call that waited, when the processor has
 forgotten the code; gloo's smallest all_reduce takes 230 (``bench/overhead.py``).
@@ -30,7 +30,6 @@ _BITS = 52
 """Of a fingerprint: a float64 holds it exactly."""
 _HALF = _BITS // 2
 _ALL_BITS, _HALF_BITS = (1 << _BITS) - 1, (1 << _HALF) - 1
-_RECENT = 32
 _MET = 256
 """So many kinds of calls are compared before the first of a kind is made, where that takes time."""
 _MEET_SECONDS = 2.0
@@ -119,10 +118,9 @@ class CallRecorder:
         self._lost = lost
         self._thread = threading.get_ident()
         self._kept: deque[Call] = deque(maxlen=sum(KEPT))
-        self._running: Call | None = None
         self._number = self._others = self._agreed = self._looks = 0
         self._numbers: dict[str, int] = {}
-        self._told = self._line = self._ordered = self._sum = 0
+        self._operations = self._line = self._ordered = self._sum = 0
         self._lines: dict[tuple[What, Site], bytes] = {}
         self._met: set[int] = set()
 
@@ -144,7 +142,7 @@ class CallRecorder:
         if group is not None:
             call = self._some(what, group, site)
         else:
-            self._told = (self._told * _FACTOR + what.hash) & _ALL_BITS
+            self._operations = (self._operations * _FACTOR + what.hash) & _ALL_BITS
             if what.symmetric:
                 self._ordered = (self._ordered * _FACTOR + site.hash) & _HALF_BITS
                 self._sum = (self._sum + site.hash) & _HALF_BITS
@@ -159,12 +157,7 @@ class CallRecorder:
                 self._met.add(what.hash)
                 self._board.meet(call.number, _MEET_SECONDS)
                 self._refuse()
-        self._running = call
         return call
-
-    def left(self) -> None:
-        """The call that was entered is over."""
-        self._running = None
 
     def _all(self, what: What, site: Site, note: str) -> Call:
         """A call in which all workers take part."""
@@ -193,37 +186,37 @@ class CallRecorder:
         """Record a call of the session in which all workers meet, such as ``session.step``.
 
         Returns:
-            what all workers tell each other there, for :meth:`agree`: two whole numbers below 2**52. The first is made
-            of all operations so far with their shapes and types; the second of the lines of the script since the last
-            meeting: half of its bits depend on their order, the other half does not.
+            the fingerprint that :meth:`check_agreement` compares: two whole numbers below 2**52. The first is made of
+            all operations so far with their shapes and types; the second of the lines of the script since the last
+            comparison: half of its bits depend on their order, the other half does not.
 
         Raises:
             DisagreementError: another worker makes another call at this place.
         """
-        told = float(self._told), float(self._ordered << _HALF | self._sum)
+        fingerprint = float(self._operations), float(self._ordered << _HALF | self._sum)
         self._ordered = self._sum = 0
         site = site_of(sys._getframe(1), own=True)
         assert site is not None
         self._all(_what_of(name), site, note)
-        return told
+        return fingerprint
 
-    def agree(self, told: list[tuple[float, float]]) -> None:
-        """Compare what all workers told where they met.
+    def check_agreement(self, fingerprints: list[tuple[float, float]]) -> None:
+        """Compare what :meth:`meet` returned on each worker.
 
         Raises:
             DisagreementError: names the first call that differs, the ranks and the lines of the script.
         """
-        if all(one == told[0] for one in told):
+        if all(one == fingerprints[0] for one in fingerprints):
             self._agreed = self._number
             return
-        if any(one[0] != told[0][0] for one in told):
+        if any(one[0] != fingerprints[0][0] for one in fingerprints):
             self._refuse()
             raise DisagreementError(
-                f"The workers called different operations of torch.distributed, longer ago than the last {KEPT[ALL]} "
-                f"calls that are kept. Make all workers call the same operations in the same order."
+                f"The workers called different operations of torch.distributed, before the last {KEPT[ALL]} calls, "
+                f"which are kept. Make all workers call the same operations in the same order."
             )
         orders: dict[int, set[int]] = {}
-        for _, lines in told:
+        for _, lines in fingerprints:
             orders.setdefault(int(lines) & _HALF_BITS, set()).add(int(lines) >> _HALF)
         if any(len(each) > 1 for each in orders.values()):
             self._refuse(swapped)
@@ -238,7 +231,7 @@ class CallRecorder:
         last = next((call for call in reversed(self._kept) if call.group is None), None)
         self._looks += 1
         in_groups = self._others > 0 and self._looks % _LOOKS == 0
-        if in_groups or (last is not None and self._board.parted(last.number, last.what.hash)):
+        if in_groups or (last is not None and self._board.differs(last.number, last.what.hash)):
             self._refuse()
 
     def explain(self, lost: PacelineError) -> PacelineError:
@@ -256,15 +249,6 @@ class CallRecorder:
         where = f" ({call.site.lines[0]})" if call.site.lines else ""
         return lost([], f"in {call.what.text}{where}", error)
 
-    def recent(self) -> list[dict[str, object]]:
-        """The last 32 calls of this worker, oldest first, as plain data; any thread may ask.
-
-        Each is a record (``comm.desync.compare``), with ``running``: whether the worker is in this call now.
-        """
-        running = self._running
-        kept = list(self._kept)[-_RECENT:]
-        return [{**call.record(), "running": call is running} for call in kept]
-
     def _refuse(self, by: Compare = compare) -> None:
         sentence = self._sentence(by)
         if sentence is not None:
@@ -281,8 +265,8 @@ class CallRecorder:
 
     def _read(self) -> dict[int, list[Record]]:
         """The calls of all workers since they agreed last; this one's own as far back as they are kept."""
-        told = self._board.read(range(self._agreed + 1, self._number + 1), self._others > 0)
-        return told | {self._rank: [call.record() for call in self._kept]}
+        found = self._board.read(range(self._agreed + 1, self._number + 1), self._others > 0)
+        return found | {self._rank: [call.record() for call in self._kept]}
 
 
 def hash_of(text: str) -> int:

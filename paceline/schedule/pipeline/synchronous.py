@@ -1,4 +1,4 @@
-"""Synchronous pipelines with one stage per worker: layer-wise, GPipe, 1F1B; and all schedules by name.
+"""Synchronous pipelines with one stage per worker: layer-wise, GPipe, 1F1B.
 
 Four stages; a backward pass is drawn as long as a forward pass::
 
@@ -26,15 +26,12 @@ the activations of V microbatches in GPipe and of min(V, P - s) in 1F1B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain, repeat
 
-from paceline.schedule.pipeline.interleaved import interleaved
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
-from paceline.schedule.pipeline.pipedream import pipedream, pipedream_2bw
 from paceline.schedule.pipeline.replicas import backwards_first, forwards_first, replica_counts
 from paceline.schedule.pipeline.transfers import Order, build_schedule, check_at_least, replicated_orders
-from paceline.schedule.pipeline.zero_bubble import zero_bubble_h1, zero_bubble_v
 from paceline.schedule.shares import even
 
 
@@ -116,17 +113,3 @@ def _forwards_and_backwards(stage: int, share: range, lead: int) -> Order:
         if backward is not None:
             order.append(Operation(Kind.BACKWARD, stage, backward))
     return order
-
-
-SCHEDULES: dict[str, Callable[..., Schedule]] = {
-    "layerwise": layerwise,
-    "gpipe": gpipe,
-    "1f1b": one_forward_one_backward,
-    "interleaved": interleaved,
-    "zb-h1": zero_bubble_h1,
-    "zb-v": zero_bubble_v,
-    "pipedream": pipedream,
-    "2bw": pipedream_2bw,
-}
-"""The schedules by name: functions of the stages (of the workers, where one holds several stages), the microbatches,
-and options of their own."""
