@@ -130,8 +130,8 @@ def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
     (number,) = alert.workers
     state = state_of(monitor.pid_of(number))
     printed = tail(launch, number, 1)
-    last = f"the last it printed: {printed[0]!r}" if printed else "it has printed nothing"
-    return f"{alert.text}; the process {state or 'is there'}, {last}"
+    last = f"its last output: {printed[0]!r}" if printed else "it has printed nothing"
+    return f"{alert.text}; the process {state or 'is alive'}, {last}"
 
 
 def summary(coordinator: CoordinatorReport) -> str:

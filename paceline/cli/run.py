@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paceline.launch.base import Request
 
 CONTEXT = BEFORE_SCRIPT
-MORE_HELP = f""" Options stand before the script; all that follows it is the script's own.
+MORE_HELP = f""" Options go before the script; all that follows it is passed to the script.
 
 Exit code: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items())}.
 """

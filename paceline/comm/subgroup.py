@@ -15,11 +15,11 @@ class Subgroup:
 
     Args:
         world: all workers.
-        ranks: the ranks of the team, this worker's among them.
+        ranks: the ranks of the subgroup, this worker's among them.
 
     Attributes:
-        rank: of this worker in the team.
-        size: of the team.
+        rank: of this worker in the subgroup.
+        size: of the subgroup.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
@@ -42,7 +42,7 @@ class Subgroup:
         self._world.check()
 
     def start_transfers(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
-        """See :meth:`World.post`; peers are ranks of the team."""
+        """See :meth:`World.post`; peers are ranks of the subgroup."""
         return self._world.start_transfers(
             [self._outside(one) for one in sends], [self._outside(one) for one in receives]
         )

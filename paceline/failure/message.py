@@ -22,10 +22,10 @@ _MEMORY = (
     "workers on this machine"
 )
 _CURES = {
-    "killed": "look who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
+    "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
     "out-of-memory": _MEMORY,
     "crashed": "native code crashed: PYTHONFAULTHANDLER=1 prints the line of the script",
-    "exit": "the script ended itself (sys.exit or os._exit): look at what it printed last",
+    "exit": "the script ended itself (sys.exit or os._exit): see its last output",
     "ended-early": "all workers must take the same batches: look for a loop that some ranks leave before the others",
     "not-started": "look at what the script does before paceline.start; timeout_seconds is how long the others wait",
     "lost-connection": "look at that machine and at the network, and start it there again",
@@ -240,7 +240,7 @@ def _cure(failure: Failure, context: Context) -> str:
         line = cause.exception.line
         return f"look at {line}; the traceback is at the end" if line else "the traceback is at the end"
     if failure.kind == "hang" and cause is not None:
-        place = f"look at {failure.last_seen.line}" if failure.last_seen.line else "look at what it printed last"
+        place = f"look at {failure.last_seen.line}" if failure.last_seen.line else "see its last output"
         more = "" if coordinator.elastic else "; with --elastic MIN:MAX the others go on without it"
         return f"{place}; hang_seconds and timeout_seconds are the deadlines{more}"
     cure = _CURES.get(failure.kind, "")

@@ -40,7 +40,7 @@ def check(request: Request) -> None:
     """Refuse a request that could not start."""
     script = request.script
     if str(script).startswith("-"):
-        raise ConfigError(f"There is no option {script}; options of paceline stand before the script.")
+        raise ConfigError(f"There is no option {script}; options of paceline go before the script.")
     if not script.exists():
         raise ConfigError(f"There is no script {script} (looked in {script.absolute().parent}).")
     if script.is_dir():

@@ -46,7 +46,7 @@ def choose(request: Request, now: float | None = None) -> Path:
 
 def _named(runs: Path, name: str, resumes: bool) -> Path:
     if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise ConfigError(f"--name {name!r} cannot be the name of a directory; --runs-dir says where it stands.")
+        raise ConfigError(f"--name {name!r} cannot be the name of a directory; choose its parent with --runs-dir.")
     run = runs / name
     if run.exists() and not resumes:
         raise ConfigError(f"The run {run} exists already. Continue it with --resume auto, or choose another --name.")
@@ -72,7 +72,7 @@ def found(runs: Path, run: str | None) -> Path:
             return folder
     there = f"There are {', '.join(path.name for path in newest)}" if newest else f"There are no runs in {runs}"
     missing = "" if run is None else f"There is no run {run!r}. "
-    raise ConfigError(f"{missing}{there}; --runs-dir says where they stand.")
+    raise ConfigError(f"{missing}{there}; give their directory with --runs-dir.")
 
 
 def newest_resumable(runs: Path, script: Path) -> Path | None:

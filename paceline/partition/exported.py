@@ -242,7 +242,7 @@ class _InputSpec:
         if spec != self._spec or not all(map(self._fits, leaves, self._shapes, self._example)):
             example = tree_unflatten(self._example, self._spec)[0][0]
             raise InputError(
-                f"{self._model} was traced with {_describe(example)}, and is given {_describe(values)}. A traced "
+                f"{self._model} was traced with {_describe(example)}, but got {_describe(values)}. A traced "
                 f"model takes inputs that differ in the number of samples only: pad the samples to one size. If its "
                 f"forward depends on the number of samples: {REMEDY[0].lower()}{REMEDY[1:]}"
             )

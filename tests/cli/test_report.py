@@ -71,7 +71,7 @@ def test_who_has_not_come_with_what_it_printed_last(tmp_path: Path) -> None:
     launch.output(1).write_text("loading\ndownloading\n")
     monitor.alerts.append(Alert("absent", "still waiting: rank 1", (1,)))
     (line,) = alerts_of(monitor, launch, elastic=False, quiet=True)()
-    assert line == "still waiting: rank 1; the process is there, the last it printed: 'downloading'"
+    assert line == "still waiting: rank 1; the process is alive, its last output: 'downloading'"
 
 
 def test_late_workers_are_reported_again_when_the_deadline_has_passed_again() -> None:

@@ -107,7 +107,10 @@ def a_run(tmp_path: Path, name: str, *records: dict[str, Any]) -> None:
     ("arguments", "says"),
     [
         ([], "The run runs/the-newest has no events"),
-        (["nobody"], "There is no run 'nobody'. There are the-newest, reduced, old; --runs-dir says"),
+        (
+            ["nobody"],
+            "There is no run 'nobody'. There are the-newest, reduced, old; give their directory with --runs-dir",
+        ),
         (["", "--runs-dir", "runs"], "There is no run ''. There are the-newest"),
         (["old"], "The run runs/old has no events"),
         (["reduced"], "trained with strategy 'allreduce' on 2 workers"),

@@ -1,4 +1,4 @@
-"""A step does not wait for the last workers: one set of contributors, nothing late applied, no sample lost."""
+"""A step does not wait for the last workers: one set of contributions, nothing late applied, no sample lost."""
 
 import json
 from collections import Counter
@@ -29,9 +29,9 @@ late = json.loads(os.environ["LATE"])
 
 def await_the_others():
     strategy = session._loop.strategy
-    contributors = getattr(strategy, "_workers", strategy)._contributors
+    quorum = getattr(strategy, "_workers", strategy)._quorum
     until = time.monotonic() + 30
-    while not contributors._enough():
+    while not quorum._enough():
         assert time.monotonic() < until
         time.sleep(0.002)
 

@@ -34,7 +34,7 @@ def script(here: str) -> str:
 
 
 def check(ran: Ran, code: int, kind: str, says: str, rank: int | None = 1) -> dict[str, Any]:
-    """The first ten lines name cause, rank and remedy; the same stands in the files; nothing comes after it."""
+    """The first ten lines name cause, rank and remedy; the files say the same; nothing comes after it."""
     assert ran.code == code, ran.report()
     text = (ran.run / "failure.txt").read_text()
     assert ran.said.endswith(text), ran.report()
@@ -72,7 +72,7 @@ def test_killed_in_a_run_of_fixed_size(run: Run) -> None:
     told = check(ran, 5, "killed", r"rank 1: was killed by signal 9 \(SIGKILL\)")
     assert (told["signal"], told["exit_code"], told["step"], told["checkpoint"]["step"]) == (9, None, 6, 6)
     assert LOST in lines_of(ran)[:10]
-    assert any(line.startswith("fix: look who ended it") for line in lines_of(ran)[:10])
+    assert any(line.startswith("fix: find out who ended it") for line in lines_of(ran)[:10])
     assert [one["rank"] for one in told["consequences"]] == [0, 2]
 
 
@@ -194,7 +194,7 @@ def test_a_rank_that_does_not_start(run: Run) -> None:
     told = check(ran, 3, "not-started", r"rank 1: did not reach paceline.start in \d+ s")
     assert re.match(
         r"still waiting: rank 1 \(process \d+\) has not reached paceline.start for \d+ s; ranks 0, 2 have; the process "
-        r"sleeps, the last it printed: 'downloading'\n",
+        r"sleeps, its last output: 'downloading'\n",
         ran.said,
     ), ran.report()
     assert told["waited"]["ranks"] == [0, 2]

@@ -85,7 +85,7 @@ class Hosts:
         _ip(f"link set {self.names[place]}c down")
 
     def start(self, place: int, steps: int, *options: str) -> subprocess.Popen[bytes]:
-        """``paceline run`` on one of them; its runs stand in a folder of its own."""
+        """``paceline run`` on one of them; its runs are in a folder of its own."""
         folder = self.folder / str(place)
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text(SCRIPT.replace("STEPS", str(steps)).replace("GO", str(self.go)))
@@ -202,7 +202,7 @@ def refused(tmp_path: Path, *options: str) -> tuple[int, str]:
 def test_a_name_that_stands_for_nothing(tmp_path: Path) -> None:
     code, said = refused(tmp_path, "--nodes", "2", "--rendezvous", "no-such-machine.invalid:29500")
     assert code == 3
-    assert "the name 'no-such-machine.invalid' stands for no address" in said.splitlines()[0]
+    assert "the name 'no-such-machine.invalid' has no address" in said.splitlines()[0]
 
 
 def test_nobody_answers(tmp_path: Path) -> None:

@@ -579,7 +579,7 @@ def test_layers_that_change_the_same_memory_are_one(model: Callable[[], nn.Modul
 def test_an_input_that_the_trace_does_not_cover() -> None:
     model = Transformer()
     stage = layers_of(model, tokens(4)).stage(0, 2)
-    with pytest.raises(InputError, match=r"traced with a tensor of shape \[4, 6\] .* given a tensor of shape \[4, 5\]"):
+    with pytest.raises(InputError, match=r"traced with a tensor of shape \[4, 6\] .* got a tensor of shape \[4, 5\]"):
         stage(tokens(4)[:, :5])
     stage = layers_of(Counts(), torch.randn(4, 4)).stage(0, 1)
     with pytest.raises(

@@ -188,7 +188,7 @@ class StoreQuorum:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._store = Store(world, "contributors", "while they agreed who contributes to a step")
+        self._store = Store(world, "quorum", "while they agreed on the contributions to a step")
         self._last = -1
 
     def begin(self, step: int, groups: int, needed: int) -> None:

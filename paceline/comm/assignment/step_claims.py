@@ -42,7 +42,7 @@ _HEAD = struct.Struct("<qqqqqqdddq")
 _PAIR = struct.Struct("<qq")
 _CLOSED, _CHANGES, _WORDS = 0, 1, 2
 _BUSY, _MADE, _WORDS_EACH = 0, 1, 2
-"""Of each worker: whether it makes an update; 1 + the step of one that is made and does not stand in the table yet."""
+"""Of each worker: whether it makes an update; 1 + the step of one that is made and not yet in the table."""
 _PATIENCE_SECONDS = 1.0
 """For whoever is in the middle of a change when the workers part."""
 _UPDATE_SECONDS = 3.0

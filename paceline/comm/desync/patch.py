@@ -26,7 +26,7 @@ from paceline.comm.desync.compare import SYMMETRIC
 from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
 
 Place = tuple[int, str]
-"""Where an argument stands: its position and its name."""
+"""An argument: its position and its name."""
 
 _KINDS = 4096
 """So many kinds of calls are kept in mind; each has been put into words once."""
@@ -38,12 +38,12 @@ class Operation:
     """A function of ``torch.distributed``, and which of its arguments must agree on all members of the group.
 
     Attributes:
-        group: where the group stands.
+        group: the argument with the group.
         tensors: a tensor or a list of them, whose shapes and types must agree.
         typed: of these tensors only the type must agree, if the argument named here is given.
         reduce: the kind of reduction.
         root: the rank that gives or gets everything; ``src`` or ``dst``.
-        waits: where ``async_op`` stands; none if there is no such argument.
+        waits: ``async_op``; none if there is no such argument.
     """
 
     group: Place

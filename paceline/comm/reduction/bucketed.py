@@ -58,7 +58,7 @@ class BucketedReduction:
     """Averages tensors over all workers; used again for each step.
 
     Args:
-        world: the workers, or a team of them.
+        world: the workers, or a subgroup of them.
         tensors: examples of what will be summed (shapes, types, strides), in the order in which they become ready.
         events: where to record each bucket.
         name: what is being summed, for the records.
@@ -140,10 +140,10 @@ class BucketedReduction:
         bucket = self._bucket_of[member]
         bucket.waiting -= 1
         while self._left < len(self._buckets) and self._buckets[self._left].waiting == 0:
-            leaving = self._buckets[self._left]
-            leaving.started = perf_counter()
-            with self._awaiting(leaving):
-                self._scatter(leaving)
+            sent = self._buckets[self._left]
+            sent.started = perf_counter()
+            with self._awaiting(sent):
+                self._scatter(sent)
             self._left += 1
             if self._left > 1:
                 self._reduce(self._buckets[self._left - 2])

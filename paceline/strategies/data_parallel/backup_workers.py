@@ -7,7 +7,7 @@
     worker 2   ▓4 ▓5 ──── ┘
 
 After Chen et al. 2016 (arXiv 1604.00981): of N + b gradients the first N make the update, the others are dropped. Here
-without a server: the workers agree on one set of N contributors (``comm.assignment.quorum``) before any gradient
+without a server: the workers agree on one set of N contributions (``comm.assignment.quorum``) before any gradient
 is sent, so all tensors are summed over the same workers. Then all reduce; who is late gives up between two passes, and
 only adds up its part of the others' gradients. The sum is divided by the samples that count.
 
@@ -114,7 +114,7 @@ class BackupWorkers(Strategy):
         last = len(order.parts_of(order.steps_per_epoch - 1))
         total = (order.steps_per_epoch - 1) * order.microbatches + last
         self._length = EpochLength(order.steps_per_epoch, order.microbatches, total)
-        self._contributors = quorum_for(job.world)
+        self._quorum = quorum_for(job.world)
 
     def pieces(self, step: int) -> list[range]:
         """None ahead: the microbatches of a step depend on who was late in the one before."""
@@ -127,9 +127,9 @@ class BackupWorkers(Strategy):
         self._reducer.clear()
         job.compute.buffers.begin()
         job.update.check_frozen()
-        self._contributors.begin(step, len(groups.members), groups.needed)
+        self._quorum.begin(step, len(groups.members), groups.needed)
         counted = self._compute(step, groups)
-        agreed = self._contributors.agreed()
+        agreed = self._quorum.agreed()
         result = self._finish(step, groups, agreed, counted)
         used = [one for group in agreed for one in groups.members[group]]
         job.strategy_state[_STATE] = {"epoch": job.order.epoch_of(step), **asdict(progress.after(used))}
@@ -165,21 +165,21 @@ class BackupWorkers(Strategy):
         return step - step % self._length.steps + place, number
 
     def _compute(self, step: int, groups: BackupShares) -> Counted:
-        """Compute a group, and copies of others if that may help, until there are enough contributors."""
-        contributors, world = self._contributors, self._job.world
+        """Compute a group, and copies of others if that may help, until there are enough."""
+        quorum, world = self._quorum, self._job.world
         counted = Counted()
         group = groups.of(world.rank, step, world.size)
         while group is not None:
             begin = time.monotonic()
-            contributors.start(group)
+            quorum.start(group)
             result = self._computed(step, groups.members[group], group)
-            if result is not None and contributors.finish(group):
+            if result is not None and quorum.finish(group):
                 counted.add(group, result)
             now = time.monotonic()
-            if not groups.copied or contributors.wait(now + (_PATIENCE - 1.0) * (now - begin)):
+            if not groups.copied or quorum.wait(now + (_PATIENCE - 1.0) * (now - begin)):
                 break
-            group = contributors.open_group()
-        contributors.wait()
+            group = quorum.open_group()
+        quorum.wait()
         return counted
 
     def _computed(self, step: int, members: tuple[int, ...], group: int) -> Result | None:
@@ -187,12 +187,12 @@ class BackupWorkers(Strategy):
         job, result = self._job, Result()
         for microbatch in members:
             job.world.check()
-            if self._contributors.is_late(group):
+            if self._quorum.is_late(group):
                 return None
             origin, number = self._origin(step, microbatch)
             (piece,) = job.feed.load(origin, [range(number, number + 1)])
             computed = job.compute.forward_pass(piece, origin)
-            if self._contributors.is_late(group):
+            if self._quorum.is_late(group):
                 return None
             computed.total.backward()
             if computed.total.device.type == "cuda":

@@ -66,7 +66,7 @@ class LocalSgd(Strategy):
         self._trained: list[int] = []
         self._pair = 0.0, 0.0
         job.warnings.append(
-            f"from step {local.after} on each worker makes updates of its own; the models are averaged after every "
+            f"from step {local.after} on each worker updates its own model; the models are averaged after every "
             f"{local.every} steps, before evaluations and checkpoints, and at the end. In between the loss is that of "
             f"the worker's own share, and the bits depend on the number of workers"
         )
