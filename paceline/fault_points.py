@@ -6,7 +6,7 @@
                in the loader         samples of step t are about to be read, by the worker or a loader process
                inside the collective all gradients are sent; the last bucket's mean is not delivered yet
                between reduction and update
-               after update          the model is that of step t + 1, nobody has been told
+               after update          the model is that of step t + 1, no other worker knows
     t done     in evaluate           this worker has measured its share; no one else knows
                inside a save         the tensors are written, the manifest is not
                during recovery       the workers begin to re-form

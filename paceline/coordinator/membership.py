@@ -2,8 +2,8 @@
 
 The *members* are the workers of one generation in the order of their ranks. They change like this::
 
-    a member is lost      the others are told at once, abort what they do, and report ready
-    a spare is ready      the members are told, finish their step, and report ready
+    a member is lost      the others are notified at once, abort what they do, and report ready
+    a spare is ready      the members are notified, finish their step, and report ready
     all are ready         the next generation: the members in their order, spares in place of those that are missing
 
 There is no vote: the coordinator alone decides. Every message carries its generation, so a worker that was stopped and

@@ -69,7 +69,7 @@ class Worker:
         finished: its script has come to its end.
         refused: it does not match the others.
         joined: it has been a member.
-        end_sent: it was told that the run is over.
+        end_sent: the end of the run was sent to it.
         about: its host, process, address and port.
         facts: what all workers must agree on.
         fits: how many workers can train together with its settings; empty: any number.

@@ -35,7 +35,7 @@ def one_after_another(value: torch.Tensor, strides: Strides) -> torch.Tensor:
 
 
 def laid_out(numbers: torch.Tensor, shape: Sequence[int], strides: Strides) -> torch.Tensor:
-    """A tensor of this shape, of what :func:`one_after_another` gave, with these strides.
+    """A tensor of this shape, of what :func:`one_after_another` returned, with these strides.
 
     Where they are those of an expanded tensor, and the numbers are not alike, there are others in their place.
     """

@@ -1,1 +1,1 @@
-"""How workers come together."""
+"""How workers find and connect to each other."""

@@ -75,5 +75,5 @@ class Mailbox:
         _ANSWER.pack_into(self._answers[server], rank * _ANSWER.size, *answer)
 
     def answered(self, server: int, rank: int) -> Reply:
-        """What a server told a worker."""
+        """What a server sent a worker."""
         return Reply(*_ANSWER.unpack_from(self._answers[server], rank * _ANSWER.size))
