@@ -62,8 +62,10 @@ class MembershipProtocol:
         return self.members.index(number) if number in self.members else None
 
     def name(self, number: int) -> str:
-        """Name a worker by its rank, process and machine."""
+        """Name a worker by its rank, or that which it had when it was lost, and by its process and machine."""
         rank = self.rank_of(number)
+        if rank is None and number in self.workers and self.workers[number].state == "gone":
+            rank = next((lost.rank for lost in reversed(self.lost) if lost.worker == number), None)
         about = self.workers[number].about if number in self.workers else {}
         where = f" (process {about['pid']} on {about['host']})" if "host" in about else ""
         return (f"rank {rank}" if rank is not None else f"worker {number}") + where

@@ -1,4 +1,4 @@
-"""The decisions of the roster, driven by hand."""
+"""The decisions of the membership, driven by hand."""
 
 import pytest
 from scripted_membership import ScriptedMembership
@@ -72,6 +72,13 @@ def test_a_loss(three: ScriptedMembership) -> None:
     assert [member["progress"] for member in members["members"]] == [(5, 0), (6, 0)]
     assert not three.of.changing
     assert three.notes == ["membership", "lost", "membership"]
+
+
+def test_a_lost_worker_keeps_the_name_that_it_had(three: ScriptedMembership) -> None:
+    three.lose(1)
+    three.ready(0, 2)
+    assert three.of.members == [0, 2]
+    assert three.of.name(1).startswith("rank 1")
 
 
 def test_a_spare_takes_the_place_at_once(three: ScriptedMembership) -> None:
