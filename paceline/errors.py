@@ -85,9 +85,11 @@ class WorkerLost(PacelineError):
     process is known to have ended.
     """
 
-    ranks: tuple[int, ...] = ()
-
     exit_code = 5
+
+    def __init__(self, message: str = "", ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
 
 
 class WorkerSilent(WorkerLost):

@@ -284,9 +284,9 @@ class SharedMemory:
             gone = self.gone(rank)
             if gone and self._flags[rank][slot] < value:
                 lost = WorkerLost(
-                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See the log of rank {rank} for the cause."
+                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See the log of rank {rank} for the cause.",
+                    ranks=(rank,),
                 )
-                lost.ranks = (rank,)
                 raise self._waiting.explain(lost)
         if waited > self._waiting.timeout:
             ranks = waiting or self._waiting.others
