@@ -74,7 +74,7 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) ->
     except Exception as error:
         if isinstance(error, FileNotFoundError):
             raise DamagedError(
-                f"There is no complete checkpoint at {location}: it has no {manifests.FILE}. Give the path of a "
+                f"{location} is not a complete checkpoint: it has no {manifests.FILE}. Give the path of a "
                 f"checkpoint, as runs/<name>/checkpoints/step-100, or 'auto' for the newest."
             ) from error
         reason = files.reason_of(error)
