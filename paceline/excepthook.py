@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import time
@@ -35,6 +36,7 @@ def install(
         if issubclass(kind, KeyboardInterrupt):
             before(kind, error, trace)
             return
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader process ends meanwhile
         sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed holds back what its hook's predecessors print
         rank, size = who()
         if path is not None:
