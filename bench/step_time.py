@@ -1,12 +1,14 @@
 """Step time of Paceline beside raw DistributedDataParallel, Accelerate and Lightning Fabric.
 
-All candidates live in the same worker processes and take turns, one step each, so that a noisy machine treats them
-alike; the ratio is taken within each round, and the median over rounds is printed. Each step loads its batch, computes,
+One of Paceline's variants and the others live in the same worker processes and take turns, one step each, so that a
+noisy machine treats them alike; the ratio is taken within each round, and the median over rounds is printed. A variant
+has processes of its own, as sessions on several workers train one after the other. Each step loads its batch, computes,
 averages and updates. ``accumulating`` computes the same microbatches as ``exact``; ``one pass`` computes a worker's
 share at once.
 
     python bench/step_time.py                    # all models, 2 workers
     python bench/step_time.py --tasks mlp-2M --rounds 200
+    python bench/step_time.py --no-peers --checkout . --checkout ../before    # the code of two checkouts in turns
 """
 
 from __future__ import annotations
@@ -121,15 +123,16 @@ def fabric(task: Task, data: Any) -> Step:
     return step
 
 
-def candidates(task: Task, data: Any, peers: bool) -> dict[str, Step]:
+VARIANTS = ("fast", "fast, microbatches", "exact")
+
+
+def candidates(task: Task, data: Any, variant: str, peers: bool) -> dict[str, Step]:
     """All that take turns, by name."""
-    microbatches = task.per_worker * dist.get_world_size()
+    microbatches = {} if variant == "fast" else {"microbatches": task.per_worker * dist.get_world_size()}
     found = {
         "DDP, one pass": ddp(task, data, accumulating=False),
         "DDP, accumulating": ddp(task, data, accumulating=True),
-        "paceline, fast": pace(task, data),
-        "paceline, fast, microbatches": pace(task, data, microbatches=microbatches),
-        "paceline, exact": pace(task, data, microbatches=microbatches, exact=True),
+        f"paceline, {variant}": pace(task, data, exact=variant == "exact", **microbatches),
     }
     if peers:
         found["Accelerate, one pass"] = accelerate(task, data)
@@ -137,10 +140,10 @@ def candidates(task: Task, data: Any, peers: bool) -> dict[str, Step]:
     return found
 
 
-def measure(task: Task, rounds: int, peers: bool) -> dict[str, list[float]]:
+def measure(task: Task, rounds: int, variant: str, peers: bool) -> dict[str, list[float]]:
     """Seconds of each step of each candidate; the first rounds warm up and are left out."""
     data = task.data(task.microbatch * task.per_worker * dist.get_world_size() * 64)
-    steps = candidates(task, data, peers)
+    steps = candidates(task, data, variant, peers)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     names = list(steps)
     for turn in range(rounds + 3):
@@ -171,15 +174,23 @@ def work(options: argparse.Namespace) -> None:
     """What each worker does."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for name in options.tasks.split(","):
-        seconds = measure(
-            TASKS[name],
-            options.rounds if name.startswith("mlp") else max(options.rounds // 10, 5),
-            options.peers,
-        )
-        if dist.get_rank() == 0:
-            show(TASKS[name], seconds)
+    rounds = options.rounds if options.tasks.startswith("mlp") else max(options.rounds // 10, 5)
+    seconds = measure(TASKS[options.tasks], rounds, options.variant, options.peers)
+    if dist.get_rank() == 0:
+        show(TASKS[options.tasks], seconds)
     dist.destroy_process_group()
+
+
+def launch(options: argparse.Namespace, task: str, variant: str, checkout: str) -> int:
+    """Measure one variant of one checkout in processes of its own."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.workers)]
+    words = [__file__, "--tasks", task, "--variant", variant, "--rounds", str(options.rounds)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if checkout:
+        print(f"\nPaceline of {checkout}:", flush=True)
+        environment["PYTHONPATH"] = os.path.abspath(checkout)
+    peers = [] if options.peers else ["--no-peers"]
+    return subprocess.run([sys.executable, *launcher, *words, *peers], env=environment).returncode
 
 
 def main() -> int:
@@ -187,13 +198,20 @@ def main() -> int:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--rounds", type=int, default=150)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--variant", choices=VARIANTS, action="append", help="of Paceline; all if none is named")
+    parser.add_argument("--checkout", action="append", default=[], help="whose Paceline to measure; several in turns")
     parser.add_argument("--no-peers", dest="peers", action="store_false", help="leave out Accelerate and Fabric")
     options = parser.parse_args()
     if "RANK" in os.environ:
+        (options.variant,) = options.variant
         work(options)
         return 0
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.workers)]
-    return subprocess.run([sys.executable, *launcher, *sys.argv], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+    return max(
+        launch(options, task, variant, checkout)
+        for task in options.tasks.split(",")
+        for variant in options.variant or VARIANTS
+        for checkout in options.checkout or [""]
+    )
 
 
 if __name__ == "__main__":
