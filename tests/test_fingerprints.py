@@ -23,6 +23,7 @@ def fingerprints(*options: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_the_list() -> None:
     """Every strategy for three workers: all-reduce, stealing, backup, averaging, servers, pipelines."""
     ended = fingerprints("--only", "transformer, 3 workers, strategy")

@@ -259,7 +259,7 @@ def test_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path)
 
 
 def test_workers_on_several_machines_are_refused(ranks: Run, tmp_path: Path) -> None:
-    script = "import sample_counts\ncounted.start(strategy='hogwild')"
+    script = "import sample_counts\nsample_counts.start(strategy='hogwild')"
     for one in ranks(script, 2, tmp_path, one_machine=False):
         assert one.code == 2
         assert "'hogwild' needs workers that share memory" in one.err

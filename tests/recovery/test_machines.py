@@ -216,7 +216,7 @@ def test_another_program_answers(tmp_path: Path) -> None:
         address = f"127.0.0.1:{other.getsockname()[1]}"
         code, said = refused(tmp_path, "--nodes", "2", "--rendezvous", address)
     assert code == 3
-    assert f"At {address} answers another program" in said.splitlines()[0]
+    assert f"What answers at {address} is not a Paceline run" in said.splitlines()[0]
 
 
 @pytest.mark.parametrize(
