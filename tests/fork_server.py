@@ -69,6 +69,7 @@ class ForkServer:
         self._server = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
+        self._read = b""
         assert self.line() == "ready"
         return self
 
@@ -115,14 +116,15 @@ class ForkServer:
     def line(self, seconds: float | None = None) -> str:
         """The next line of the server, without reading ahead."""
         assert self._server.stdout is not None
-        stream, read = self._server.stdout.fileno(), b""
+        stream = self._server.stdout.fileno()
         until = None if seconds is None else time.monotonic() + seconds
-        while not read.endswith(b"\n"):
+        while not self._read.endswith(b"\n"):
             if until is not None and not select.select([stream], [], [], max(0.0, until - time.monotonic()))[0]:
                 raise TimeoutError
             byte = os.read(stream, 1)
             assert byte, "the process that forks has ended"
-            read += byte
+            self._read += byte  # kept if the time is up in the middle of a line
+        read, self._read = self._read, b""
         return read.decode().strip()
 
 

@@ -20,11 +20,9 @@ from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost, 
 
 Send = Callable[[int, Message], None]
 
-_MAX_LOSSES_WITHOUT_STEP = 10
-"""More than that is no accident."""
+_MAX_LOSSES_WITHOUT_STEP = 10  # more than that is no accident
 _LAST_SAVE_SECONDS = 5.0
-_FIRST_WAIT_SECONDS = 30.0
-"""How long the first generation waits for the rest once the minimum is there."""
+_FIRST_WAIT_SECONDS = 30.0  # of the first generation for the rest, once the minimum is there
 
 
 class MembershipProtocol:
@@ -49,8 +47,7 @@ class MembershipProtocol:
         self._shortage_noted = False
         self._fenced = False
         self._pending_starts = 0
-        self._unconfirmed: set[int] = set()
-        """Workers report that these have ended; their launcher has not seen it yet, and may start new ones then."""
+        self._unconfirmed: set[int] = set()  # reported as ended by workers; their launcher has not seen it yet
         self._since: float | None = None
         self._losses_since_step = 0
         self._session = 1
@@ -64,9 +61,10 @@ class MembershipProtocol:
     def name(self, number: int) -> str:
         """Name a worker by its rank, or that which it had when it was lost, and by its process and machine."""
         rank = self.rank_of(number)
-        if rank is None and number in self.workers and self.workers[number].state == "gone":
+        worker = self.workers.get(number)
+        if rank is None and worker is not None and worker.state == "gone":
             rank = next((lost.rank for lost in reversed(self.lost) if lost.worker == number), None)
-        about = self.workers[number].about if number in self.workers else {}
+        about = worker.about if worker is not None else {}
         where = f" (process {about['pid']} on {about['host']})" if "host" in about else ""
         return (f"rank {rank}" if rank is not None else f"worker {number}") + where
 

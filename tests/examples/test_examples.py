@@ -119,6 +119,7 @@ def test_a_session_replaces_the_training_only(name: str) -> None:
 
 
 @needs_mnist
+@pytest.mark.slow
 def test_mnist(output_of: Output) -> None:
     assert accuracy(output_of(EXAMPLES / "mlp.py", MNIST, "--epochs", 1)) > 85
 
