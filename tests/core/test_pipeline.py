@@ -121,7 +121,7 @@ def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Calla
     failed: set[tuple[str, int, bool]] = set()
 
     def of(one: Way, exact: bool, workers: int, one_machine: bool = True) -> list[dict[str, Any]]:
-        kind = "quick" if one in EXACT["quick"] + ROUNDED["quick"] else "slow"
+        kind = "quick" if one in (EXACT if exact else ROUNDED)["quick"] else "slow"
         run = kind, workers, one_machine
         every = [(one, True) for one in EXACT[kind]] + [(one, False) for one in ROUNDED[kind]]
         wanted = {
