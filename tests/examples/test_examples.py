@@ -71,7 +71,9 @@ def test_plain_script(name: str, arguments: dict[str, list[object]], output_of: 
     assert re.search(r"test accuracy|validation loss", output)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "convnet" else []) for name in NAMES]
+)
 def test_same_output_on_any_number_of_workers(
     name: str, arguments: dict[str, list[object]], output_of: Output, tmp_path: Path
 ) -> None:
