@@ -129,8 +129,9 @@ import scripted
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.step.optimizer import Update
 
-made, worker = Path(os.environ["PACELINE_RUN"]) / "made", os.environ["PACELINE_WORKER"]
-apply, compute = Update.apply, AsyncSteps._compute
+run, worker = Path(os.environ["PACELINE_RUN"]), os.environ["PACELINE_WORKER"]
+claimed, made = run / "claimed", run / "made"
+apply, enter, compute = Update.apply, AsyncSteps._enter, AsyncSteps._compute
 
 def apply_and_wait(update, done, *more):
     told = apply(update, done, *more)
@@ -139,13 +140,21 @@ def apply_and_wait(update, done, *more):
         scripted.wait_until(lambda: session._loop.strategy._claims._words[0], "the others to part")
     return told
 
+def enter_after_step_0(strategy, step):
+    if worker == "2":  # all wait for step 0: another one computes it
+        scripted.wait_until(lambda: strategy._claims.look().newest >= 0, "step 0")
+    return enter(strategy, step)
+
 def compute_and_die(strategy, step):
     if worker == "2":
+        claimed.touch()
         scripted.wait_until(made.exists, "an update to be made")
         os.kill(os.getpid(), signal.SIGKILL)
+    if step > 3:
+        scripted.wait_until(claimed.exists, "worker 2 to claim a step")
     return compute(strategy, step)
 
-Update.apply, AsyncSteps._compute = apply_and_wait, compute_and_die
+Update.apply, AsyncSteps._enter, AsyncSteps._compute = apply_and_wait, enter_after_step_0, compute_and_die
 """
 
 
