@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkpoints.py bench/accuracy.py bench/stragglers bench/pipeline
 
-# Two at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile
+# Three at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:

@@ -19,6 +19,9 @@ from paceline import env
 from paceline.errors import ConfigError
 from paceline.settings import GROUPS, STRATEGIES, Settings
 
+_PLAN_BYTES = 1 << 20
+_QUOTED = 80
+
 
 class Resolved(BaseModel):
     """The settings and, for each dotted key, the source of its value."""
@@ -37,10 +40,11 @@ def flat_keys() -> dict[str, object]:
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
     flat: dict[str, object] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat.update(_flatten(value, f"{prefix}{key}."))
+        name = prefix + (key if isinstance(key, str) else quoted(key))
+        if isinstance(value, Mapping) and not prefix:
+            flat.update(_flatten(value, f"{name}."))
         else:
-            flat[prefix + key] = value
+            flat[name] = value
     return flat
 
 
@@ -63,7 +67,7 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         cure = f"Did you mean {near[0]!r}?" if near else f"The settings are: {', '.join(known)}."
-        raise ConfigError(f"{where}: there is no setting {key!r}. {cure}")
+        raise ConfigError(f"{where}: there is no setting {quoted(key)}. {cure}")
 
 
 def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
@@ -80,7 +84,7 @@ def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         own = " One that the script registers can only be set in the script." if known is STRATEGIES else ""
-        raise ConfigError(f"There is no strategy {name!r}.{hint} The strategies are: {', '.join(known)}.{own}")
+        raise ConfigError(f"There is no strategy {quoted(name)}.{hint} The strategies are: {', '.join(known)}.{own}")
 
 
 def environment_settings() -> dict[str, str]:
@@ -130,9 +134,18 @@ def parse_value(text: str, strings: bool = False) -> object:
 def _toml(text: str, parse_float: Callable[[str], object]) -> object:
     try:
         value = tomllib.loads(f"value = {text}", parse_float=parse_float)["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, a number of thousands of digits, brackets in brackets
         return text
     return value if isinstance(value, int | float | str | list) else text
+
+
+def quoted(value: object) -> str:
+    """A value for a message: its ``repr``, shortened."""
+    try:
+        text = repr(value)
+    except Exception:  # noqa: BLE001 - whatever the value's own code raises; a whole number of 5,000 digits does
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _QUOTED else f"{text[: _QUOTED - 4]}...{text[-1]}"
 
 
 def parse_command_line(pairs: list[str]) -> dict[str, str]:
@@ -145,7 +158,7 @@ def parse_command_line(pairs: list[str]) -> dict[str, str]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise ConfigError(f"--set {pair}: write --set key=value, for example --set batch=64.")
+            raise ConfigError(f"--set {quoted(pair)}: write --set key=value, for example --set batch=64.")
         settings[key.strip().replace("-", "_")] = value.strip()
     check_keys(settings, "--set")
     resolve({}, command_line=settings)
@@ -159,10 +172,20 @@ def read_plan(path: Path) -> dict[str, object]:
         ConfigError: the file is missing, is not TOML, or has an unknown key.
     """
     try:
-        values = _flatten(tomllib.loads(path.read_text()))
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise ConfigError(f"The plan file {path} is not a file.")
+        with path.open("rb") as file:
+            text = file.read(_PLAN_BYTES + 1)
+        if len(text) > _PLAN_BYTES:
+            raise ConfigError(f"The plan file {path} is longer than {_PLAN_BYTES} bytes: it is no file of settings.")
+        values = _flatten(tomllib.loads(text.decode()))
     except OSError as error:
         raise ConfigError(f"The plan file {path} cannot be read: {error.strerror}.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except RecursionError:
+        raise ConfigError(f"The plan file {path} is not a file of settings: it nests brackets too deep.") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # not TOML, not UTF-8, a number of thousands of digits, a path that cannot be one
         raise ConfigError(f"The plan file {path} is not TOML: {error}.") from None
     check_keys(values, str(path))
     return values
@@ -185,7 +208,9 @@ def resolve(
             arguments[name] = arguments[name].model_dump(exclude_unset=True)
         elif name in arguments and name != "checkpoint" and not isinstance(arguments[name], Mapping):
             example = {next(iter(GROUPS[name].model_fields)): arguments[name]}
-            raise ConfigError(f"{name} = {arguments[name]!r} cannot be used: {name} is a mapping, such as {example}.")
+            raise ConfigError(
+                f"{name} = {quoted(arguments[name])} cannot be used: {name} is a mapping, such as {example}."
+            )
     if isinstance(arguments.get("checkpoint"), str | Path):
         arguments["checkpoint"] = {"directory": arguments["checkpoint"]}
     layers: list[tuple[str, Mapping[str, object]]] = [
@@ -230,8 +255,12 @@ def _validated(values: dict[str, Any], sources: Mapping[str, str]) -> Settings:
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _PARTS)
         where = sources.get(key, "script")
         raise ConfigError(
-            f"{key} = {first['input']!r} (from the {where}) cannot be used: {first['msg']}. It is: {describe(key)}."
+            f"{key} = {quoted(first['input'])} (from the {where}) cannot be used: {first['msg']}. It is: "
+            f"{describe(key)}."
         ) from None
+    except ValueError as error:  # from inside pydantic: text is wanted, and the number has thousands of digits
+        given = ", ".join(key for key, where in sources.items() if where != "default")
+        raise ConfigError(f"One of {given} cannot be used: {error}.") from None
 
 
 _PARTS = {*Settings.model_fields, *(name for group in GROUPS.values() for name in group.model_fields)}

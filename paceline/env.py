@@ -24,6 +24,8 @@ COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
+MOST_WORKERS = 65_536
+"""Of a run, on all its machines."""
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
 _RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, LARGEST, *_ASKED}
 
@@ -58,6 +60,8 @@ def identity() -> Identity:
     """Who this process is; one worker of one when no launcher started it."""
     world_size = _number("WORLD_SIZE", 1)
     rank = _number("RANK", 0)
+    if world_size > MOST_WORKERS:
+        raise ConfigError(f"WORLD_SIZE={world_size} in the environment: a run has at most {MOST_WORKERS} workers.")
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank {rank} is not below the world size {world_size}; check RANK and WORLD_SIZE.")
     return Identity(

@@ -7,7 +7,6 @@ from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 from pydantic_core import PydanticKnownError
 
@@ -26,9 +25,15 @@ def _number(value: object) -> object:
     return value
 
 
-PositiveInt = Annotated[pydantic.PositiveInt, BeforeValidator(_whole)]
-NonNegativeInt = Annotated[pydantic.NonNegativeInt, BeforeValidator(_whole)]
-PositiveFloat = Annotated[pydantic.PositiveFloat, BeforeValidator(_number)]
+_COUNT = 2**31 - 1
+"""What a step counter, a number of samples or of workers can be at most."""
+LONGEST_SECONDS = 1_000_000
+"""The longest wait, about 11 days: sockets, locks and torch all can count it in milliseconds."""
+
+PositiveInt = Annotated[int, Field(ge=1, le=_COUNT), BeforeValidator(_whole)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_COUNT), BeforeValidator(_whole)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
+Seconds = Annotated[float, Field(ge=0.1, le=LONGEST_SECONDS, allow_inf_nan=False), BeforeValidator(_number)]
 
 
 class CheckpointSettings(BaseModel):
@@ -146,7 +151,7 @@ class Settings(BaseModel):
     strategy: str = Field("allreduce", description="who computes which microbatch, and how gradients are reduced")
     batch: PositiveInt | None = Field(None, description="samples per step over all workers")
     batch_per_worker: PositiveInt | None = Field(None, description="samples per step and worker, instead of batch")
-    microbatches: PositiveInt | None = Field(
+    microbatches: Annotated[PositiveInt, Field(le=2**16)] | None = Field(
         None, description="microbatches per batch; none: 8, or fewer for a small batch"
     )
     shares: Literal["speed", "even"] = Field(
@@ -156,20 +161,26 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
-    seed: NonNegativeInt = Field(0, description="seed of the order of samples and of all random numbers in a step")
+    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_whole)] = Field(
+        0, description="seed of the order of samples and of all random numbers in a step"
+    )
     exact: bool = Field(False, description="the same bits for any number of workers")
     drop_last: bool = Field(False, description="drop the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(
         None, description="scale the learning rate with the number of workers; needs batch_per_worker"
     )
     warmup_steps: NonNegativeInt = Field(0, description="steps from the base learning rate up to the scaled one")
-    clip_norm: PositiveFloat | None = Field(None, description="clip gradients to this global norm")
+    clip_norm: Annotated[float, Field(gt=0), BeforeValidator(_number)] | None = Field(
+        None, description="clip gradients to this global norm"
+    )
     autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this dtype")
     recompute: tuple[str, ...] = Field(
         (), description="module classes whose activations are recomputed in the backward pass"
     )
     compile: bool = Field(False, description="compile the model with torch.compile")
-    workers_per_loader: NonNegativeInt = Field(0, description="loader processes per worker; 0: the worker loads itself")
+    workers_per_loader: Annotated[NonNegativeInt, Field(le=256)] = Field(
+        0, description="loader processes per worker; 0: the worker loads itself"
+    )
     checkpoint: CheckpointSettings = CheckpointSettings()
     resume: str | None = Field(
         None, description="auto: from the newest complete checkpoint, if any; or the path of a checkpoint"
@@ -180,11 +191,11 @@ class Settings(BaseModel):
     missing_gradient: Literal["stop", "zero"] = Field(
         "stop", description="if only some microbatches use a parameter: stop, or count its gradient as zero"
     )
-    threads: PositiveInt | None = Field(
+    threads: Annotated[PositiveInt, Field(le=1024)] | None = Field(
         None, description="threads per worker; none: 1 with exact, else cores / workers on this machine"
     )
-    timeout_seconds: PositiveFloat = Field(600.0, description="how long a worker waits for another")
-    hang_seconds: PositiveFloat | None = Field(
+    timeout_seconds: Seconds = Field(600.0, description="how long a worker waits for another")
+    hang_seconds: Seconds | None = Field(
         None,
         description="after how long a worker that the others wait for is named, and dropped if the run is elastic; "
         "none: 30 seconds or ten steps, whichever is longer",

@@ -98,6 +98,7 @@ def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None,
     Raises:
         ConfigError: that is no such pair, or the number of workers is not between the two.
     """
+    from paceline.config import quoted
     from paceline.errors import ConfigError
 
     if standby < 0:
@@ -105,10 +106,18 @@ def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None,
     if elastic is None:
         return (workers, workers) if standby else (None, None)
     first, colon, last = elastic.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ConfigError(f"--elastic {elastic}: give the fewest and the most workers, as in --elastic 2:8.")
-    if not int(first) <= workers <= int(last):
+    if not colon or (found := _range(first, last)) is None:
+        raise ConfigError(f"--elastic {quoted(elastic)}: give the fewest and the most workers, as in --elastic 2:8.")
+    least, most = found
+    if not least <= workers <= most:
         raise ConfigError(f"--elastic {elastic}: the number of workers to start with, {workers}, is not in between.")
+    return least, most
+
+
+def _range(first: str, last: str) -> tuple[int, int] | None:
+    """Two whole numbers from 1 on, of nine digits at most, of which the second is not below the first."""
+    if not all(part.isdecimal() and len(part) < 10 for part in (first, last)) or not 1 <= int(first) <= int(last):
+        return None
     return int(first), int(last)
 
 
@@ -118,6 +127,7 @@ def node_range(nodes: str | None, rendezvous: str | None) -> tuple[int, int] | N
     Raises:
         ConfigError: that is no such range, or only one of the two options is given.
     """
+    from paceline.config import quoted
     from paceline.errors import ConfigError
 
     if (nodes is None) != (rendezvous is None):
@@ -125,10 +135,10 @@ def node_range(nodes: str | None, rendezvous: str | None) -> tuple[int, int] | N
     if nodes is None:
         return None
     first, _, last = nodes.rpartition(":")
-    first = first or last
-    if not (first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
-        raise ConfigError(f"--nodes {nodes}: give a number of machines, or the fewest and the most, as in 1:3.")
-    return int(first), int(last)
+    found = _range(first or last, last)
+    if found is None:
+        raise ConfigError(f"--nodes {quoted(nodes)}: give a number of machines, or the fewest and the most, as in 1:3.")
+    return found
 
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:

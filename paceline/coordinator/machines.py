@@ -44,13 +44,14 @@ def parse_rendezvous(text: str) -> Rendezvous:
         StartError: the name has no address.
     """
     name, _, port = text.rpartition(":")
-    if not name or not port.isdecimal() or not 1 <= int(port) <= 65535:
+    if not name or not port.isdecimal() or len(port) > 5 or not 1 <= int(port) <= 65535:
         raise ConfigError(f"--rendezvous {text}: give the name and a port of the first machine, as in node1:29500.")
     try:
         found = socket.getaddrinfo(name, int(port), socket.AF_INET, socket.SOCK_STREAM)
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the latter: a name that cannot be one
+        why = getattr(error, "strerror", None) or error
         raise StartError(
-            f"--rendezvous {text}: the name {name!r} has no address ({error.strerror}). Check the spelling, or give "
+            f"--rendezvous {text}: the name {name!r} has no address ({why}). Check the spelling, or give "
             f"the address itself; `getent hosts {name}` shows what this machine knows."
         ) from None
     return Rendezvous(name, str(found[0][4][0]), int(port))

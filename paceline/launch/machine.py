@@ -6,7 +6,7 @@ import os
 import socket
 from pathlib import Path
 
-from paceline.errors import ConfigError, StartError
+from paceline.errors import StartError
 from paceline.launch.base import Machine
 
 _NODES = Path("/sys/devices/system/node")
@@ -41,11 +41,8 @@ def choose_port(wanted: int | None) -> int:
     Another program can take the port before the workers do. That is rare, and a worker then says so.
 
     Raises:
-        ConfigError: the number cannot be a port.
         StartError: the wanted port is in use.
     """
-    if wanted is not None and not 1 <= wanted <= 65535:
-        raise ConfigError(f"--port {wanted}: a port is a number from 1 to 65535.")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from paceline import config, env
+from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launch import machine, runs
 from paceline.launch.base import Launch, Request
 from paceline.launch.registry import launcher_named
-from paceline.settings import Settings
+from paceline.settings import LONGEST_SECONDS, Settings
+
+_MOST_HERE = 512
+"""Workers of one machine; each has a range of numbers for those that replace them."""
 
 
 def prepare(request: Request, interface: str | None = None) -> Launch:
@@ -38,17 +43,38 @@ def prepare(request: Request, interface: str | None = None) -> Launch:
 
 def check(request: Request) -> None:
     """Refuse a request that could not start."""
-    script = request.script
+    _check_script(request.script)
+    here, least, most = request.workers + request.standby, request.least or 1, request.most or 1
+    if request.workers < 1:
+        raise ConfigError(f"--workers {quoted(request.workers)}: at least one worker must train.")
+    if here > _MOST_HERE or max(least, most) > env.MOST_WORKERS:
+        wanted = f"--workers {quoted(request.workers)}" if here > _MOST_HERE else f"--elastic {least}:{quoted(most)}"
+        raise ConfigError(
+            f"{wanted}: a machine starts at most {_MOST_HERE} workers, with those that stand by, and a run has at most "
+            f"{env.MOST_WORKERS}. For more workers take more machines, with --nodes and --rendezvous."
+        )
+    if request.port is not None and not 1 <= request.port <= 65535:
+        raise ConfigError(f"--port {quoted(request.port)}: a port is a number from 1 to 65535.")
+    for option, seconds in (("patience", request.patience_seconds), ("grace", request.grace_seconds)):
+        if not 0 <= seconds <= LONGEST_SECONDS:
+            raise ConfigError(f"--{option} {seconds}: give a number of seconds from 0 to {LONGEST_SECONDS}.")
+
+
+def _check_script(script: Path) -> None:
     if str(script).startswith("-"):
-        raise ConfigError(f"There is no option {script}; options of paceline go before the script.")
-    if not script.exists():
+        raise ConfigError(f"There is no option {quoted(str(script))}; options of paceline go before the script.")
+    try:
+        is_there, is_file = script.exists(), script.is_file()
+    except (OSError, ValueError) as error:  # a name of thousands of characters, or with a null character
+        raise ConfigError(f"The script {quoted(str(script))} cannot be looked for: {error}.") from None
+    if not is_there:
         raise ConfigError(f"There is no script {script} (looked in {script.absolute().parent}).")
     if script.is_dir():
         raise ConfigError(f"{script} is a directory; name the script inside it.")
+    if not is_file:  # the workers would wait for what comes out of a pipe
+        raise ConfigError(f"{script} is not a file.")
     if not os.access(script, os.R_OK):
         raise ConfigError(f"The script {script} cannot be read; check its permissions.")
-    if request.workers < 1:
-        raise ConfigError(f"--workers {request.workers}: at least one worker must train.")
 
 
 def known_settings(request: Request) -> Settings:

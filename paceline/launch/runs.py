@@ -14,12 +14,18 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import time
 from pathlib import Path
 
+from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launch.base import Launch, Machine, Request
+from paceline.launch.masking import mask
+
+_LONGEST_NAME = 200
+"""Bytes: a file system takes 255, and the files of a run add to it."""
 
 
 def choose(request: Request, now: float | None = None) -> Path:
@@ -36,7 +42,7 @@ def choose(request: Request, now: float | None = None) -> Path:
     if request.resume == "auto" and (newest := newest_resumable(runs, request.script)) is not None:
         return newest
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
-    run = first = runs / f"{request.script.stem}-{stamp}"
+    run = first = runs / f"{_prefix(request.script)}-{stamp}"
     number = 2
     while run.exists():
         run = first.with_name(f"{first.name}-{number}")
@@ -45,12 +51,21 @@ def choose(request: Request, now: float | None = None) -> Path:
 
 
 def _named(runs: Path, name: str, resumes: bool) -> Path:
-    if not name or name in (".", "..") or "/" in name or "\0" in name:
-        raise ConfigError(f"--name {name!r} cannot be the name of a directory; choose its parent with --runs-dir.")
+    if not name or name in (".", "..") or "/" in name or not name.isprintable():
+        raise ConfigError(
+            f"--name {quoted(name)} cannot be the name of a directory; choose its parent with --runs-dir."
+        )
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        raise ConfigError(f"--name {quoted(name)} is too long: {len(os.fsencode(name))} bytes, of {_LONGEST_NAME}.")
     run = runs / name
     if run.exists() and not resumes:
         raise ConfigError(f"The run {run} exists already. Continue it with --resume auto, or choose another --name.")
     return run
+
+
+def _prefix(script: Path) -> str:
+    """What the names of a script's runs begin with; a name of a directory has 255 bytes."""
+    return os.fsencode(script.stem)[:_LONGEST_NAME].decode(errors="ignore")
 
 
 def found(runs: Path, run: str | None) -> Path:
@@ -80,7 +95,7 @@ def newest_resumable(runs: Path, script: Path) -> Path | None:
     found = []
     for run in sorted(runs.glob("*/")):
         manifest = newest_manifest(run)
-        if manifest is not None and run.name.startswith(f"{script.stem}-") and _stem(run) == script.stem:
+        if manifest is not None and run.name.startswith(f"{_prefix(script)}-") and _stem(run) == script.stem:
             found.append((manifest.stat().st_mtime, run))
     return max(found)[1] if found else None
 
@@ -143,11 +158,11 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
 def _facts(launch: Launch, request: Request, machine: Machine) -> dict[str, object]:
     return {
         "script": str(launch.script.absolute()),
-        "arguments": list(launch.arguments),
-        "command": launch.command(),
+        "arguments": mask(launch.arguments),
+        "command": mask(launch.command()),
         "directory": str(Path.cwd()),
         "workers": launch.workers,
-        "settings": dict(request.settings),
+        "settings": {key: mask([value])[0] for key, value in request.settings.items()},
         "plan": str(request.plan.absolute()) if request.plan else None,
         "port": int(launch.environment["MASTER_PORT"]),
         "threads": launch.environment["OMP_NUM_THREADS"],
