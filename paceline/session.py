@@ -10,6 +10,7 @@ import atexit
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -25,6 +26,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.tensors import fingerprint
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.recovery.preemption import catch_notices
@@ -72,6 +74,10 @@ class Report:
     learning_rate: float
     applied: bool
     notes: tuple[str, ...]
+
+
+def _is_count(value: object) -> bool:
+    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
 
 
 def start(
@@ -219,14 +225,14 @@ class Session:
         epochs with one call in each continues where it was. A batch not given to :meth:`step` is left out.
 
         Raises:
-            ConfigError: not exactly one of ``epochs`` and ``steps`` is given, or it is negative.
+            ConfigError: not exactly one of ``epochs`` and ``steps`` is given, or it is no whole number from 0 on.
         """
         if (epochs is None) == (steps is None):
             raise ConfigError("batches() takes either epochs= or steps=.")
-        count = steps if steps is not None else (epochs or 0) * self.steps_per_epoch
-        if count < 0:
-            raise ConfigError(f"batches() cannot give {count} steps.")
-        return self._loop.batches(count)
+        what, count, each = ("epochs", epochs, self.steps_per_epoch) if steps is None else ("steps", steps, 1)
+        if not _is_count(count):
+            raise ConfigError(f"batches({what}={quoted(count)}): give a whole number from 0 on.")
+        return self._loop.batches(int(count or 0) * each)
 
     def step(self, batch: Batch) -> Report:
         """Train on a batch: forward, backward, synchronise, update.

@@ -10,6 +10,7 @@ import pytest
 Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
+import math
 import torch
 from functools import partial
 from torch.nn import functional
@@ -100,7 +101,15 @@ tell(steps=steps, position=session.position, workers=session.workers, rank=sessi
 
 skipping = start(batch=16, exact=True)
 trained = [skipping.step(batch).step for batch in skipping.batches(steps=4) if batch.step != 1]
-tell(trained=trained)
+
+refused = []
+for count in (-1, 1.5, math.nan, True, "3"):
+    for what in ("epochs", "steps"):
+        try:
+            session.batches(**{what: count})
+        except paceline.ConfigError as error:
+            refused.append(str(error))
+tell(trained=trained, refused=refused)
 """
 
 
@@ -119,6 +128,10 @@ def test_loops(printed: Printed, tmp_path: Path) -> None:
             assert one["position"] == 10
             assert (one["workers"], one["rank"]) == (len(run), rank)
             assert one["trained"] == [0, 2, 3]
+            assert len(one["refused"]) == 10
+            assert one["refused"][:2] == [
+                f"batches({what}=-1): give a whole number from 0 on." for what in ("epochs", "steps")
+            ]
 
 
 RESUMED = """
