@@ -173,7 +173,7 @@ def _check_schedule(schedule: LRScheduler | None) -> None:
         )
 
 
-def numerics(settings: Settings) -> dict[str, object]:
+def numerics(settings: Settings) -> dict[str, int | str]:
     """Return what decides the bits of a step besides the script and the versions."""
     return {
         "exact": settings.exact,

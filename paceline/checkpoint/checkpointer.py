@@ -12,9 +12,8 @@ from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import DamagedError
-from paceline.checkpoint.snapshot import HostBuffers, Snapshot
 from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.training_state import TrainingState
+from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
 from paceline.comm.world import World
 from paceline.errors import CheckpointError
 from paceline.events import EventLog

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from typing import BinaryIO
 
 from paceline.checkpoint.manifest import FILE, newest_first, step_of
-from paceline.checkpoint.storage import LATEST, free_name
+from paceline.checkpoint.storage import LATEST, free_name, read_manifest
+from paceline.regular_files import open_regular
 
 _PARTIAL = ".partial-"
 
@@ -33,21 +34,31 @@ class Folder:
         return newest_first(file.parent.name for file in self._path.glob(f"step-*/{FILE}"))
 
     def manifest(self, name: str) -> str:
-        return (self._path / name / FILE).read_text()
+        with self.open(name, FILE) as file:
+            return read_manifest(file)
 
-    def reader(self, name: str) -> StorageReader:
-        return FileSystemReader(self._path / name)
+    def open(self, name: str, file: str) -> BinaryIO:
+        folder = os.open(self._path / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            return open_regular(file, folder, links=False)
+        finally:
+            os.close(folder)
 
-    def begin(self, name: str, size: int) -> StorageWriter:
+    def begin(self, name: str, size: int) -> None:
         partial = self._partial(name)
         for left in self._path.glob(f"{_PARTIAL}*"):
             if left == partial or step_of(left.name.removeprefix(_PARTIAL).rpartition("-")[0]) < step_of(name):
                 shutil.rmtree(left, ignore_errors=True)
-        partial.mkdir(parents=True)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.mkdir(mode=0o700)
         free = shutil.disk_usage(partial).free
         if size > free:
             raise OSError(f"No space left on device: {size:,} bytes are needed, {free:,} are free")
-        return FileSystemWriter(partial, per_thread_copy_ahead=0)
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
+        with _created(self._partial(name) / file) as opened:
+            yield opened
 
     def commit(self, name: str, manifest: str) -> None:
         partial, final = self._partial(name), self._path / name
@@ -77,8 +88,16 @@ class Folder:
 
 
 def _write_synced(path: Path, text: str) -> None:
-    with path.open("w") as file:
-        file.write(text)
+    path.unlink(missing_ok=True)
+    with _created(path) as file:
+        file.write(text.encode())
+
+
+@contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file; on disk when it is closed."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        yield file
         file.flush()
         os.fsync(file.fileno())
 

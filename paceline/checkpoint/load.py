@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +14,16 @@ from paceline.checkpoint import files, locations
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
 from paceline.checkpoint.storage import Storage
-from paceline.checkpoint.tensors import fingerprint, hash_of
+from paceline.checkpoint.tensors import fingerprint
 from paceline.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Content:
-    """A checkpoint in memory: the manifest, the tensors by name, and the rest of the state."""
+    """A checkpoint in memory: the manifest, and the tensors by name."""
 
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
-    extra: Any
 
 
 def find(resume: str, storage: Storage | None) -> list[Path | str]:
@@ -62,8 +61,8 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) ->
         check: is called with the manifest before the rest is read, and may raise.
 
     Raises:
-        Damaged: it is incomplete, or not what was written.
-        CheckpointError: it is of another format, or was refused.
+        DamagedError: it is incomplete, or not what was written.
+        CheckpointError: it was refused.
     """
     parent, name = locations.split(location)
     storage = locations.storage_at(parent)
@@ -80,18 +79,16 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) ->
         reason = files.reason_of(error)
         raise DamagedError(f"{location} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
     manifest = manifests.parse(text, f"{location}/{manifests.FILE}")
+    if manifests.step_of(name) not in (-1, manifest.step):
+        raise DamagedError(f"{location} is damaged: its manifest is that of step {manifest.step}.")
     check(location, manifest)
     try:
-        tensors = files.read(storage.reader(name), [*manifest.tensors, files.EXTRA])
-    except Exception as error:  # torch raises many kinds for a damaged file
+        tensors = files.read(partial(storage.open, name), manifest)
+    except Exception as error:
         raise DamagedError(f"{location} is damaged and cannot be read: {files.reason_of(error)}.") from error
-    extra = tensors.pop(files.EXTRA)
-    if fingerprint(tensors) != manifest.fingerprint or hash_of(extra).hex() != manifest.extra:
+    if fingerprint(tensors) != manifest.fingerprint:
         raise DamagedError(f"{location} is damaged: its content does not match the hashes in its manifest.")
-    try:
-        return Content(manifest, tensors, files.from_tensor(extra))
-    except Exception as error:  # such as a class of the script that is gone
-        raise CheckpointError(f"{location} cannot be read: {files.reason_of(error)}.") from error
+    return Content(manifest, tensors)
 
 
 def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None:
@@ -102,11 +99,11 @@ def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None
     """
     here: dict[str, torch.Tensor] = {f"parameter/{name}": value for name, value in model.named_parameters()}
     here.update({f"buffer/{name}": value for name, value in model.named_buffers()})
-    saved = {name: entry for name, entry in manifest.tensors.items() if not name.startswith("optimizer/")}
+    saved = {name: entry for name, entry in manifest.tensors.items() if name.startswith(("parameter/", "buffer/"))}
     for name, tensor in here.items():
         if name not in saved:
             raise CheckpointError(f"{where} is of another model: it has no {_quoted(name)}.")
-        kind = [str(tensor.dtype), list(tensor.shape)]
+        kind = str(tensor.dtype), list(tensor.shape)
         if saved[name] != kind:
             raise CheckpointError(
                 f"{where} is of another model: its {_quoted(name)} is {saved[name][0]} {saved[name][1]}, "

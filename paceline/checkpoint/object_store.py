@@ -6,13 +6,15 @@ without a manifest it does not count, and the next save removes it. Removal dele
 
 from __future__ import annotations
 
-from typing import Any
-
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO
 
 from paceline.checkpoint.manifest import FILE, newest_first, step_of
-from paceline.checkpoint.storage import LATEST, free_name
+from paceline.checkpoint.storage import LATEST, free_name, read_manifest
 from paceline.errors import ConfigError
+from paceline.regular_files import NotRegularError
 
 
 class ObjectStore:
@@ -42,24 +44,27 @@ class ObjectStore:
         return newest_first(name for name in self._names() if self._has_manifest(name))
 
     def manifest(self, name: str) -> str:
-        return str(self._files.cat_file(self._path(name, FILE)).decode())
+        with self.open(name, FILE) as file:
+            return read_manifest(file)
 
-    def reader(self, name: str) -> StorageReader:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    @contextmanager
+    def open(self, name: str, file: str) -> Iterator[BinaryIO]:
+        path = self._path(name, file)
+        if self._files.info(path)["type"] != "file":  # file:// may hold a pipe, at which opening would wait
+            raise NotRegularError(errno.EINVAL, "not a regular file", path)
+        with self._files.open(path, "rb") as opened:
+            yield opened
 
-        reader: StorageReader = FsspecReader(self.location(name))
-        return reader
-
-    def begin(self, name: str, size: int) -> StorageWriter:
-        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
+    def begin(self, name: str, size: int) -> None:
         for left in self._names():
             if 0 <= step_of(left) <= step_of(name) and not self._has_manifest(left):
                 self._files.rm(self._path(left), recursive=True)
         self._files.makedirs(self._path(name), exist_ok=True)
-        # Durability is up to the store. FsspecWriter syncs all disks of the machine where a file has no descriptor.
-        writer: StorageWriter = FsspecWriter(self.location(name), sync_files=False, per_thread_copy_ahead=0)
-        return writer
+
+    @contextmanager
+    def create(self, name: str, file: str) -> Iterator[BinaryIO]:
+        with self._files.open(self._path(name, file), "wb") as opened:
+            yield opened
 
     def commit(self, name: str, manifest: str) -> None:
         self._write(self._path(name, FILE), manifest)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from paceline import fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
-from paceline.checkpoint.snapshot import Snapshot
 from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
 
 _log = logging.getLogger("paceline")
@@ -35,10 +37,10 @@ def save(storage: Storage, snapshot: Snapshot) -> Path | str:
     try:
         if _exists(storage, name, manifest):
             return storage.location(name)
-        writer = storage.begin(name, snapshot.bytes)
-        files.write(writer, {**snapshot.tensors, files.EXTRA: snapshot.extra})
+        storage.begin(name, snapshot.bytes)
+        written = files.write(partial(storage.create, name), snapshot.tensors)
         fault_points.reach("inside a save", snapshot.step)
-        storage.commit(name, manifest.to_json())
+        storage.commit(name, replace(manifest, files=written.files, offsets=written.offsets).to_json())
     except CheckpointError:
         raise
     except Exception as error:  # each kind of store has errors of its own
@@ -74,7 +76,7 @@ def _exists(storage: Storage, name: str, manifest: Manifest) -> bool:
     except DamagedError:
         storage.set_aside(name)
         return False
-    if (existing.fingerprint, existing.extra) != (manifest.fingerprint, manifest.extra):
+    if (existing.fingerprint, existing.state) != (manifest.fingerprint, manifest.state):
         raise CheckpointError(
             f"{storage.location(name)} holds another state of step {manifest.step}, from another session or run. "
             f"Give each its own checkpoint.directory."

@@ -6,10 +6,11 @@ complete ones as they were, and at most files without a manifest, which the next
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from paceline.checkpoint.manifest import LARGEST
 
 LATEST = "latest"
 _DAMAGED = "damaged-"
@@ -31,15 +32,22 @@ class Storage(Protocol):
             OSError: there is none.
         """
 
-    def reader(self, name: str) -> StorageReader:
-        """A reader for the tensors of a checkpoint."""
+    def open(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of a checkpoint for reading.
 
-    def begin(self, name: str, size: int) -> StorageWriter:
+        Raises:
+            OSError: there is none, or it is no regular file.
+        """
+
+    def begin(self, name: str, size: int) -> None:
         """Remove what interrupted saves left, and begin a checkpoint of ``size`` bytes.
 
         Raises:
             OSError: there is no room for it.
         """
+
+    def create(self, name: str, file: str) -> AbstractContextManager[BinaryIO]:
+        """Create a file of the checkpoint that was begun; closing it makes it durable, as far as the store can."""
 
     def commit(self, name: str, manifest: str) -> None:
         """Complete the checkpoint that was begun."""
@@ -62,3 +70,16 @@ def free_name(name: str, taken: set[str]) -> str:
         wanted = f"{_DAMAGED}{name}-{number}"
         number += 1
     return wanted
+
+
+def read_manifest(file: BinaryIO) -> str:
+    """Read the text of a manifest, which has a limited size.
+
+    Raises:
+        OSError: it cannot be read, or is too long.
+        UnicodeDecodeError: it is no text.
+    """
+    text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise OSError(f"it has more than {LARGEST:,} bytes")
+    return text.decode()

@@ -1,7 +1,10 @@
-"""The state of a run: snapshot, comparison with a checkpoint, restore."""
+"""The state of a run: snapshot, the host buffers it waits in to be written, comparison with a checkpoint, restore."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,12 +13,81 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.checkpoint import files, manifest
+from paceline.checkpoint import encoding, files
+from paceline.checkpoint.encoding import EncodingError
 from paceline.checkpoint.load import Content, check_model
-from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.snapshot import Snapshot
-from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
+from paceline.checkpoint.manifest import DamagedError, Manifest, first_difference
+from paceline.checkpoint.tensors import check_savable, fingerprint, load_optimizer_state, named_tensors
 from paceline.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The content of one checkpoint.
+
+    Attributes:
+        step: steps done.
+        tensors: the tensors by name.
+        state: the rest of the state (see encoding.py).
+        order, numerics, versions: as in the manifest.
+        time: when it was taken, in seconds since 1970.
+    """
+
+    step: int
+    tensors: Mapping[str, torch.Tensor]
+    state: Any
+    order: dict[str, int]
+    numerics: dict[str, int | str]
+    versions: dict[str, str]
+    time: float = field(default_factory=time.time)
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def manifest(self) -> Manifest:
+        """Describe the snapshot, without its files; hashing takes about a second per gigabyte."""
+        kinds = {name: (str(value.dtype), list(value.shape)) for name, value in self.tensors.items()}
+        return Manifest(
+            step=self.step,
+            order=self.order,
+            tensors=kinds,
+            offsets={},
+            files={},
+            fingerprint=fingerprint(self.tensors),
+            state=self.state,
+            numerics=self.numerics,
+            versions=self.versions,
+            time=self.time,
+        )
+
+
+class HostBuffers:
+    """Host memory for one state, reused by each save."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def copy(self, snapshot: Snapshot) -> Snapshot:
+        """Copy a snapshot, so that training may change the original. The copy is valid until the next call.
+
+        Copies from a GPU go to pinned memory, all at once, with one wait at the end.
+        """
+        copies: dict[str, torch.Tensor] = {}
+        devices = set()
+        for name, value in snapshot.tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = torch.empty_like(value, device="cpu", pin_memory=value.is_cuda)
+            buffer.copy_(value, non_blocking=value.is_cuda)
+            if value.is_cuda:
+                devices.add(value.device)
+            copies[name] = buffer
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        self._buffers = copies
+        return replace(snapshot, tensors=copies)
 
 
 class StatefulUpdate(Protocol):
@@ -42,7 +114,7 @@ class TrainingState:
         model: nn.Module,
         update: StatefulUpdate,
         order: dict[str, int],
-        numerics: dict[str, object],
+        numerics: dict[str, int | str],
         versions: dict[str, str],
         strategy_state: dict[str, Any],
     ) -> None:
@@ -64,10 +136,18 @@ class TrainingState:
             CheckpointError: the optimizer has a state that cannot be saved.
         """
         check_savable(self._update.optimizer)
-        extra = files.as_tensor(self._extra())
-        return Snapshot(step, self.tensors(), extra, self._order, self._numerics, self._versions)
+        inside: dict[str, torch.Tensor] = {}
+        try:
+            state = encoding.encode(self._plain(), inside, "the state")
+        except EncodingError as error:
+            raise CheckpointError(
+                f"{error}, which cannot be saved or sent to another worker. The parameter groups of the optimizer and "
+                f"the state_dict of the schedule may hold tensors, numbers, text, functions, and containers of these."
+            ) from None
+        inside = {name: tensor.detach() for name, tensor in inside.items()}
+        return Snapshot(step, self.tensors() | inside, state, self._order, self._numerics, self._versions)
 
-    def _extra(self) -> dict[str, Any]:
+    def _plain(self) -> dict[str, Any]:
         """What is not a tensor: parameter groups, schedule, strategy state."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
@@ -85,51 +165,48 @@ class TrainingState:
         """Refuse a checkpoint that does not fit this run.
 
         Raises:
-            CheckpointError: of another model, another order of samples, or with ``exact`` of other numerics.
+            CheckpointError: of another model, another order of samples, another optimizer or schedule, or with
+                ``exact`` of other numerics.
         """
         check_model(saved, self._model, location)
+        self._check_update(location, saved)
         self._check_same(location, saved)
 
     def restore(self, location: Path | str, content: Content) -> int:
-        """Load a checkpoint, and return its step.
-
-        Raises:
-            CheckpointError: it is of another optimizer or schedule.
-        """
-        self._check_update(location, content.extra)
-        self.load(content.tensors, content.extra)
+        """Load a checkpoint, and return its step."""
+        self.load(content.tensors, content.manifest.state)
         return content.manifest.step
 
-    def load(self, tensors: dict[str, torch.Tensor], extra: dict[str, Any]) -> None:
+    def load(self, tensors: dict[str, torch.Tensor], encoded: Any) -> None:
         """Load the state of a checkpoint or of another worker, with the same model and update."""
+        rest = encoding.decode(encoded, tensors, self._plain(), "the state")
         with torch.no_grad():
             for name, value in self.tensors().items():
                 if not name.startswith("optimizer/"):
                     value.copy_(tensors[name])
         state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
         load_optimizer_state(self._model, self._update.optimizer, state)
-        for group, values in zip(self._update.optimizer.param_groups, extra["groups"], strict=True):
+        for group, values in zip(self._update.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
         if self._update.schedule is not None:
-            self._update.schedule.load_state_dict(extra["schedule"])
+            self._update.schedule.load_state_dict(rest["schedule"])
         self._strategy_state.clear()
-        self._strategy_state.update(extra["strategy_state"])
+        self._strategy_state.update(rest["strategy_state"])
 
-    def _check_update(self, location: Path | str, extra: dict[str, Any]) -> None:
-        schedule = extra["schedule"]
-        saved = {"the optimizer": extra["optimizer"], "the number of its groups": len(extra["groups"])}
-        saved["a schedule"] = "none" if schedule is None else "given"
-        optimizer = self._update.optimizer
-        here = {"the optimizer": type(optimizer).__name__, "the number of its groups": len(optimizer.param_groups)}
-        here["a schedule"] = "none" if self._update.schedule is None else "given"
-        difference = manifest.first_difference(saved, here)
-        if difference:
+    def _check_update(self, location: Path | str, manifest: Manifest) -> None:
+        here = self._plain()
+        try:
+            saved = encoding.decode(manifest.state, dict.fromkeys(manifest.tensors, torch.empty(0)), here, "the state")
+            differs = first_difference(_described(saved), _described(here))
+        except (EncodingError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{location} is damaged: {files.reason_of(error)}.") from None
+        if differs:
             raise CheckpointError(
-                f"{location} was made with another update: {difference}. Use the same one, or start a new run."
+                f"{location} was made with another update: {differs}. Use the same one, or start a new run."
             )
 
     def _check_same(self, location: Path | str, saved: Manifest) -> None:
-        difference = manifest.first_difference(saved.order, self._order)
+        difference = first_difference(saved.order, self._order)
         if difference:
             raise CheckpointError(
                 f"{location} was made with another order of samples: {difference}. A position in the data has no "
@@ -138,9 +215,21 @@ class TrainingState:
             )
         if not self._numerics["exact"]:
             return
-        difference = manifest.first_difference(saved.numerics, self._numerics)
-        difference = difference or manifest.first_difference(saved.versions, self._versions)
+        difference = first_difference(saved.numerics, self._numerics)
+        difference = difference or first_difference(saved.versions, self._versions)
         if difference:
             raise CheckpointError(
                 f"{location} cannot be resumed with the same bits: {difference}. Use the same value, or exact=False."
             )
+
+
+def _described(rest: dict[str, Any]) -> dict[str, object]:
+    """What must be the same in a checkpoint, in words."""
+    if any("params" in group or not all(isinstance(key, str) for key in group) for group in rest["groups"]):
+        raise EncodingError("its parameter groups are not those of an optimizer")
+    dict(rest["strategy_state"])
+    return {
+        "the optimizer": rest["optimizer"],
+        "the number of its groups": len(rest["groups"]),
+        "a schedule": "none" if rest["schedule"] is None else "given",
+    }

@@ -22,7 +22,6 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from paceline import env, fault_points
-from paceline.checkpoint import files
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
@@ -156,7 +155,7 @@ class Recovery:
         behind = [rank for rank, key in enumerate(keys) if key != furthest]
         if behind:
             snapshot = self._state.snapshot(progress.steps) if progress and self._job.world.rank == sender else None
-            sent = None if snapshot is None else StateBytes(snapshot.tensors, (snapshot.extra, progress))
+            sent = None if snapshot is None else StateBytes(snapshot.tensors, (snapshot.state, progress))
             received = transfer(self._job.world, sender, behind, sent)
             if received is not None:
                 progress = self._take_over(received)
@@ -165,8 +164,8 @@ class Recovery:
 
     def _take_over(self, received: StateBytes) -> Progress:
         progress: Progress
-        extra, progress = received.rest
-        self._state.load(dict(received.tensors), files.from_tensor(extra))
+        state, progress = received.rest
+        self._state.load(dict(received.tensors), state)
         return replace(progress, received=progress.steps)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:

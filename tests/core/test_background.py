@@ -24,7 +24,7 @@ def slow(*arguments):
     time.sleep(3600 if "HANG" in os.environ else 0.3)
     if "FAIL" in os.environ:
         raise OSError("the disk is gone")
-    write(*arguments)
+    return write(*arguments)
 
 files.write = slow
 home._LAST_SAVE_SECONDS = 0.2 if "HANG" in os.environ else 60

@@ -1,0 +1,65 @@
+"""Open files that others may have put there: a regular file or an error, never a wait for a pipe or a device."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+_KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+class NotRegularError(OSError):
+    """There is something else where a regular file should be."""
+
+
+def open_regular(path: Path | str, folder: int | None = None, *, links: bool = True) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Args:
+        path: of the file; relative to ``folder``, the descriptor of a directory, if that is given.
+        folder: see above.
+        links: whether to follow a symbolic link in the last part of the path.
+
+    Raises:
+        NotRegularError: it is a pipe, a device, a directory, a socket, or a link that is not followed.
+        OSError: it cannot be opened.
+    """
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags, dir_fd=folder)
+    except OSError as error:
+        found = {errno.ELOOP: stat.S_IFLNK, errno.ENXIO: stat.S_IFSOCK}.get(error.errno or 0)
+        if found is None:
+            raise
+        raise _refused(found, path) from None
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise _refused(kind, path)
+    return os.fdopen(descriptor, "rb")
+
+
+def read_text(path: Path | str, errors: str = "strict") -> str:
+    """Read a regular file as text.
+
+    Raises:
+        NotRegularError: it is something else.
+        OSError: it cannot be read.
+        UnicodeDecodeError: it is not UTF-8.
+    """
+    with open_regular(path) as file:
+        return file.read().decode(errors=errors)
+
+
+def _refused(kind: int, path: Path | str) -> NotRegularError:
+    return NotRegularError(errno.EINVAL, f"{_KINDS.get(kind, 'something else')}, not a regular file", str(path))
