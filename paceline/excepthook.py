@@ -16,6 +16,9 @@ from types import TracebackType
 from paceline.errors import PacelineError, WorkerLost
 from paceline.user_code import user_frames
 
+_LONGEST = 20_000
+"""Characters of a message or a traceback that are kept."""
+
 
 def install(
     who: Callable[[], tuple[int | str, int]], path: Path | None, step: Callable[[], int], close: Callable[[], None]
@@ -33,9 +36,15 @@ def install(
     before = getattr(sys.excepthook, "before_paceline", sys.excepthook)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if issubclass(kind, KeyboardInterrupt):
+        if path is None and issubclass(kind, KeyboardInterrupt):
             before(kind, error, trace)
-            return
+            return  # Python ends the process by SIGINT then
+        try:
+            report(kind, error, trace)
+        finally:  # whatever goes wrong in a report, such as no memory
+            os._exit(_code_of(error))
+
+    def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a loader process ends meanwhile
         sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed holds back what its hook's predecessors print
         rank, size = who()
@@ -44,13 +53,12 @@ def install(
         elif isinstance(error, PacelineError):
             name = f"rank {rank}: " if size > 1 else ""
             where = f" [{line.replace(':', ', line ')}]" if (line := _line(user_frames(trace))) else ""
-            sys.stderr.write(f"paceline: {name}{type(error).__name__}: {error}{where}\n")
+            sys.stderr.write(f"paceline: {name}{type(error).__name__}: {_message_of(error)}{where}\n")
         else:
             before(kind, error, trace)
         close()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(error.exit_code if isinstance(error, PacelineError) else 1)
 
     hook.before_paceline = before  # type: ignore[attr-defined]
     sys.excepthook = hook
@@ -63,15 +71,37 @@ def _record(rank: int | str, step: int, error: BaseException, trace: TracebackTy
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "type": type(error).__name__,
-        "message": str(error),
+        "message": _message_of(error),
         "line": _line(own),
-        "traceback": "".join(traceback.format_exception(type(error), error, trace)),
+        "traceback": _cut("".join(traceback.format_exception(type(error), error, trace))),
         "in_script": _in_script(error, own),
-        "exit_code": error.exit_code if isinstance(error, PacelineError) else 1,
+        "exit_code": _code_of(error),
         "consequence": isinstance(error, WorkerLost),
         "time": time.time(),
         "step": step,
     }
+
+
+def _code_of(error: BaseException) -> int:
+    """The exit code of a process that ends by this error; never 0."""
+    if isinstance(error, KeyboardInterrupt):
+        return 128 + signal.SIGINT
+    return (isinstance(error, PacelineError) and error.exit_code) or 1
+
+
+def _message_of(error: BaseException) -> str:
+    """What the error says; its own code may fail."""
+    try:
+        return _cut(str(error))
+    except Exception as another:  # noqa: BLE001 - it is the user's
+        return f"(its text cannot be had: str() raised {type(another).__name__})"
+
+
+def _cut(text: str) -> str:
+    """Leave out the middle of a text that nobody can read, and what cannot be written as UTF-8."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]}\n... {len(text) - _LONGEST} characters ...\n{text[-_LONGEST // 2 :]}"
+    return text.encode(errors="backslashreplace").decode()
 
 
 def _line(frames: list[traceback.FrameSummary]) -> str:
@@ -84,7 +114,7 @@ def _in_script(error: BaseException, frames: list[traceback.FrameSummary]) -> st
     if not isinstance(error, PacelineError):
         return ""
     head = ["Traceback (most recent call last):\n", *traceback.format_list(frames)] if frames else []
-    return "".join([*head, *traceback.format_exception_only(type(error), error)])
+    return _cut("".join([*head, *traceback.format_exception_only(type(error), error)]))
 
 
 def _write(path: Path, record: dict[str, object]) -> None:

@@ -137,12 +137,11 @@ def start(
         coordinator = CoordinatorClient(
             launched.coordinator, launched.worker, resolved.settings.timeout_seconds, number
         )
+        atexit.register(coordinator.end_script)
     job, facts = jobs.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)
     _count = number  # also if it fails: the others have heard of it
     session = Session(job, facts, run, number, by_loss=loss is not None)
-    if coordinator is not None:
-        atexit.register(coordinator.finish)
     profile_to = env.profile_report()
     if profile_to is not None:
         _report_profile(job, loss, profile_to)

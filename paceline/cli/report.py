@@ -47,17 +47,18 @@ def report(
     failure = diagnose(launch, result, coordinator, seen)
     if failure is None:
         return 0
+    kept = launch.run / (f"failure-{launch.first}.txt" if launch.first else "failure.txt")
     context = message.Context(
         launch.workers,
         message.shown_path(launch.run / "output"),
-        message.shown_path(launch.run / "failure.txt"),
+        message.shown_path(kept),
         newest_checkpoint(launch.run) if request is not None else None,
         resume_command(launch, request) if request is not None else "",
         coordinator,
     )
     lines = [*message.short(failure, context), *message.details(failure)]
-    _keep(launch.run / "failure.txt", "\n".join(lines) + "\n")
-    _keep(launch.run / "failure.json", json.dumps(message.record(failure, context), indent=1) + "\n")
+    _keep(kept, "\n".join(lines) + "\n")
+    _keep(kept.with_suffix(".json"), json.dumps(message.record(failure, context), indent=1) + "\n")
     for line in lines:
         say(line)
     return failure.code

@@ -177,15 +177,18 @@ def _join(request: Request, where: Rendezvous) -> int:
             with Workers(launch, lambda *_: None, RemoteAgent(launch, mine, client)) as workers:  # rank 0 is elsewhere
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
-            if not left:
+            failed = client.not_joined and all(one.code != 0 for one in result.exits)
+            if not left and not failed:
                 client.await_end()
         finally:
             client.close()
+        if failed:
+            return report(launch, result, None)
         if client.over is not None:
             say(f"the run {client.name} is over: {client.over['reason']}")
             return int(client.over["code"])
         if left:
-            return PREEMPTED
+            return report(launch, result, None)
         say(f"lost the run at {where}; waiting for it to come back")
 
 

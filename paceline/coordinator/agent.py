@@ -13,7 +13,7 @@ from paceline.coordinator.machines import AgentClient
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
-from paceline.failure.worker_report import record_of, signal_name
+from paceline.failure.worker_report import record_of
 from paceline.launch.base import Launch, Request, WorkerExit
 
 _RESTARTS = 100
@@ -60,22 +60,13 @@ class CoordinatorAgent:
         self._coordinator.started(number, pid)
 
     def ended(self, one: WorkerExit) -> bool:
-        if one.code == 0:
-            self._coordinator.finish(one.worker)
-            return True
-        if one.code == PREEMPTED:
-            self._coordinator.leave(one.worker)
-            return True
-        report = own_report(self._launch, one.worker)
-        if report is not None:
-            return not self._coordinator.fail(one.worker, report)
+        return self._coordinator.ended(one.worker, one.code, record_of(self._launch, one.worker), self._replace)
+
+    def _replace(self) -> None:
         if self._elastic and self._restarts < _RESTARTS and self._coordinator.over is None:
             self._restarts += 1
             self._due.append(time.monotonic() + _RESTART_DELAY_SECONDS)
             self._coordinator.announce_start()
-        training = bool(self._coordinator.members)
-        self._coordinator.lose(one.worker, f"{self._coordinator.name(one.worker)} {describe_exit(one.code)}")
-        return training  # the coordinator tells the others, who save what there is
 
     def to_start(self) -> int:
         now = time.monotonic()
@@ -119,22 +110,23 @@ class RemoteAgent:
         self._client.send({"type": "started", "worker": number})
 
     def ended(self, one: WorkerExit) -> bool:
-        report = None if one.code in (0, PREEMPTED) else own_report(self._launch, one.worker)
+        report = {} if one.code == 0 else record_of(self._launch, one.worker)
         message: dict[str, Any] = {
             "type": "ended",
             "worker": one.worker,
             "code": one.code,
             "out_of_memory": one.out_of_memory,
         }
-        self._client.send({**message, "report": report, "what": describe_exit(one.code)})
-        if one.code not in (0, PREEMPTED) and report is None and self._restarts < _RESTARTS:
+        self._client.send({**message, "report": report})
+        failed = report and not report["consequence"]
+        if one.code not in (0, PREEMPTED) and not failed and self._restarts < _RESTARTS:
             self._restarts += 1
             self._to_start += 1
         return True
 
     def to_start(self) -> int:
         count, self._to_start = self._to_start, 0
-        return 0 if self.over() else count
+        return 0 if self.over() or self._client.not_joined else count
 
     def shown(self) -> int:
         return self._launch.first
@@ -148,16 +140,3 @@ class RemoteAgent:
 
     def grace(self) -> tuple[float, float]:
         return _GRACE if self._client.broken else (self._launch.grace_seconds, self._launch.grace_seconds + 5.0)
-
-
-def own_report(launch: Launch, number: int) -> dict[str, Any] | None:
-    """Read what a worker reported of its failure; None if it was killed, or only lost another worker."""
-    report = record_of(launch, number)
-    return report if report and not report["consequence"] else None
-
-
-def describe_exit(code: int) -> str:
-    """Say how a process ended: ``was killed by signal 9 (SIGKILL)``."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    return f"was killed by signal {-code} ({signal_name(-code)})"

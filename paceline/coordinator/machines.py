@@ -99,6 +99,7 @@ class AgentClient:
         resume: the checkpoint to start from.
         address: of this machine, as the coordinator reaches it.
         over: how the run ended, if it has: ``code`` and ``reason``.
+        not_joined: whether a worker of this machine has failed before it took part.
         broken: whether the connection has ended.
     """
 
@@ -110,6 +111,7 @@ class AgentClient:
         self.resume: str | None = run_info["resume"]
         self.address = str(connection.getsockname()[0])
         self.over: Message | None = None
+        self.not_joined = False
         self.broken = False
         connection.setblocking(False)
 
@@ -124,6 +126,8 @@ class AgentClient:
                 for message in self._reader.feed(data):
                     if message["type"] == "end":
                         self.over = message
+                    elif message["type"] == "not-joined":
+                        self.not_joined = True
             self.broken = True
         except BlockingIOError:
             return

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.coordinator.types import Bounds, Lost, Message, Worker, largest_fit
-from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost, name_ranks
+from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
 Send = Callable[[int, Message], None]
 
@@ -157,7 +157,7 @@ class MembershipProtocol:
             self._unconfirmed.add(number)
         rank = self.rank_of(number)
         worker.state = "gone"
-        if rank is None or self.over is not None:
+        if self.over is not None or (rank is None and self.generation >= 0):
             self.advance(now)
             return
         self.lost.append(Lost(number, rank, reason, may_run))
@@ -167,8 +167,10 @@ class MembershipProtocol:
         if self._losses_since_step > max(_MAX_LOSSES_WITHOUT_STEP, 2 * self.bounds.most):
             text = f"{self._losses_since_step} workers were lost without a step in between; the last one: {reason}"
             self.end(WorkerLost.exit_code, text, now, save=True)
-            return
-        self._announce_change(urgent=True, now=now, why=reason)
+        elif rank is not None:
+            self._announce_change(urgent=True, now=now, why=reason)
+        elif not self.bounds.drops:
+            self.end(WorkerLost.exit_code, reason, now)
         self.advance(now)
 
     def needs(self, number: int) -> bool:
@@ -176,10 +178,12 @@ class MembershipProtocol:
         return self.generation < 0 or self.workers[number].joined
 
     def finish(self, number: int, now: float) -> None:
-        """Take note that a worker's script came to its end."""
+        """Take note that a worker's process has ended with exit code 0."""
         worker = self.workers.get(number)
-        if worker is None or worker.state == "gone":
+        if number in self._unconfirmed:
             self._unconfirmed.discard(number)
+            self._end_early([number], now)
+        if worker is None or worker.state == "gone":
             self.advance(now)
             return
         worker.finished = True
@@ -193,12 +197,18 @@ class MembershipProtocol:
     def _finish(self, now: float) -> None:
         """End the run when nobody trains any more and somebody's script came to its end.
 
-        Only rank 0 must not be lost then: it may have had results to write.
+        Where lost workers are replaced, any but rank 0 may be lost then: it may have had results to write.
         """
-        if self.workers[self.members[0]].finished or not self.lost:
+        unfinished = [number for number in self.members if not self.workers[number].finished]
+        if not unfinished or (self.bounds.drops and self.members[0] not in unfinished):
             self.end(0, "training is over", now)
         else:
-            self.end(WorkerLost.exit_code, self.lost[-1].reason, now)
+            self.end(WorkerLost.exit_code, self.lost[-1].reason if self.lost else "a worker is gone", now)
+
+    def _end_early(self, workers: list[int], now: float) -> None:
+        why = "ended while the other workers were still training; all workers must take the same batches"
+        reason = f"the script of {', '.join(map(self.name, workers))} {why}"
+        self.end(1, reason, now, save=True, kind="ended-early", workers=workers)
 
     def end(self, code: int, reason: str, now: float, save: bool = False, **about: Any) -> None:
         """End the run; with ``save`` the members come together once more, and the most advanced one saves.
@@ -223,7 +233,8 @@ class MembershipProtocol:
         """Tell the workers that the run is over; before a save wait for those that may still come."""
         assert self.over is not None
         if self.over["save"]:
-            coming = any(self.workers[member].state == "training" for member in self.members)
+            training = (one for one in map(self.workers.__getitem__, self.members) if one.state == "training")
+            coming = any(not one.ending for one in training)
             if coming and self._since is not None and now - self._since < _LAST_SAVE_SECONDS:
                 return
             self.over["saver"] = self.over["saver"] if self.over["saver"] is not None else self._saver()
@@ -315,20 +326,12 @@ class MembershipProtocol:
         members = [self.workers[member] for member in self.members]
         if any(member.state == "training" for member in members):
             return
-        finished = [self.members.index(member.number) for member in members if member.finished]
+        finished = [member.number for member in members if member.finished]
         if finished and not any(member.state == "ready" for member in members):
             self._finish(now)
             return
         if finished:
-            self.end(
-                1,
-                f"the script of {name_ranks(finished)} ended while the other workers were still training; all "
-                f"workers must take the same batches",
-                now,
-                save=True,
-                kind="ended-early",
-                workers=[member.number for member in members if member.finished],
-            )
+            self._end_early(finished, now)
             return
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]

@@ -23,6 +23,7 @@ from paceline.coordinator.monitor import RunMonitor
 from paceline.coordinator.types import Bounds, Message
 from paceline.errors import PREEMPTED
 from paceline.failure.coordinator_report import CoordinatorReport
+from paceline.failure.worker_report import describe_exit
 from paceline.launch.base import WorkerExit
 from paceline.launch.kernel import is_ending
 
@@ -89,33 +90,51 @@ class Coordinator:
         with self._lock:
             self.membership.announce_start()
 
-    def lose(self, number: int, reason: str) -> None:
-        """Take note that a worker's process ended before its script did."""
-        with self._lock:
-            self.monitor.exit_texts[number] = reason
-            self.membership.lose(number, reason, time.monotonic())
+    def ended(self, number: int, code: int, report: Message, replace: Callable[[], None]) -> bool:
+        """Take note of how a worker's process ended, which only its agent knows; false if that is how the run ends.
 
-    def leave(self, number: int) -> None:
-        """Take note that a worker has ended in order, to be resumed."""
+        Args:
+            number: of the worker.
+            code: its exit code; negative: the signal that killed it.
+            report: what the worker wrote down of its failure; empty if nothing.
+            replace: called before the worker counts as lost.
+        """
         with self._lock:
-            self.membership.leave(number, time.monotonic())
-
-    def finish(self, number: int) -> None:
-        """Take note that a worker's script came to its end."""
-        with self._lock:
-            self.membership.finish(number, time.monotonic())
-
-    def fail(self, number: int, report: Message) -> bool:
-        """Take note that a worker's script has failed, as the worker reports; true if that ends the run."""
-        with self._lock:
-            reason = f"{self.membership.name(number)} failed: {report['type']}: {report['message']}"
-            if not self.membership.needs(number):
-                self._record("not-joined", worker=number, reason=reason)
-                self.membership.lose(number, reason, time.monotonic())
-                return False
-            self.monitor.reports[number] = report
-            self.membership.end(report.get("exit_code", 1), reason, time.monotonic(), save=True)
+            now, membership = time.monotonic(), self.membership
+            reason = f"{membership.name(number)} {describe_exit(code)}"
+            if code == 0:
+                membership.finish(number, now)
+            elif code == PREEMPTED:
+                membership.leave(number, now)
+            elif report and not report["consequence"]:
+                reason = f"{membership.name(number)} failed: {report['type']}: {report['message']}"
+                return not self._fail(number, report.get("exit_code", 1), reason, report)
+            elif not report and code > 0 and self._by_script(number):
+                return not self._fail(number, code, reason, report)
+            else:
+                replace()
+                self.monitor.exit_texts[number] = reason
+                membership.lose(number, reason, now)
             return True
+
+    def _by_script(self, number: int) -> bool:
+        """Whether a worker that ended with an exit code of its own would end with it again if it were replaced."""
+        worker = self.membership.workers[number]
+        return worker.ending or not worker.joined
+
+    def _fail(self, number: int, code: int, reason: str, report: Message) -> bool:
+        """Take note that a worker's script has failed; true if that ends the run."""
+        now = time.monotonic()
+        if not self.membership.needs(number):
+            self._record("not-joined", worker=number, reason=reason)
+            if agent := self._agents.get(number // BLOCK):
+                write(agent.connection, {"type": "not-joined"})
+            self.membership.lose(number, reason, now)
+            return False
+        if report:
+            self.monitor.reports[number] = report
+        self.membership.end(code, reason, now, save=True)
+        return True
 
     def report(self, elastic: bool) -> CoordinatorReport:
         """Report how the run ended."""
@@ -193,13 +212,19 @@ class Coordinator:
         with self._lock:
             if peer.worker is not None and self._connections.get(peer.worker) is peer.connection:
                 del self._connections[peer.worker]
-                if not peer.local:
-                    reason = f"{self.membership.name(peer.worker)} cannot be reached"
-                    self.membership.lose(peer.worker, reason, time.monotonic())
+                if not peer.local and not self.membership.workers[peer.worker].ending:
+                    self._cut_off(peer.worker)
             if peer.agent is not None:
                 self._agents.pop(peer.agent, None)
                 self._record("agent-left", agent=peer.agent)
+                for number in [one for one in self.membership.workers if one // BLOCK == peer.agent]:
+                    if number not in self._connections:
+                        self._cut_off(number)
                 self._count_machines()
+
+    def _cut_off(self, number: int) -> None:
+        """Lose a worker of another machine: nobody can say any more how it is."""
+        self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", time.monotonic())
 
     def _handle(self, peer: Peer, message: Message) -> None:
         kind, now = message["type"], time.monotonic()
@@ -225,36 +250,31 @@ class Coordinator:
             )
         elif kind == "heartbeat" and peer.worker is not None and self._connections.get(peer.worker) is peer.connection:
             self._lateness.heartbeat(peer.worker, WorkerStatus(rank=-1, **message["status"]))
-        elif kind == "finished" and peer.worker is not None:
-            self.membership.finish(peer.worker, now)
+        elif kind == "ending" and peer.worker is not None:
+            self.membership.workers[peer.worker].ending = True
         elif kind == "agent":
             self._register_agent(peer, message)
         elif kind == "started":
             self.membership.started(message["worker"])
         elif kind == "ended":
-            self._handle_exit(message, now)
+            self._handle_exit(message)
 
     def _check_reported_exits(self, ended: list[int], now: float) -> None:
         """Check a worker's word that others have ended; on this machine that shows before their agent sees it."""
         for number in ended:
             worker = self.membership.workers.get(number)
-            if worker is not None and number < BLOCK and worker.about and is_ending(worker.about["pid"]):
+            if worker is None or worker.ending or number >= BLOCK or not worker.about:
+                continue
+            if is_ending(worker.about["pid"]):
                 self.membership.lose(number, f"{self.membership.name(number)} ended", now, confirmed=False)
 
-    def _handle_exit(self, message: Message, now: float) -> None:
+    def _handle_exit(self, message: Message) -> None:
         """Take note of how a worker of another machine ended, as its agent reports."""
         number = message["worker"]
         self.monitor.exits.append(
             WorkerExit(number, message["code"], time.time(), False, out_of_memory=message["out_of_memory"])
         )
-        if message["code"] == 0:
-            self.membership.finish(number, now)
-        elif message["code"] == PREEMPTED:
-            self.membership.leave(number, now)
-        elif message["report"]:
-            self.fail(number, message["report"])
-        else:
-            self.membership.lose(number, f"{self.membership.name(number)} {message['what']}", now)
+        self.ended(number, message["code"], message["report"], lambda: None)  # its agent replaces it
 
     def _register_agent(self, peer: Peer, message: Message) -> None:
         peer.agent = self._agents_seen = self._agents_seen + 1

@@ -66,7 +66,8 @@ class Worker:
             far workers (``recovery.Progress``); None before it has a state.
         session: how often its script has called ``paceline.start``; all members are in the same session.
         leaving: it was asked to end.
-        finished: its script has come to its end.
+        ending: its script has ended; how, its agent will say.
+        finished: its process has ended with exit code 0.
         refused: it does not match the others.
         joined: it has been a member.
         end_sent: the end of the run was sent to it.
@@ -80,6 +81,7 @@ class Worker:
     progress: tuple[int, ...] | None = None
     session: int = 1
     leaving: bool = False
+    ending: bool = False
     finished: bool = False
     refused: bool = False
     joined: bool = False

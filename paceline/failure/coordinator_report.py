@@ -85,7 +85,7 @@ class CoordinatorReport:
         """Return its rank in the last generation, or when it was lost; before the first generation its number."""
         if worker in self.ranks:
             return self.ranks[worker]
-        known = [loss.rank for loss in self.lost if loss.worker == worker]
+        known = [loss.rank for loss in self.lost if loss.worker == worker and loss.rank is not None]
         return known[-1] if known else None if self.ranks else worker
 
     def replaced(self) -> set[int]:

@@ -121,7 +121,7 @@ def report_of(
     plain = WorkerReport(
         ended.worker,
         "exit",
-        f"ended with exit code {ended.code}",
+        describe_exit(ended.code),
         ended.time,
         ended.exit_code,
         exit_code=ended.code if ended.code >= 0 else None,
@@ -160,7 +160,7 @@ def _by_itself(plain: WorkerReport, record: Mapping[str, Any], out_of_memory: bo
     return replace(
         report,
         time=float(record["time"]),
-        code=own.exit_code if own else 1,
+        code=int(record.get("exit_code") or (own.exit_code if own else 1)),
         host=str(record.get("host") or plain.host),
         pid=int(record.get("pid") or plain.pid),
         step=record.get("step"),
@@ -192,13 +192,21 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
     if ended.code >= 0:
         taken = any(words in "\n".join(lines).lower() for words in _PORT_TAKEN)
         return replace(plain, kind="port") if taken else plain
-    message = f"was killed by signal {-ended.code} ({signal_name(-ended.code)})"
     if -ended.code in _CRASHES:
-        return replace(plain, kind="crashed", message=message)
+        return replace(plain, kind="crashed")
+    if ended.code == -signal.SIGINT:
+        return replace(plain, kind="killed")
     plain = replace(plain, code=errors.WorkerLost.exit_code)
     if ended.code == -signal.SIGKILL and ended.out_of_memory:
         return replace(plain, kind="out-of-memory", message="ran out of memory (the kernel ended it)")
-    return replace(plain, kind="killed", message=message)
+    return replace(plain, kind="killed")
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended: ``was killed by signal 9 (SIGKILL)``."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    return f"was killed by signal {-code} ({signal_name(-code)})"
 
 
 def signal_name(number: int) -> str:

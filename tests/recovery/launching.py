@@ -92,12 +92,17 @@ class Ran:
             assert done == list(range(done[0], done[-1] + 1)) if done else True, self.report()
 
 
-def launch(server: ForkServer, words: list[str], directory: Path, deadline: float, **variables: str) -> tuple[int, str]:
-    """Run ``paceline`` with these words; gives the exit code, and what it printed."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+def environment_in(directory: Path) -> dict[str, str]:
+    """The variables of a run there; what it leaves in the folder for temporary files is found."""
     if not (directory / "tmp").exists():  # a short path: that of a socket has 108 bytes at most
         (directory / "tmp").symlink_to(tempfile.mkdtemp())
-    environment = own | {"TMPDIR": str((directory / "tmp").resolve())} | variables
+    own = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    return own | {"TMPDIR": str((directory / "tmp").resolve())}
+
+
+def launch(server: ForkServer, words: list[str], directory: Path, deadline: float, **variables: str) -> tuple[int, str]:
+    """Run ``paceline`` with these words; gives the exit code, and what it printed."""
+    environment = environment_in(directory) | variables
     out, err = directory / "launcher.out", directory / "launcher.err"
     (launcher,) = server.start([Command((*PACELINE, *words), environment, out, err, directory)])
     try:

@@ -11,10 +11,12 @@ class ScriptedMembership:
 
     fits: tuple[int, ...] = ()
 
-    def __init__(self, least: int = 1, most: int = 3, wanted: int = 3, patience: float = 60.0) -> None:
+    def __init__(
+        self, least: int = 1, most: int = 3, wanted: int = 3, patience: float = 60.0, drops: bool = True
+    ) -> None:
         self.told: dict[int, list[dict[str, Any]]] = {}
         self.notes: list[str] = []
-        bounds = Bounds(least, most, wanted, patience=patience)
+        bounds = Bounds(least, most, wanted, patience=patience, drops=drops)
         self.of = MembershipProtocol(bounds, self._send, lambda event, **_: self.notes.append(event))
         self.now = 0.0
 

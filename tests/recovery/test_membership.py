@@ -239,9 +239,11 @@ def test_all_finish(three: ScriptedMembership) -> None:
 
 
 @pytest.mark.parametrize("before", [True, False])
-@pytest.mark.parametrize(("lost", "code"), [(0, 5), (2, 0)])
-def test_one_is_lost_at_the_very_end(three: ScriptedMembership, lost: int, code: int, before: bool) -> None:
-    """Only of the first one it matters that its script has come to the end: it may write the results."""
+@pytest.mark.parametrize(("lost", "drops", "code"), [(0, True, 5), (2, True, 0), (2, False, 5)])
+def test_one_is_lost_at_the_very_end(lost: int, drops: bool, code: int, before: bool) -> None:
+    """Where lost workers are replaced, all but the first one may be missing at the end: it may write the results."""
+    three = ScriptedMembership(drops=drops)
+    three.come(0, 1, 2)
     if before:
         three.lose(lost)
     for number in {0, 1, 2} - {lost}:
@@ -357,17 +359,15 @@ def test_a_loss_that_the_launcher_has_not_seen_yet(three: ScriptedMembership) ->
     assert three.of.members == [0, 2, 3]
 
 
-@pytest.mark.parametrize("how", ["lost", "left", "finished"])
+@pytest.mark.parametrize("how", ["lost", "left"])
 def test_a_loss_after_which_nobody_comes(three: ScriptedMembership, how: str) -> None:
     three.of.bounds = Bounds(3, 3, 3)
     three.of.lose(1, "rank 1 ended", three.now, confirmed=False)
     three.ready(0, 2)
     if how == "lost":
         three.lose(1)
-    elif how == "left":
-        three.of.leave(1, three.now)
     else:
-        three.of.finish(1, three.now)
+        three.of.leave(1, three.now)
     assert three.of.over is not None
     assert three.of.over["reason"] == "rank 1 ended; 2 of at least 3 workers are left"
 
@@ -383,3 +383,49 @@ def test_the_first_generation_waits_for_those_that_are_to_be_started() -> None:
     assert hand.of.members == []
     hand.come(2)
     assert hand.of.members == [0, 1, 2]
+
+
+def test_one_is_lost_before_the_first_generation_and_replaced() -> None:
+    hand = ScriptedMembership(least=1, wanted=2, most=2)
+    hand.of.started(0)
+    hand.come(1)
+    hand.of.announce_start()
+    hand.lose(0)
+    assert hand.of.over is None and hand.of.generation == -1
+    hand.come(2)
+    assert hand.of.members == [1, 2]
+    assert hand.notes == ["lost", "membership"]
+
+
+def test_one_is_lost_before_the_first_generation_of_a_fixed_number() -> None:
+    hand = ScriptedMembership(least=2, wanted=2, most=2, patience=0.0, drops=False)
+    hand.of.started(0)
+    hand.lose(0)
+    assert hand.of.over is not None and hand.of.over["code"] == 5
+
+
+def test_losses_before_the_first_generation_come_to_an_end() -> None:
+    hand = ScriptedMembership(least=1, wanted=1, most=1)
+    for number in range(11):
+        assert hand.of.over is None
+        hand.of.started(number)
+        hand.of.announce_start()
+        hand.lose(number)
+    assert hand.of.over is not None and hand.of.over["code"] == 5
+
+
+def test_who_ended_with_0_while_others_waited_for_it_ended_early(three: ScriptedMembership) -> None:
+    """Others noticed before its launcher knew the exit code."""
+    three.of.lose(1, "rank 1 ended", three.now, confirmed=False)
+    three.ready(0, 2)
+    assert three.of.members == [0, 2]
+    three.of.finish(1, three.now)
+    assert three.of.over is not None
+    assert (three.of.over["code"], three.of.over["kind"], three.of.over["workers"]) == (1, "ended-early", [1])
+
+
+def test_the_last_save_does_not_wait_for_a_script_that_has_ended(three: ScriptedMembership) -> None:
+    three.of.workers[1].ending = True
+    three.of.end(3, "worker 0 ended with exit code 3", three.now, save=True)
+    three.ready(0, 2)
+    assert three.last(0)["type"] == "end"

@@ -149,9 +149,9 @@ class CoordinatorClient:
         """From now on report what this worker does, once a second; nothing if the status is empty."""
         self._status = status
 
-    def finish(self) -> None:
-        """Report that the script has come to its end."""
-        self._send({"type": "finished"})
+    def end_script(self) -> None:
+        """Report that the script has ended: that this process goes is no loss. How it ended, its exit code says."""
+        self._send({"type": "ending"})
 
     def _send(self, message: Message) -> None:
         try:
