@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import sys
 import tempfile
@@ -52,6 +53,8 @@ def command(  # noqa: PLR0913 - each is an option
 
     if stages is not None and stages < 1:
         raise ConfigError(f"--stages {stages}: a model is cut into at least 1 stage.")
+    if memory is not None and not 0 < memory < math.inf:
+        raise ConfigError(f"--memory {memory}: give a number of gigabytes above 0.")
     if output is not None and stages is None:
         raise ConfigError("--output writes one cut: set the number of stages with --stages.")
     settings = {**config.parse_command_line(set_ or []), **_WHOLE}

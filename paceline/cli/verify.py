@@ -42,26 +42,31 @@ def command(
     plan: Plan = None,
 ) -> None:
     """Check that a script trains the same on any number of workers."""
+    from dataclasses import replace
+
     from paceline import config
     from paceline.launch.base import Request
+    from paceline.launch.prepare import check
 
     sizes = _sizes(workers, steps)
     settings = config.parse_command_line(set_ or [])
     base = Request(script, tuple(arguments or ()), settings=settings, plan=plan)
+    check(replace(base, workers=max(sizes)))
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as directory:
         found = [_run(base, size, steps, Path(directory)) for size in sizes]
     raise typer.Exit(_print_result(found))
 
 
 def _sizes(text: str, steps: int) -> list[int]:
+    from paceline.config import quoted
     from paceline.errors import ConfigError
 
     try:
         sizes = [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--workers {text}: write numbers with commas, such as 1,2,4.") from None
+        raise ConfigError(f"--workers {quoted(text)}: write numbers with commas, such as 1,2,4.") from None
     if min(sizes) < 1 or len(sizes) < 2 or len(set(sizes)) < len(sizes):
-        raise ConfigError(f"--workers {text}: name two or more different sizes, each at least 1.")
+        raise ConfigError(f"--workers {quoted(text)}: name two or more different sizes, each at least 1.")
     if steps < 1:
         raise ConfigError(f"--steps {steps}: at least one step must be compared.")
     return sizes

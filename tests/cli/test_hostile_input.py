@@ -158,6 +158,29 @@ OPTIONS = [
 ]
 
 
+OTHER_COMMANDS = [
+    ("verify", "--workers", "1," + DIGITS),
+    ("verify", "--workers", "9" * 5000),
+    ("verify", "--steps", "-1"),
+    ("profile", "-n", DIGITS),
+    ("profile", "--stages", "0"),
+    ("profile", "--memory", "nan"),
+    ("profile", "--memory", "-1"),
+]
+
+
+@pytest.mark.parametrize("given", OTHER_COMMANDS, ids=lambda given: " ".join(given)[:40])
+def test_options_of_other_commands(paceline: Paceline, tmp_path: Path, given: tuple[str, ...]) -> None:
+    command, *options = given
+    script = tmp_path / "train.py"
+    script.write_text("open('started', 'w')")
+    result = paceline(command, *options, script)
+    assert result.code == 2, result
+    assert result.err.startswith("paceline: ")
+    assert len(result.err) < 2000
+    assert not (tmp_path / "started").exists()
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda given: " ".join(given)[:40].encode("ascii", "replace").decode())
 def test_options(paceline: Paceline, tmp_path: Path, options: tuple[str, ...]) -> None:
     script = tmp_path / "train.py"
