@@ -28,6 +28,7 @@ from typing import Any, NoReturn
 
 from paceline.launch import local, registry
 from paceline.launch.base import WorkerSpec
+from paceline.launch.child import end_with_parent
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
@@ -279,10 +280,10 @@ class ForkedWorker:
 
     def __init__(self, worker: WorkerSpec, out: int, err: int) -> None:
         self._code: int | None = None
-        prepare = local.prepare_child(worker.cores)
+        launcher = os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
-            _be_worker(worker.command[2:], worker.environment, prepare, out, err)
+            _be_worker(worker, launcher, out, err)
 
     def poll(self) -> int | None:
         if self._code is None:
@@ -298,20 +299,22 @@ class ForkedWorker:
         local.kill_group(self.pid)
 
 
-def _be_worker(
-    words: Sequence[str], environment: Mapping[str, str], prepare: Callable[[], None], out: int, err: int
-) -> NoReturn:
+def _be_worker(worker: WorkerSpec, launcher: int, out: int, err: int) -> NoReturn:
     code = 1
     try:
         os.setsid()
-        prepare()
+        end_with_parent()
+        if os.getppid() != launcher:
+            os._exit(1)
+        if worker.cores:
+            os.sched_setaffinity(0, worker.cores)
         for number in _HANDLED:
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _take(environment, out, err)
+        _take(worker.environment, out, err)
         for opened in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2}:
             os.dup2(0, opened, inheritable=False)  # what the launcher had open; objects here may still name it
-        code = _run_script(words)
+        code = _run_script(worker.command[2:])
     finally:
         _end(code)
 

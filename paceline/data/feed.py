@@ -7,7 +7,9 @@ pass, mostly a single one. Random numbers that a data set draws for a sample (au
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +22,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 from paceline import fault_points
 from paceline.data.keys import COLLATE, SAMPLE, seed_all, seed_of
 from paceline.data.order import Order
+from paceline.launch.child import end_with_parent
+from paceline.launch.kernel import is_ending
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,8 @@ class Feed:
             return asked.setdefault(step, pieces_of(step))
 
         self._requests.make = lambda: self._requests_of(start, stop, pieces_asked)
+        if threading.current_thread() is threading.main_thread():  # the kernel looks at the thread, not at the process
+            self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
         items = iter(self._loader)
         for step in range(start, stop):
             parts = self._order.parts_of(step)
@@ -116,6 +122,13 @@ class Feed:
 
     def _to_device(self, data: Any) -> Any:
         return data if self._device.type == "cpu" else to_device(data, self._device)
+
+
+def _end_with_rank(rank: int, _: int) -> None:
+    """Let the kernel kill this loader process with its rank, of which it holds the sockets and locks open."""
+    end_with_parent()
+    if is_ending(rank):  # before the kernel knew of it
+        os._exit(1)
 
 
 def _next(items: Iterator[Any]) -> Any:

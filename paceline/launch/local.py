@@ -7,17 +7,14 @@ When the launcher itself is killed, the kernel kills the workers (Linux) and a w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
-from collections.abc import Callable
 
 from paceline.launch.base import Launcher, WorkerProcess, WorkerSpec
+from paceline.launch.child import command_of
 from paceline.launch.kernel import OutOfMemory
 
-_PR_SET_PDEATHSIG = 1
 _REAPER = """
 while read -r line; do
   [ "$line" = done ] && exit
@@ -45,18 +42,14 @@ class LocalLauncher(Launcher):
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Start the process itself."""
-        try:
-            return ChildProcess(
-                worker.command,
-                env=worker.environment,
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-                preexec_fn=prepare_child(worker.cores),
-            )
-        except subprocess.SubprocessError as error:
-            raise OSError(str(error)) from None
+        return ChildProcess(
+            command_of(worker.cores, worker.command),
+            env=worker.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
 
     def ran_out_of_memory(self) -> bool:
         """Whether the kernel has killed a process since this was asked last."""
@@ -81,22 +74,6 @@ def kill_group(leader: int) -> None:
     """Kill a process group, if it is still there."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, signal.SIGKILL)
-
-
-def prepare_child(cores: frozenset[int]) -> Callable[[], None]:
-    """Make what a new process calls before it becomes the worker. It may not allocate much, or import."""
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    launcher = os.getpid()
-
-    def prepare() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != launcher:  # it ended before we asked
-                os._exit(1)
-        if cores:
-            os.sched_setaffinity(0, cores)
-
-    return prepare
 
 
 def _start_reaper() -> subprocess.Popen[bytes] | None:

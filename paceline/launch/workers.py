@@ -116,7 +116,7 @@ class Workers:
                 os.close(pipe)
             self.__exit__(None, None, None)
             raise
-        # Threads only now: a process is forked safely while there is one thread.
+        # Threads only now: a launcher of somebody else may fork.
         self._read(pipes)
         return self
 

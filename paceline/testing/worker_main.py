@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -11,7 +10,6 @@ import json
 import os
 import pickle
 import reprlib
-import signal
 import sys
 import time
 import traceback
@@ -24,6 +22,7 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import WorkerLost
+from paceline.launch.child import end_with_parent
 
 CALL, ARGUMENTS = "call.json", "arguments.pickle"
 PARAMETER = "worker"
@@ -31,7 +30,6 @@ FUNCTION = "_paceline_function"
 """The attribute of the decorated function that holds the undecorated one."""
 _STACK_SECONDS = 1.0
 """How long before the deadline a worker prints its stacks."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +107,7 @@ def call_in_worker(call: Call, function: Callable[..., None], given: dict[str, A
 
 def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any], object]]) -> None:
     """Call the function; report a failure and end the process at once, so that the others notice."""
-    _end_with_the_parent()
+    end_with_parent()
     faulthandler.dump_traceback_later(max(0.1, call.until - time.monotonic() - _STACK_SECONDS))
     who = env.identity()
     try:
@@ -126,13 +124,6 @@ def _run(call: Call, find: Callable[[], tuple[Callable[..., None], dict[str, Any
         sys.stderr.flush()
         os._exit(0 if report.skipped else 1)
     faulthandler.cancel_dump_traceback_later()
-
-
-def _end_with_the_parent() -> None:
-    """Let the kernel kill this process when its parent is gone."""
-    if sys.platform == "linux":
-        with contextlib.suppress(AttributeError):
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _find(call: Call) -> tuple[Callable[..., None], object]:

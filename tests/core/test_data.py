@@ -1,10 +1,15 @@
 """Loading and evaluation: each sample once, augmented alike, whoever loads it."""
 
+import contextlib
+import os
+import select
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from paceline.testing.ranks import Kill
 
 Printed = Callable[..., list[dict[str, Any]]]
 
@@ -120,3 +125,39 @@ session = paceline.start(
     assert ended.code != 0
     assert words in ended.err
     assert "Traceback" not in ended.err
+
+
+LOADED_FOR_LONG = """
+import os, time
+from functools import partial
+import torch
+import paceline
+
+class Slow:
+    read = 0
+    def __len__(self):
+        return 8
+    def __getitem__(self, sample):
+        self.read += torch.utils.data.get_worker_info() is not None
+        if self.read > 4:  # the second step
+            print("loader", os.getpid(), flush=True)
+            time.sleep(600)
+        return torch.zeros(4)
+
+session = paceline.start(
+    model=torch.nn.Linear(4, 1), optimizer=partial(torch.optim.SGD, lr=0.1), data=Slow(), batch=4,
+    forward=lambda model, rows: model(rows).sum(), workers_per_loader=1,
+)
+for batch in session.batches(epochs=1):
+    session.step(batch)
+"""
+
+
+def test_a_loader_process_ends_with_its_rank(ranks: Callable[..., Any], tmp_path: Path) -> None:
+    (ended,) = ranks(LOADED_FOR_LONG, 1, tmp_path, kill=Kill("\n"), deadline=60)
+    assert ended.signal == "SIGKILL", ended.err
+    loader = int(ended.out.split()[1])
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        poll = select.poll()
+        poll.register(os.pidfd_open(loader), select.POLLIN)
+        assert poll.poll(20_000), "it still loads"

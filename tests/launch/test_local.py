@@ -13,6 +13,7 @@ import pytest
 from paceline.errors import StartError
 from paceline.launch import prepare as preparation
 from paceline.launch.base import Launch, Request, RunResult
+from paceline.launch.child import command_of
 from paceline.launch.workers import Workers
 
 
@@ -171,3 +172,50 @@ def test_a_second_signal_does_not_wait(launcher: Callable[[str], "subprocess.Pop
 def test_nothing_outlives_a_killed_launcher(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
     with launcher("") as process:
         process.kill()  # the fixture looks for what is left
+
+
+STARTS = """
+import os, sys
+from pathlib import Path
+from paceline.launch.base import Request
+from paceline.launch.prepare import prepare
+from paceline.launch.workers import Workers
+
+os.register_at_fork(before=lambda: print("forked", flush=True))
+launch = prepare(Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2])))
+with Workers(launch, lambda name, line: print(line, flush=True)) as workers:
+    print([one.code for one in workers.wait().exits])
+"""
+
+
+def test_no_python_runs_between_the_fork_and_the_worker(tmp_path: Path) -> None:
+    """A fork beside threads copies the locks that they hold."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, signal\nprint(os.getsid(0) == os.getpid(), signal.getsignal(signal.SIGINT))")
+    ran = subprocess.run(
+        [sys.executable, "-c", STARTS, str(script), str(tmp_path / "runs")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": str(Path(preparation.__file__).parents[2])},
+    )
+    assert ran.stdout.splitlines() == ["True <built-in function default_int_handler>", "[0, 0]"], ran.stderr
+
+
+def test_a_command_that_is_not_there() -> None:
+    command = command_of(frozenset(), ("/nowhere/python", "train.py"))
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (127, "/nowhere/python cannot be started: No such file or directory.\n")
+
+
+def test_a_worker_is_bound_to_its_cores() -> None:
+    core = min(os.sched_getaffinity(0))
+    command = command_of(frozenset([core]), (sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"))
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60).stdout == f"{{{core}}}\n"
+
+
+def test_without_its_launcher_a_worker_does_not_start() -> None:
+    command = command_of(frozenset(), (sys.executable, "-c", "print('up')"))
+    command[command.index(str(os.getpid()))] = "1"
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (1, "")
