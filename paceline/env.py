@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import ConfigError
@@ -22,12 +22,14 @@ SHOW_CONFIG = "PACELINE_SHOW_CONFIG"
 PROFILE = "PACELINE_PROFILE"
 COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
+WORKER_SECRET = "PACELINE_WORKER_SECRET"
+SECRET = "PACELINE_SECRET"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
 MOST_WORKERS = 65_536
 """Of a run, on all its machines."""
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, LARGEST, *_ASKED}
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, SECRET, LARGEST, *_ASKED}
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class LaunchInfo:
         spare: whether it was started to take the place of another one.
         largest: how many workers there may ever be.
         name: what its files are called.
+        key: by which it proves to the coordinator that it is this worker of this run.
     """
 
     coordinator: str
@@ -150,6 +153,7 @@ class LaunchInfo:
     spare: bool
     largest: int
     name: str
+    key: bytes = field(repr=False)
 
 
 def launch_info() -> LaunchInfo | None:
@@ -159,7 +163,9 @@ def launch_info() -> LaunchInfo | None:
     number, started = _number(WORKER, 0), _number("LOCAL_WORLD_SIZE", 1)
     spare = number % 1000 >= started
     name = f"rank-{number}" if number < started else f"worker-{number}"
-    return LaunchInfo(os.environ[COORDINATOR], number, spare, _number(LARGEST, _number("WORLD_SIZE", 1)), name)
+    largest = _number(LARGEST, _number("WORLD_SIZE", 1))
+    key = bytes.fromhex(os.environ.get(WORKER_SECRET, ""))
+    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, name, key)
 
 
 def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
@@ -191,8 +197,13 @@ def faults() -> str | None:
 
 
 def inherited() -> dict[str, str]:
-    """A copy of the whole environment, for the processes that a launcher starts."""
-    return dict(os.environ)
+    """A copy of the environment, but for the secret of launchers, for the processes that a launcher starts."""
+    return {name: value for name, value in os.environ.items() if name != SECRET}
+
+
+def secret() -> str | None:
+    """The secret that launchers on several machines share, if it is given by the environment."""
+    return os.environ.get(SECRET)
 
 
 def replace(variables: Mapping[str, str]) -> None:

@@ -135,7 +135,7 @@ def start(
     coordinator = None
     if launched is not None:
         coordinator = CoordinatorClient(
-            launched.coordinator, launched.worker, resolved.settings.timeout_seconds, number
+            launched.coordinator, launched.worker, launched.key, resolved.settings.timeout_seconds, number
         )
         atexit.register(coordinator.end_script)
     job, facts = jobs.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)

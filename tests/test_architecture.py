@@ -39,7 +39,7 @@ OPTIONS = {
     "run": {
         *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
-        *("--patience", "--grace", "--launcher"),
+        *("--secret-file", "--patience", "--grace", "--launcher"),
     },
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},

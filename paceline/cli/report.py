@@ -82,6 +82,7 @@ def resume_command(launch: Launch, request: Request) -> str:
         ("--standby", request.standby, 0),
         ("--nodes", request.nodes and "{}:{}".format(*request.nodes), None),
         ("--rendezvous", request.rendezvous, None),
+        ("--secret-file", request.secret_file, None),
         ("--patience", request.patience_seconds, type(request).patience_seconds),
         ("--grace", request.grace_seconds, type(request).grace_seconds),
     ):

@@ -15,6 +15,7 @@ from paceline.errors import EXIT_CODES, PREEMPTED
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
     from paceline.launch.base import Request
+    from paceline.launch.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
 MORE_HELP = f""" Options go before the script; all that follows it is passed to the script.
@@ -53,6 +54,10 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         str | None,
         typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"),
     ] = None,
+    secret_file: Annotated[
+        Path | None,
+        typer.Option(help="The secret of the machines' runs, the same on all; made if it is not there."),
+    ] = None,
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for workers, or machines, below the fewest.")
     ] = 600.0,
@@ -64,6 +69,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
 ) -> None:
     """Train with a script on many workers."""
     from paceline import config
+    from paceline.errors import ConfigError
     from paceline.launch.base import Request
 
     settings = config.parse_command_line(set_ or [])
@@ -71,6 +77,8 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         settings["resume"] = resume
     least, most = bounds(elastic, workers, standby)
     machines = node_range(nodes, rendezvous)
+    if secret_file is not None and rendezvous is None:
+        raise ConfigError("--secret-file is for runs on several machines: give --rendezvous and --nodes, too.")
     request = Request(
         script=script,
         arguments=tuple(arguments or ()),
@@ -87,6 +95,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         grace_seconds=grace,
         nodes=machines,
         rendezvous=rendezvous,
+        secret_file=secret_file,
         launcher=launcher,
     )
     raise typer.Exit(train(request, quiet=quiet))
@@ -145,34 +154,42 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
     from paceline.coordinator import machines
     from paceline.coordinator.messages import listen
+    from paceline.launch import secret
     from paceline.launch.base import HOST
     from paceline.launch.prepare import check
 
     check(request)
     if request.rendezvous is None:
-        return _coordinate(request, listen((HOST, request.port or 0)), None, quiet, closing)
+        return _coordinate(request, listen((HOST, request.port or 0)), secret.make(), None, quiet, closing)
     where = machines.parse_rendezvous(request.rendezvous)
+    shared = machines.shared_secret(where, request.secret_file)
     listener = machines.listen_if_here(where)
     if listener is None:
-        return _join(request, where)
-    return _coordinate(request, listener, machines.interface_of(where.address), quiet, closing)
+        return _join(request, where, shared)
+    try:
+        known = shared.read_or_make()
+    except BaseException:
+        listener.close()
+        raise
+    return _coordinate(request, listener, known, machines.interface_of(where.address), quiet, closing)
 
 
-def _join(request: Request, where: Rendezvous) -> int:
+def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
     """Train with workers of this machine in the run of another one; join again when that one comes back."""
     from dataclasses import replace
 
     from paceline.coordinator.agent import RemoteAgent
-    from paceline.coordinator.machines import interface_of, join
+    from paceline.coordinator.machines import Applicant, interface_of, join
     from paceline.launch.prepare import prepare
     from paceline.launch.workers import Workers
 
+    own = Applicant(request.workers, request.script.name, request.name)
     while True:
-        client = join(where, request.workers, request.patience_seconds)
+        client, secret = join(where, own, shared, request.patience_seconds)
         settings = {**request.settings, **({"resume": client.resume} if client.resume else {})}
         mine = replace(request, first=client.first, name=client.name, settings=settings)
         launch = prepare(mine, interface_of(client.address))
-        launch = replace(launch, coordinator=f"{where.address}:{where.port}")
+        launch = replace(launch, coordinator=f"{where.address}:{where.port}", secret=secret.of_run(client.id))
         try:
             with Workers(launch, lambda *_: None, RemoteAgent(launch, mine, client)) as workers:  # rank 0 is elsewhere
                 result = workers.wait()
@@ -192,13 +209,17 @@ def _join(request: Request, where: Rendezvous) -> int:
         say(f"lost the run at {where}; waiting for it to come back")
 
 
-def _coordinate(request: Request, listener: socket.socket, interface: str | None, quiet: bool, closing: bool) -> int:
+def _coordinate(
+    request: Request, listener: socket.socket, secret: Secret, interface: str | None, quiet: bool, closing: bool
+) -> int:
     """Hold the coordinator, and train with workers of this machine and of those that join."""
+    import secrets
     from dataclasses import replace
 
     from paceline.cli.progress import display
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
     from paceline.coordinator.server import Coordinator
+    from paceline.coordinator.types import RunInfo
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
     from paceline.launch.prepare import prepare
@@ -210,9 +231,9 @@ def _coordinate(request: Request, listener: socket.socket, interface: str | None
         listener.close()
         raise
     log = EventLog(launch.run / "events", "launcher")
-    run_info = {"name": launch.run.name, "resume": request.resume}
-    coordinator = Coordinator(listener, bounds_of(request), log.mark, run_info, request.workers)
-    launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()))
+    run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume)
+    coordinator = Coordinator(listener, bounds_of(request), log.mark, run, request.workers)
+    launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()), secret=secret.of_run(run.id))
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
     agent = CoordinatorAgent(launch, request, coordinator)

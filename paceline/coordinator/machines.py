@@ -8,14 +8,21 @@ any more who trains: the other agents end their workers and wait until it is bac
 from __future__ import annotations
 
 import fcntl
+import ipaddress
+import select
 import socket
 import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
-from paceline.coordinator.messages import MessageReader, connect, listen, write
+from paceline import env
+from paceline.coordinator.authentication import AGENT, NotAuthenticated, Refused
+from paceline.coordinator.messages import Connection, connect, decode, encode, listen
 from paceline.coordinator.types import Message
 from paceline.errors import ConfigError, StartError
+from paceline.launch import secret as secrets
+from paceline.launch.secret import Secret, Shared
 
 _TRY_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
@@ -57,6 +64,28 @@ def parse_rendezvous(text: str) -> Rendezvous:
     return Rendezvous(name, str(found[0][4][0]), int(port))
 
 
+def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
+    """Find what the machines that meet there share: the secret in a file, or that of the environment.
+
+    On a loopback address all launchers are those of one user, who has a file for it.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    given = env.secret()
+    if file is None and given is not None:
+        return Shared(given=secrets.parse(given, env.SECRET))
+    if file is None and ipaddress.ip_address(where.address).is_loopback:
+        return Shared(given=secrets.read_or_make(secrets.loopback_file(where.port)))
+    if file is None:
+        raise ConfigError(
+            f"--rendezvous {where}: whoever reaches this port could join the run. Give all machines the same secret: "
+            f"--secret-file FILE, where the first machine makes FILE and the others have a copy of it (readable by "
+            f"you alone, as after chmod 600), or {env.SECRET} in the environment."
+        )
+    return Shared(file=file)
+
+
 def is_here(address: str) -> bool:
     """Whether this machine has an address."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
@@ -96,43 +125,44 @@ class AgentClient:
     Attributes:
         first: the number of its first worker.
         name: of the run.
+        id: tells the run from all others.
         resume: the checkpoint to start from.
         address: of this machine, as the coordinator reaches it.
         over: how the run ended, if it has: ``code`` and ``reason``.
         not_joined: whether a worker of this machine has failed before it took part.
-        broken: whether the connection has ended.
     """
 
-    def __init__(self, connection: socket.socket, run_info: Message) -> None:
+    def __init__(self, connection: Connection, run_info: Message) -> None:
         self._connection = connection
-        self._reader = MessageReader()
         self.first = int(run_info["first"])
         self.name = str(run_info["name"])
+        self.id = str(run_info["id"])
         self.resume: str | None = run_info["resume"]
-        self.address = str(connection.getsockname()[0])
+        self.address = str(connection.socket.getsockname()[0])
         self.over: Message | None = None
         self.not_joined = False
-        self.broken = False
-        connection.setblocking(False)
+
+    @property
+    def broken(self) -> bool:
+        """Whether the connection has ended."""
+        return self._connection.broken
 
     def send(self, message: Message) -> None:
-        """Send a message to the coordinator."""
-        write(self._connection, message)
+        """Send a message to the coordinator, now or when :meth:`receive` is called next."""
+        self._connection.send(encode(message))
 
     def receive(self) -> None:
         """Take the messages that have come since."""
+        self._connection.flush()
         try:
-            while data := self._connection.recv(1 << 16):
-                for message in self._reader.feed(data):
+            while lines := self._connection.receive():
+                for message in map(decode, lines):
                     if message["type"] == "end":
                         self.over = message
                     elif message["type"] == "not-joined":
                         self.not_joined = True
-            self.broken = True
-        except BlockingIOError:
-            return
-        except OSError:
-            self.broken = True
+        except ValueError:  # it has proven that it is the coordinator; so it is a broken one
+            self._connection.broken = True
 
     def await_end(self) -> None:
         """Wait until the coordinator has said how the run ended, is gone, or stays silent."""
@@ -146,43 +176,81 @@ class AgentClient:
         self._connection.close()
 
 
-def join(where: Rendezvous, workers: int, seconds: float) -> AgentClient:
+@dataclass(frozen=True)
+class Applicant:
+    """What a launcher that joins says of itself.
+
+    Attributes:
+        workers: how many it starts.
+        script: the name of the script's file.
+        name: of the run, if it was given.
+    """
+
+    workers: int
+    script: str
+    name: str | None
+
+
+def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float) -> tuple[AgentClient, Secret]:
     """Connect to the coordinator of another machine, which may yet have to start.
 
+    Args:
+        where: the coordinator is.
+        applicant: this launcher.
+        shared: where the secret is found, as soon as its file is there.
+        seconds: to try.
+
+    Returns:
+        the connection, and the secret.
+
     Raises:
-        StartError: nobody answers there in time.
+        StartError: nobody answers there in time, or it is another run.
     """
     deadline = time.monotonic() + seconds
     reason = "no answer"
     while time.monotonic() < deadline:
+        secret = shared.read()
         try:
-            connection = connect((where.address, where.port), min(_ANSWER_SECONDS, seconds))
+            if secret is None:
+                raise FileNotFoundError(f"there is no secret file {shared.file} here; copy it from there")
+            connection = connect((where.address, where.port), AGENT, secret.key(AGENT), min(_ANSWER_SECONDS, seconds))
+            try:
+                return AgentClient(connection, _register(connection, applicant, where)), secret
+            except BaseException:
+                connection.close()
+                raise
+        except Refused:
+            raise StartError(
+                f"The run at {where} does not accept the secret of this machine. Give both machines the same "
+                f"--secret-file (or PACELINE_SECRET); if it is another run, choose another port."
+            ) from None
+        except (NotAuthenticated, ValueError, KeyError):
+            raise StartError(
+                f"What answers at {where} is not a Paceline run with this secret. Choose another port, or stop that "
+                f"program."
+            ) from None
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
-            continue
-        try:
-            return AgentClient(connection, _register(connection, workers))
-        except (OSError, ValueError, KeyError):
-            connection.close()
-            raise StartError(
-                f"What answers at {where} is not a Paceline run. Choose another port, or stop that program."
-            ) from None
     raise StartError(
         f"{socket.gethostname()} could not reach the run at {where} in {seconds:.0f} s: {reason}. Is paceline run "
         f"started on {where.name} with this --rendezvous, and does a firewall let port {where.port} through?"
     )
 
 
-def _register(connection: socket.socket, workers: int) -> Message:
-    connection.settimeout(_ANSWER_SECONDS)
-    write(connection, {"type": "agent", "workers": workers, "host": socket.gethostname()})
-    reader, answer = MessageReader(), None
-    while answer is None:
-        data = connection.recv(1 << 16)
-        if not data:
+def _register(connection: Connection, applicant: Applicant, where: Rendezvous) -> Message:
+    """Ask to join; gives what the coordinator says of the run."""
+    connection.send(encode({"type": "agent", "host": socket.gethostname(), **vars(applicant)}))
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    lines: list[bytes] = []
+    while not lines:
+        if connection.broken or time.monotonic() > deadline:
             raise ValueError("no answer")
-        answer = next(reader.feed(data), None)
-    if answer["type"] != "run":
-        raise ValueError("another answer")
+        select.select([connection.socket], [], [], _TRY_SECONDS)
+        lines = connection.receive()
+    answer = decode(lines[0])
+    if answer["type"] == "refused":
+        raise StartError(
+            f"Another run is at {where}: {answer['reason']}. Choose another port, or give the same script and --name."
+        )
     return answer

@@ -1,36 +1,115 @@
-"""Connections to the coordinator: messages are JSON objects, one a line."""
+"""Connections to the coordinator: messages are JSON objects, one a line.
+
+No end ever blocks the other: what cannot be sent at once waits in a buffer, and who does not read loses the connection.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
-from collections.abc import Iterator
 
+from paceline.coordinator.authentication import authenticate
 from paceline.coordinator.types import Message
 from paceline.errors import StartError
 
+LONGEST_MESSAGE = 1 << 24
+"""Bytes; the largest are the facts of a worker, about 100 for each parameter, and memberships, 200 for each worker."""
+_MOST_UNSENT = 2 * LONGEST_MESSAGE
+_READ = 1 << 16
 
-class MessageReader:
-    """Cuts the bytes that come over a connection into messages."""
 
-    def __init__(self) -> None:
-        self._rest = b""
+class Connection:
+    """One end of a connection, which never blocks.
 
-    def feed(self, data: bytes) -> Iterator[Message]:
-        """Yield the messages that these bytes complete.
+    Attributes:
+        socket: of the connection.
+        longest: bytes that one line from the other end may have.
+        broken: whether the connection has ended, or the other end does not read.
+        closed: whether this end has let go of it.
+    """
+
+    def __init__(self, connection: socket.socket, longest: int = LONGEST_MESSAGE) -> None:
+        connection.setblocking(False)
+        self.socket = connection
+        self.longest = longest
+        self.broken = self.closed = False
+        self._received = bytearray()
+        self._unsent = bytearray()
+
+    @property
+    def unsent(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._unsent) and not self.broken
+
+    def send(self, line: bytes) -> None:
+        """Send what can be sent at once of a line, or of what waits before it; see :meth:`flush`."""
+        if len(self._unsent) + len(line) > _MOST_UNSENT:
+            self.broken = True
+        if not self.broken:
+            self._unsent += line
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now."""
+        try:
+            while self._unsent and not self.broken:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            return
+        except OSError:
+            self.broken = True
+
+    def receive(self) -> list[bytes]:
+        """Take the lines that have come; a connection that ends is ``broken`` after its last one.
 
         Raises:
-            ValueError: a line is not JSON.
+            ValueError: a line is too long.
         """
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            yield json.loads(line)
+        try:
+            data = self.socket.recv(_READ)
+        except BlockingIOError:
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.broken = True
+            return []
+        *lines, rest = data.split(b"\n")
+        if lines:
+            lines[0] = bytes(self._received) + lines[0]
+            self._received.clear()
+        self._received += rest
+        if max(len(self._received), *map(len, lines), 0) > self.longest:
+            raise ValueError(f"a line of more than {self.longest} bytes")
+        return lines
+
+    def close(self) -> None:
+        """End the connection."""
+        self.broken = self.closed = True
+        self.socket.close()
 
 
 def encode(message: Message) -> bytes:
     """Write a message as it goes over a connection."""
     return json.dumps(message).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """Read a message.
+
+    Raises:
+        ValueError: it is not a JSON object with a type.
+    """
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("brackets nested too deep") from None
+    except ValueError:
+        raise ValueError("not JSON") from None
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ValueError("not a message")
+    return message
 
 
 def keep_alive(connection: socket.socket) -> None:
@@ -42,19 +121,6 @@ def keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-class Peer:
-    """One connection."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self.worker: int | None = None
-        self.agent: int | None = None
-        self.workers = 0
-        self.local = True
-        self.end_sent = False
-        self.reader = MessageReader()
-
-
 def listen(address: tuple[str, int]) -> socket.socket:
     """Open a socket on which a coordinator can listen; port 0 for a free one.
 
@@ -62,7 +128,7 @@ def listen(address: tuple[str, int]) -> socket.socket:
         StartError: the port is in use.
     """
     try:
-        return socket.create_server(address, backlog=64)
+        return socket.create_server(address, backlog=1024)
     except OSError as error:
         host, port = address
         why = os.strerror(error.errno or 0)
@@ -71,20 +137,24 @@ def listen(address: tuple[str, int]) -> socket.socket:
         ) from None
 
 
-def write(connection: socket.socket, message: Message) -> None:
-    """Send a message; a connection that has ended is noticed where it is read."""
-    try:
-        connection.sendall(encode(message))
-    except (OSError, TimeoutError):
-        return
-
-
-def connect(address: tuple[str, int], seconds: float) -> socket.socket:
+def connect(address: tuple[str, int], role: str, key: bytes, seconds: float) -> Connection:
     """Connect to a coordinator; the connection ends when the other machine is silent for long.
 
+    Args:
+        address: of the coordinator.
+        role: of this end, and ...
+        key: its key (:mod:`paceline.coordinator.authentication`).
+        seconds: to wait at most.
+
     Raises:
+        NotAuthenticated: it is not the coordinator of this run, or does not accept this key.
         OSError: nobody answers there.
     """
     connection = socket.create_connection(address, timeout=seconds)
-    keep_alive(connection)
-    return connection
+    try:
+        keep_alive(connection)
+        authenticate(connection, role, key, seconds)
+        return Connection(connection)
+    except BaseException:
+        connection.close()
+        raise

@@ -1,37 +1,53 @@
 """The coordinator: the one place that knows who trains. A thread of the first launcher, so that it survives any worker.
 
-Workers and the agents of other machines keep a connection to it and send messages, one JSON object a line. A connection
+Workers and the agents of other machines keep a connection to it (:mod:`paceline.coordinator.connections`). A connection
 that ends proves nothing about a worker of the coordinator's own machine, where the agent sees the process end; of a
-worker elsewhere it is the evidence.
+worker elsewhere it is the evidence. A worker speaks for itself, and an agent for the workers that it started.
 """
 
 from __future__ import annotations
 
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from paceline.coordinator.authentication import AGENT
+from paceline.coordinator.connections import TICK_SECONDS, Connections, Peer
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
-from paceline.coordinator.messages import Peer, keep_alive, write
 from paceline.coordinator.monitor import RunMonitor
-from paceline.coordinator.types import Bounds, Message
+from paceline.coordinator.types import Bounds, Message, RunInfo
+from paceline.coordinator.validation import BLOCK
 from paceline.errors import PREEMPTED
 from paceline.failure.coordinator_report import CoordinatorReport
 from paceline.failure.worker_report import describe_exit
 from paceline.launch.base import WorkerExit
 from paceline.launch.kernel import is_ending
 
-_TICK_SECONDS = 0.5
-_SEND_SECONDS = 0.5
 _AGENTS_SECONDS = 60.0
-BLOCK = 1000
-"""Each agent numbers its workers within a range of this size."""
+
+
+@dataclass
+class Agent:
+    """The agent of another machine.
+
+    Attributes:
+        peer: its connection.
+        number: of the machine; its workers are numbered from ``BLOCK`` times that on.
+        workers: how many it started with.
+        running: the workers that it has started and that have not ended, as it says.
+        end_sent: the end of the run was sent to it.
+    """
+
+    peer: Peer
+    number: int
+    workers: int
+    running: set[int] = field(default_factory=set)
+    end_sent: bool = False
 
 
 class Coordinator:
@@ -41,7 +57,7 @@ class Coordinator:
         listener: see :func:`paceline.coordinator.messages.listen`.
         bounds: how many workers there must and may be.
         record: called with each event.
-        run_info: what an agent of another machine must know of the run.
+        run: what the launchers of a run have in common.
         local_workers: how many start on this machine.
     """
 
@@ -50,34 +66,30 @@ class Coordinator:
         listener: socket.socket,
         bounds: Bounds,
         record: Callable[..., None],
-        run_info: Message | None = None,
+        run: RunInfo,
         local_workers: int = 0,
     ) -> None:
         self._lock = threading.RLock()
         self._record = record
-        self._run_info = run_info
-        self._connections: dict[int, socket.socket] = {}
-        self._agents: dict[int, Peer] = {}
+        self._run = run
+        self._workers: dict[int, Peer] = {}
+        self._agents: dict[int, Agent] = {}
         self.monitor = RunMonitor(record)
         self.membership = MembershipProtocol(bounds, self._send, self._record_change)
         self._lateness = LatenessPolicy(self.membership, self.monitor)
-        self._listener = listener
-        self.port = int(self._listener.getsockname()[1])
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ, None)
         self._local_workers = local_workers
         self._agents_seen = 0
-        self._closed = False
-        self._thread = threading.Thread(target=self._serve, name="paceline-coordinator", daemon=True)
-        self._thread.start()
+        self._connections = Connections(listener, self._key, self, self._lock, record)
+        self._connections.start()
 
     def close(self) -> None:
         """End all connections."""
-        self._closed = True
-        self._thread.join(2 * _TICK_SECONDS + 1)
-        for key in list(self._selector.get_map().values()):
-            key.fileobj.close()  # type: ignore[union-attr]
-        self._selector.close()
+        self._connections.close()
+
+    def _key(self, role: str) -> bytes:
+        """The key of a role; that of a worker is good for this run alone."""
+        secret = self._run.secret
+        return secret.key(role) if role == AGENT else secret.of_run(self._run.id).key(role)
 
     def started(self, number: int, pid: int) -> None:
         """Expect a worker that was started on this machine."""
@@ -128,7 +140,7 @@ class Coordinator:
         if not self.membership.needs(number):
             self._record("not-joined", worker=number, reason=reason)
             if agent := self._agents.get(number // BLOCK):
-                write(agent.connection, {"type": "not-joined"})
+                self._connections.send(agent.peer, {"type": "not-joined"})
             self.membership.lose(number, reason, now)
             return False
         if report:
@@ -162,102 +174,77 @@ class Coordinator:
         """How the run ended, if it has."""
         return self.membership.over
 
-    def _serve(self) -> None:
-        try:
-            self._serve_until_closed()
-        finally:
-            if not self._closed:  # after a bug here the workers must not wait for ever
-                for key in list(self._selector.get_map().values()):
-                    key.fileobj.close()  # type: ignore[union-attr]
+    def handle(self, peer: Peer, message: Message) -> None:
+        """Take a message of a worker or an agent, which has been checked."""
+        number, agent = peer.worker, self._agent(peer)
+        if number is not None:
+            self._handle_worker(peer, number, message)
+        elif agent is not None and message["type"] != "agent":
+            self._handle_agent(agent, message)
+        elif agent is None and message["type"] == "agent":
+            self._register_agent(peer, message)
+        else:
+            self._connections.refuse(peer, "an agent joins once, and first")
 
-    def _serve_until_closed(self) -> None:
-        ticked = time.monotonic()
-        while not self._closed:
-            for key, _ in self._selector.select(_TICK_SECONDS):
-                if key.data is None:
-                    self._accept()
-                else:
-                    self._read(key.data)
-            if time.monotonic() - ticked > _TICK_SECONDS:
-                ticked = time.monotonic()
-                self._tick(ticked)
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._listener.accept()
-        except OSError:  # it has gone again, or too many files are open
-            return
-        connection.settimeout(_SEND_SECONDS)
-        keep_alive(connection)
-        self._selector.register(connection, selectors.EVENT_READ, Peer(connection))
-
-    def _read(self, peer: Peer) -> None:
-        try:
-            data = peer.connection.recv(1 << 16)
-        except (OSError, TimeoutError):
-            data = b""
-        if not data:
-            self._disconnect(peer)
-            return
-        try:
-            for message in peer.reader.feed(data):
-                with self._lock:
-                    self._handle(peer, message)
-        except (ValueError, KeyError, TypeError):
-            self._disconnect(peer)  # not one of ours
-
-    def _disconnect(self, peer: Peer) -> None:
-        self._selector.unregister(peer.connection)
-        peer.connection.close()
-        with self._lock:
-            if peer.worker is not None and self._connections.get(peer.worker) is peer.connection:
-                del self._connections[peer.worker]
-                if not peer.local and not self.membership.workers[peer.worker].ending:
-                    self._cut_off(peer.worker)
-            if peer.agent is not None:
-                self._agents.pop(peer.agent, None)
-                self._record("agent-left", agent=peer.agent)
-                for number in [one for one in self.membership.workers if one // BLOCK == peer.agent]:
-                    if number not in self._connections:
-                        self._cut_off(number)
-                self._count_machines()
-
-    def _cut_off(self, number: int) -> None:
-        """Lose a worker of another machine: nobody can say any more how it is."""
-        self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", time.monotonic())
-
-    def _handle(self, peer: Peer, message: Message) -> None:
+    def _handle_worker(self, peer: Peer, number: int, message: Message) -> None:
         kind, now = message["type"], time.monotonic()
         if kind == "hello":
-            peer.worker, peer.local = message["worker"], message.get("local", True)
-            self._connections[peer.worker] = peer.connection
-            self.monitor.hang_seconds = message.get("hang_seconds")
-            self.monitor.timeout_seconds = message.get("timeout_seconds")
-            self.membership.register(
-                peer.worker, message["about"], message["facts"], message["session"], message["fits"]
-            )
-        elif kind == "ready" and peer.worker is not None:
+            self._workers[number] = peer
+            self.monitor.hang_seconds = message["hang_seconds"]
+            self.monitor.timeout_seconds = message["timeout_seconds"]
+            self.membership.register(number, message["about"], message["facts"], message["session"], message["fits"])
+        elif self._workers.get(number) is not peer:  # not yet, or no longer: its script has started again
+            return
+        elif kind == "ready":
             progress = message["progress"]
-            self._lateness.forget(peer.worker)
-            self.membership.workers[peer.worker].about["arena"] = message["arena"]
+            self._lateness.forget(number)
+            self.membership.workers[number].about["arena"] = message["arena"]
             self._check_reported_exits(message["ended"], now)
             self.membership.ready(
-                peer.worker,
+                number,
                 tuple(progress) if progress else None,
                 now,
                 leaving=message["leaving"],
                 planned=message["planned"],
             )
-        elif kind == "heartbeat" and peer.worker is not None and self._connections.get(peer.worker) is peer.connection:
-            self._lateness.heartbeat(peer.worker, WorkerStatus(rank=-1, **message["status"]))
-        elif kind == "ending" and peer.worker is not None:
-            self.membership.workers[peer.worker].ending = True
-        elif kind == "agent":
-            self._register_agent(peer, message)
-        elif kind == "started":
-            self.membership.started(message["worker"])
-        elif kind == "ended":
+        elif kind == "heartbeat":
+            self._lateness.heartbeat(number, WorkerStatus(rank=-1, **message["status"]))
+        elif kind == "ending":
+            self.membership.workers[number].ending = True
+
+    def _agent(self, peer: Peer) -> Agent | None:
+        return next((agent for agent in self._agents.values() if agent.peer is peer), None)
+
+    def _handle_agent(self, agent: Agent, message: Message) -> None:
+        """Take an agent's word for what becomes of the workers that it started."""
+        number = message["worker"]
+        if message["type"] == "started" and number // BLOCK == agent.number:
+            agent.running.add(number)
+            self.membership.started(number)
+        elif message["type"] == "ended" and number in agent.running:
+            agent.running.remove(number)
             self._handle_exit(message)
+        else:
+            self._connections.refuse(agent.peer, f"worker {number} is not on its machine")
+
+    def disconnected(self, peer: Peer) -> None:
+        """Take note that the connection of a worker or an agent has ended."""
+        number = peer.worker
+        if number is not None and self._workers.get(number) is peer:
+            del self._workers[number]
+            if number >= BLOCK and not self.membership.workers[number].ending:
+                self._cut_off(number)
+        if agent := self._agent(peer):
+            del self._agents[agent.number]
+            self._record("agent-left", agent=agent.number)
+            for number in [one for one in self.membership.workers if one // BLOCK == agent.number]:
+                if number not in self._workers:
+                    self._cut_off(number)
+            self._count_machines()
+
+    def _cut_off(self, number: int) -> None:
+        """Lose a worker of another machine: nobody can say any more how it is."""
+        self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", time.monotonic())
 
     def _check_reported_exits(self, ended: list[int], now: float) -> None:
         """Check a worker's word that others have ended; on this machine that shows before their agent sees it."""
@@ -277,51 +264,58 @@ class Coordinator:
         self.ended(number, message["code"], message["report"], lambda: None)  # its agent replaces it
 
     def _register_agent(self, peer: Peer, message: Message) -> None:
-        peer.agent = self._agents_seen = self._agents_seen + 1
-        peer.workers = message["workers"]
-        self._agents[peer.agent] = peer
-        write(peer.connection, {"type": "run", "first": peer.agent * BLOCK, **(self._run_info or {})})
-        self._record("agent-joined", agent=peer.agent, host=message.get("host"))
+        """Let a machine join, if what it starts is the same run."""
+        if other := self._run.difference(message["script"], message["name"]):
+            self._connections.send(peer, {"type": "refused", "reason": other})
+            self._connections.refuse(peer, other)
+            return
+        self._agents_seen += 1
+        number = self._agents_seen
+        self._agents[number] = Agent(peer, number, message["workers"])
+        run = {"id": self._run.id, "name": self._run.name, "resume": self._run.resume}
+        self._connections.send(peer, {"type": "run", "first": number * BLOCK, **run})
+        self._record("agent-joined", agent=number, host=message["host"])
         self._count_machines()
 
     def _count_machines(self) -> None:
         bounds = self.membership.bounds
-        wanted = self._local_workers + sum(peer.workers for peer in self._agents.values())
+        wanted = self._local_workers + sum(agent.workers for agent in self._agents.values())
         self.membership.resize(replace(bounds, wanted=max(bounds.least, min(bounds.most, wanted))), time.monotonic())
 
     def _send(self, number: int, message: Message) -> None:
-        connection = self._connections.get(number)
-        if connection is not None:
-            write(connection, message)
+        if number in self._workers:
+            self._connections.send(self._workers[number], message)
 
     def wait_for_agents(self) -> None:
         """Wait until the other machines know that the run is over; a minute at most."""
         deadline = time.monotonic() + _AGENTS_SECONDS
         while time.monotonic() < deadline:
             with self._lock:
-                if not self._agents or (self.over is not None and all(peer.end_sent for peer in self._agents.values())):
+                if not self._agents or (
+                    self.over is not None and all(agent.end_sent for agent in self._agents.values())
+                ):
                     return
-            time.sleep(_TICK_SECONDS / 5)
+            time.sleep(TICK_SECONDS / 5)
 
     def _send_end_to_agents(self) -> None:
         """Tell the agents of the other machines that the run is over."""
-        for peer in self._agents.values():
-            if not peer.end_sent:
-                peer.end_sent = True
-                write(peer.connection, {"type": "end", **(self.membership.over or {})})
+        for agent in self._agents.values():
+            if not agent.end_sent:
+                agent.end_sent = True
+                self._connections.send(agent.peer, {"type": "end", **(self.membership.over or {})})
 
     def name(self, number: int) -> str:
         """Name a worker by its rank, process and machine."""
         with self._lock:
             return self.membership.name(number)
 
-    def _tick(self, now: float) -> None:
-        with self._lock:
-            self.membership.advance(now)
-            if self.membership.over is not None:
-                self._send_end_to_agents()
-            else:
-                self._lateness.check(now)
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        self.membership.advance(now)
+        if self.membership.over is not None:
+            self._send_end_to_agents()
+        else:
+            self._lateness.check(now)
 
     def _record_change(self, event: str, **fields: Any) -> None:
         if event == "membership":

@@ -6,8 +6,35 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.launch.secret import Secret
+
 Message = dict[str, Any]
 """What goes over a connection to the coordinator: a JSON object."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What the launchers of one run have in common.
+
+    Attributes:
+        id: tells this run from all others; no secret.
+        secret: known to all its launchers.
+        script: the name of the script's file.
+        name: of the run.
+        resume: the checkpoint to start from.
+    """
+
+    id: str
+    secret: Secret
+    script: str
+    name: str
+    resume: str | None = None
+
+    def difference(self, script: str, name: str | None) -> str:
+        """Say why a launcher with this script, and this name if it was given one, starts another run; else empty."""
+        if script != self.script:
+            return f"it is the run {self.name} of {self.script}, not one of {script}"
+        return f"it is the run {self.name}, not {name}" if name not in (None, self.name) else ""
 
 
 @dataclass(frozen=True)

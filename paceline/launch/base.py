@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline import env
+from paceline.launch.secret import Secret
 from paceline.settings import Settings
 
 HOST = "127.0.0.1"
@@ -45,6 +46,7 @@ class Request:
     grace_seconds: float = 25.0  # to finish a step and save after a signal
     nodes: tuple[int, int] | None = None  # fewest and most machines; None: this one alone
     rendezvous: str | None = None  # host:port of the first machine
+    secret_file: Path | None = None  # by which the machines share a secret
     first: int = 0  # number of the first worker here; above zero on all machines but the first
     environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
     launcher: str = "local"  # a name in the registry
@@ -74,7 +76,7 @@ class WorkerSpec:
 
     number: int
     command: tuple[str, ...]
-    environment: Mapping[str, str]
+    environment: Mapping[str, str] = field(repr=False)
     cores: frozenset[int] = frozenset()  # empty: the system decides
 
 
@@ -89,6 +91,7 @@ class Launch:
     environment: Mapping[str, str]  # the same for every worker
     cores: tuple[frozenset[int], ...] = ()  # of each worker; empty: the system decides
     coordinator: str | None = None  # host:port where workers find each other; None: by torchrun's variables
+    secret: Secret | None = None  # of this run, if there is a coordinator
     first: int = 0
     grace_seconds: float = 25.0
     launcher: str = "local"
@@ -100,8 +103,9 @@ class Launch:
     def worker(self, number: int, local_rank: int) -> WorkerSpec:
         """How one worker starts; its device follows from its local rank."""
         own = {name: str(local_rank) for name in ("RANK", "LOCAL_RANK", "ROLE_RANK")}
-        if self.coordinator is not None:
-            own |= {env.COORDINATOR: self.coordinator, env.WORKER: str(number)}
+        if self.coordinator is not None and self.secret is not None:
+            key = self.secret.key(f"worker {number}").hex()
+            own |= {env.COORDINATOR: self.coordinator, env.WORKER: str(number), env.WORKER_SECRET: key}
         cores = self.cores[number % len(self.cores)] if self.cores else frozenset()
         return WorkerSpec(number, self.command(), {**self.environment, **own}, cores)
 

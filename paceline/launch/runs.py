@@ -36,7 +36,7 @@ def choose(request: Request, now: float | None = None) -> Path:
     """
     runs = request.runs.absolute()
     if request.first and request.name is not None:  # the first machine chose it
-        return runs / request.name
+        return _named(runs, request.name, resumes=True)
     if request.name is not None:
         return _named(runs, request.name, resumes=request.resume is not None)
     if request.resume == "auto" and (newest := newest_resumable(runs, request.script)) is not None:

@@ -35,9 +35,6 @@ from paceline.recovery.state_transfer import StateBytes, transfer
 from paceline.step.job import Job
 from paceline.strategies.registry import worker_counts
 
-_OWN_MACHINE = 1000
-"""Workers of the coordinator's machine have smaller numbers."""
-
 
 class Recovery:
     """Takes this worker from one membership to the next.
@@ -85,7 +82,7 @@ class Recovery:
         }
         known = {key: value for key, value in facts.items() if not key.startswith("initial")}
         fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)
-        coordinator.register(about, known, self._job.settings.hang_seconds, launched.worker < _OWN_MACHINE, fits)
+        coordinator.register(about, known, self._job.settings.hang_seconds, fits)
 
     def re_form(self, progress: Progress | None, planned: bool = False, ended: Sequence[int] = ()) -> Progress:
         """Join the next membership, with the state of its furthest worker.

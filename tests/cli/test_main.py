@@ -68,5 +68,5 @@ def test_the_options_of_run(paceline: Paceline) -> None:
     assert {word for word in words if word.startswith("-") and word.strip("-")} == {
         *("-n", "-np", "--workers", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir"),
         *("--plan", "--port", "--quiet", "--help", "--elastic", "--standby", "--nodes", "--nnodes"),
-        *("--rendezvous", "--patience", "--grace"),
+        *("--rendezvous", "--secret-file", "--patience", "--grace"),
     }

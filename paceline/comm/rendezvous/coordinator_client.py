@@ -1,26 +1,27 @@
 """A worker's connection to the coordinator: heartbeats go out, changes of the membership come in.
 
 A thread holds the connection, so that a worker whose main thread is in a long computation, or blocked, still learns
-that the world has changed and still sends heartbeats. Messages are JSON objects, one a line.
+that the world has changed and still sends heartbeats. Each end proves first that it belongs to the run.
 """
 
 from __future__ import annotations
 
 import queue
 import select
-import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from paceline.coordinator.messages import MessageReader, encode, keep_alive
+from paceline.coordinator.authentication import NotAuthenticated, Refused, worker
+from paceline.coordinator.messages import Connection, connect, decode, encode
 from paceline.coordinator.types import Departure, Member, Membership, Message
 from paceline.errors import PREEMPTED, StartError, WorkerLost
 from paceline.user_code import user_line
 
 _HEARTBEAT_SECONDS = 1.0
+_AGAIN_SECONDS = 0.5
 _MAIN = threading.main_thread()
 
 
@@ -30,11 +31,12 @@ class CoordinatorClient:
     Args:
         address: ``host:port`` of the coordinator.
         number: of this worker process.
+        key: of this worker, from its launcher.
         seconds: how long to try to connect, and how long this worker waits for others (``timeout_seconds``).
         session: how often the script has called ``paceline.start``.
     """
 
-    def __init__(self, address: str, number: int, seconds: float, session: int = 1) -> None:
+    def __init__(self, address: str, number: int, key: bytes, seconds: float, session: int = 1) -> None:
         self.number = number
         self._session = session
         self._seconds = seconds
@@ -47,14 +49,8 @@ class CoordinatorClient:
         self._status: Callable[[], dict[str, Any]] = dict
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        host, _, port = address.rpartition(":")
-        try:
-            self._socket = socket.create_connection((host, int(port)), timeout=seconds)
-        except OSError as error:
-            raise StartError(f"Worker {number} could not reach the launcher at {address}: {error}.") from None
-        keep_alive(self._socket)
-        self._socket.settimeout(None)
-        self.address = str(self._socket.getsockname()[0])
+        self._connection = _connect(address, number, key, seconds)
+        self.address = str(self._connection.socket.getsockname()[0])
         threading.Thread(target=self._listen, name="paceline-coordinator-client", daemon=True).start()
 
     @property
@@ -69,18 +65,16 @@ class CoordinatorClient:
         return frozenset().union(*(lost for announced, lost in list(self._lost.items()) if announced > generation))
 
     def register(
-        self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, local: bool, fits: Sequence[int]
+        self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, fits: Sequence[int]
     ) -> None:
         """Report that the model is built, what this worker is, and how many workers can train together."""
         self._send(
             {
                 "type": "hello",
-                "worker": self.number,
                 "about": about,
                 "facts": facts,
                 "hang_seconds": hang_seconds,
                 "timeout_seconds": self._seconds,
-                "local": local,
                 "fits": fits,
                 "session": self._session,
             }
@@ -154,32 +148,29 @@ class CoordinatorClient:
         self._send({"type": "ending"})
 
     def _send(self, message: Message) -> None:
-        try:
-            with self._lock:
-                self._socket.sendall(encode(message))
-        except OSError:
-            self._break()
+        line = encode(message)
+        with self._lock:
+            self._connection.send(line)
 
     def _listen(self) -> None:
-        reader, sent = MessageReader(), 0.0
+        sent = 0.0
         poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
-        while True:
+        while not self._connection.broken:
             due = sent + _HEARTBEAT_SECONDS - time.monotonic()
             if due <= 0:
                 sent, due = time.monotonic(), _HEARTBEAT_SECONDS
                 self._send_heartbeat()
+            poll.register(self._connection.socket, select.POLLIN | (select.POLLOUT if self._connection.unsent else 0))
             if not poll.poll(1000 * due):
                 continue
+            with self._lock:
+                self._connection.flush()
             try:
-                data = self._socket.recv(1 << 16)
-            except OSError:
-                data = b""
-            if not data:
-                self._break()
-                return
-            for message in reader.feed(data):
-                self._receive(message)
+                for line in self._connection.receive():
+                    self._receive(decode(line))
+            except (ValueError, KeyError, TypeError):  # it has proven that it is the coordinator; so it is a broken one
+                break
+        self._break()
 
     def _send_heartbeat(self) -> None:
         status = self._status()
@@ -207,3 +198,25 @@ class CoordinatorClient:
             self.pending = self._alarm = sys.maxsize
             self._messages.put({"type": "broken"})
             self.on_alarm()
+
+
+def _connect(address: str, number: int, key: bytes, seconds: float) -> Connection:
+    """Connect to the coordinator, which lets go of who proves itself too slowly; then try again."""
+    deadline = time.monotonic() + seconds
+    host, _, port = address.rpartition(":")
+    while True:
+        try:
+            left = max(1.0, deadline - time.monotonic())
+            return connect((host, int(port)), worker(number), key, left)
+        except Refused:
+            reason = "it is that of another run"
+        except NotAuthenticated as error:
+            reason = str(error)
+        except ConnectionResetError as error:
+            if time.monotonic() < deadline:
+                time.sleep(_AGAIN_SECONDS)
+                continue
+            reason = str(error)
+        except OSError as error:
+            reason = str(error)
+        raise StartError(f"Worker {number} could not reach the launcher at {address}: {reason}.")
