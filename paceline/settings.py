@@ -52,6 +52,9 @@ class CheckpointSettings(BaseModel):
         None, description="remove checkpoints older than this, except the newest; none: keep them at any age"
     )
     background: bool = Field(True, description="save in the background; false: training waits for each save")
+    retry_seconds: Seconds = Field(
+        300.0, description="how long to try again while the disk, network folder or object store fails"
+    )
     mtbf_hours: PositiveFloat = Field(24.0, description="expected hours between two failures of the run, for auto")
 
     @field_validator("directory", mode="before")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.checkpoint import load, locations, manifest, save
+from paceline.checkpoint import files, locations, manifest, save
 from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
-from paceline.checkpoint.manifest import DamagedError
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.resume import Search, ask, complete, read_named, read_newest
+from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
 from paceline.comm.world import World
 from paceline.errors import CheckpointError
@@ -20,7 +21,6 @@ from paceline.events import EventLog
 from paceline.settings import CheckpointSettings
 
 _log = logging.getLogger("paceline")
-_GOOD, _DAMAGED, _REFUSED = "good", "damaged", "refused"
 
 
 class Checkpointer:
@@ -36,6 +36,7 @@ class Checkpointer:
 
     Attributes:
         last: location and step of the newest good checkpoint that this worker wrote or resumed from.
+        launch: what this launch is called in the names of checkpoints: all its workers have the same number.
 
     Raises:
         CheckpointError: ``checkpoint.every`` is set, but there is no directory.
@@ -50,7 +51,9 @@ class Checkpointer:
         self._buffers = HostBuffers()
         self._interval = Interval(settings.mtbf_hours * 3600)
         self._measured: tuple[float, float] | None = None
+        self._token = os.urandom(4).hex()
         self.last: tuple[Path | str, int] | None = None
+        self.launch: int | None = None
         location = settings.directory or folder
         self._storage = None if location is None else locations.storage_at(location)
         if settings.every and self._storage is None:
@@ -86,7 +89,7 @@ class Checkpointer:
         begin = time.perf_counter()
         self.finish()
         if self._world.rank == 0:
-            self._write(storage, state.snapshot(step), begin, None)
+            self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
             self._interval.reset(step)
         return storage.location(manifest.name_of(step))
 
@@ -105,9 +108,9 @@ class Checkpointer:
         begin = time.perf_counter()
         self.finish()
         if self._world.rank == 0:
-            snapshot = self._buffers.copy(state.snapshot(step))
+            snapshot, writer = self._buffers.copy(state.snapshot(step)), self._writer(storage)
             stall = time.perf_counter() - begin
-            self._background.start(lambda: self._write(storage, snapshot, begin, stall))
+            self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
             self._interval.reset(step)
 
     def finish(self) -> None:
@@ -130,17 +133,26 @@ class Checkpointer:
                 raise
             _log.warning("%s Another worker writes checkpoints now.", error)
 
-    def _write(self, storage: Storage, snapshot: Snapshot, begin: float, stall: float | None) -> None:
+    def _writer(self, storage: Storage) -> Writer:
+        """Who this worker is as a writer, in this generation."""
+        if self.launch is None:
+            self.launch = storage.next_launch()
+        return Writer(self.launch, self._world.generation, self._token)
+
+    def _write(self, storage: Storage, snapshot: Snapshot, writer: Writer, begin: float, stall: float | None) -> None:
         """Write a checkpoint, record it, and remove old ones; ``stall`` in seconds, none: training waits for all."""
         name = manifest.name_of(snapshot.step)
         fields = {"step": snapshot.step, "path": str(storage.location(name)), "bytes": snapshot.bytes}
         try:
-            location = save.save(storage, snapshot)
+            location = save.save(storage, snapshot, writer, self._settings.retry_seconds)
         except CheckpointError as error:
             self._events.mark("checkpoint-failed", **fields, reason=str(error))
+            if isinstance(error, FencedError) and error.replaced:  # this worker was dropped, and will be told
+                _log.warning("The checkpoint of step %d was given up: %s", snapshot.step, error)
+                return
             raise
         self.last = location, snapshot.step
-        save.retain(storage, name, self._settings.keep, self._settings.keep_hours)
+        save.retain(storage, snapshot.step, writer, self._settings.keep, self._settings.keep_hours)
         seconds = time.perf_counter() - begin
         stall = seconds if stall is None else stall
         self._events.mark("checkpoint", **fields, stall=stall, seconds=seconds)
@@ -163,35 +175,41 @@ class Checkpointer:
             )
         return self._storage
 
-    def resume(self, state: TrainingState, resume: str | None) -> int:
-        """Load the checkpoint that ``resume`` names; return its step, 0 for a fresh start.
+    def resume(self, state: TrainingState, source: str | None) -> int:
+        """Load the checkpoint that ``source`` names; return its step, 0 for a fresh start.
 
         All workers load the same one: with ``auto`` the newest that every worker can read.
 
         Raises:
-            CheckpointError: it cannot be used, or ``resume`` is none and the directory holds another run's checkpoints.
+            CheckpointError: it cannot be used, or ``source`` is none and the directory holds another run's checkpoints.
         """
         self.finish()
         join_all()  # another session of this process may still be writing what is to be read
-        if resume is None:
-            self._refuse_leftovers()
+        seconds = self._settings.retry_seconds
+        storage = self._storage
+        if storage is not None:
+            self.launch = ask(self._world, lambda _: storage.next_launch(), storage.location(), seconds)
+        if source == "auto":
+            if storage is None:
+                raise CheckpointError("resume='auto' needs a directory with checkpoints: set checkpoint.directory.")
+            return self._resume_newest(state, storage)
+        there = [] if storage is None else complete(self._world, storage, seconds)
+        if source is None:
+            self._refuse_leftovers(there)
             return 0
-        found = self._world.gather(load.find(resume, self._storage), "start")[0]  # what rank 0 sees
-        skipped: dict[Path | str, str] = {}
-        for location in found:
-            content, reason = self._read_together(state, location)
-            if content is not None:
-                if resume != "auto":
-                    self._refuse_later(location)
-                self._set_aside(skipped)
-                return self._restore(state, location, content)
-            if resume != "auto":
-                raise CheckpointError(reason)
-            skipped[location] = reason
-        storage = self._require_storage()
+        location, content = read_named(self._world, source, state.check, seconds)
+        self._refuse_later(location, there)
+        return self._restore(state, location, content)
+
+    def _resume_newest(self, state: TrainingState, storage: Storage) -> int:
+        search = read_newest(self._world, storage, state.check, self._settings.retry_seconds)
+        skipped = [*search.missing.values(), *search.damaged.values()]
+        if search.location is not None and search.content is not None:
+            self._set_aside(storage, search)
+            return self._restore(state, search.location, search.content)
         if skipped:
             raise CheckpointError(
-                f"No checkpoint in {storage.location()} can be used. {' '.join(skipped.values())} "
+                f"No checkpoint in {storage.location()} can be used. {' '.join(skipped)} "
                 f"Remove them to start from the beginning."
             )
         _log.info("resume: no checkpoint in %s yet, starting from the beginning", storage.location())
@@ -205,59 +223,37 @@ class Checkpointer:
         self._events.mark("resume", step=step, path=str(location))
         return step
 
-    def _read_together(self, state: TrainingState, location: Path | str) -> tuple[Content | None, str]:
-        """The content of a checkpoint, or why it is damaged for one of the workers, and so for all.
-
-        Raises:
-            CheckpointError: a worker refuses it.
-        """
-        content, kind, reason = None, _GOOD, ""
-        try:
-            content = load.read(location, state.check)
-        except DamagedError as error:
-            kind, reason = _DAMAGED, str(error)
-        except CheckpointError as error:
-            kind, reason = _REFUSED, str(error)
-        results = self._world.gather((kind, reason), f"reading {location}")
-        for wanted in (_REFUSED, _DAMAGED):
-            reasons = {rank: why for rank, (what, why) in enumerate(results) if what == wanted}
-            if not reasons:
-                continue
-            rank, first = next(iter(reasons.items()))
-            prefix = f"rank {rank}: " if len(reasons) < len(results) else ""
-            if wanted == _REFUSED:
-                raise CheckpointError(reason if kind == _REFUSED else prefix + first)
-            return None, prefix + first
-        return content, ""
-
-    def _set_aside(self, damaged: dict[Path | str, str]) -> None:
-        """Report the checkpoints that were skipped, and rename them, out of the way of later saves."""
+    def _set_aside(self, storage: Storage, search: Search) -> None:
+        """Report the checkpoints that were passed over, and rename the damaged ones."""
         if self._world.rank != 0:
             return
-        for location, reason in damaged.items():
-            now = self._require_storage().set_aside(locations.split(location)[1])
+        for path, reason in search.missing.items():
+            _log.warning("%s Passed over it; it stays where it is.", reason)
+            self._events.mark("checkpoint-damaged", path=path, reason=reason, now=path)
+        for name, reason in search.damaged.items():
+            try:
+                now = storage.set_aside(name)
+            except Exception as error:  # noqa: BLE001 - it is in nobody's way
+                now = storage.location(name)
+                _log.warning("%s cannot be renamed: %s", now, files.reason_of(error))
             _log.warning("%s Skipped it, and renamed it to %s.", reason, now)
-            self._events.mark("checkpoint-damaged", path=str(location), reason=reason, now=str(now))
+            self._events.mark("checkpoint-damaged", path=str(storage.location(name)), reason=reason, now=str(now))
 
-    def _refuse_later(self, location: Path | str) -> None:
+    def _refuse_later(self, location: Path | str, there: list[str]) -> None:
         """Refuse to resume from an earlier step than the newest: the directory would mix two histories."""
-        parent, name = locations.split(location)
-        if self._storage is None or not locations.same(parent, self._storage.location()):
-            return
-        newest = next(iter(load.complete(self._storage)), name)
-        if newest != name:
-            raise CheckpointError(
-                f"The checkpoint folder holds {newest}, later than {name}, from which this run would resume. "
-                f"Choose another checkpoint.directory, or remove the later ones."
-            )
+        for name in there:
+            if self._storage is not None and locations.same(location, self._storage.location(name)):
+                newest, this = split(there[0])[0], split(name)[0]
+                if newest != this:
+                    raise CheckpointError(
+                        f"The checkpoint folder holds {newest}, later than {this}, from which this run would resume. "
+                        f"Choose another checkpoint.directory, or remove the later ones."
+                    )
 
-    def _refuse_leftovers(self) -> None:
+    def _refuse_leftovers(self, there: list[str]) -> None:
         """Refuse to mix the checkpoints of two runs; all workers look before anyone writes."""
-        names = load.complete(self._storage) if self._storage else []
-        first = str(self._storage.location(names[0])) if self._storage and names else ""
-        found = self._world.gather(first, "start")[0]
-        if found:
+        if there and self._storage is not None:
             raise CheckpointError(
-                f"The checkpoint folder already holds {found} of an earlier run. Set resume='auto' to resume from it, "
-                f"or choose another checkpoint.directory."
+                f"The checkpoint folder already holds {self._storage.location(there[0])} of an earlier run. Set "
+                f"resume='auto' to resume from it, or choose another checkpoint.directory."
             )

@@ -13,9 +13,13 @@ from torch import nn
 from paceline.checkpoint import files, locations
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage.retry import is_storage_error
 from paceline.checkpoint.tensors import fingerprint
 from paceline.errors import CheckpointError
+
+
+class MissingError(CheckpointError):
+    """A file of a checkpoint is not there: not yet, or not any more."""
 
 
 @dataclass(frozen=True)
@@ -26,31 +30,14 @@ class Content:
     tensors: dict[str, torch.Tensor]
 
 
-def find(resume: str, storage: Storage | None) -> list[Path | str]:
-    """The checkpoints that ``resume`` names: one, or for ``auto`` all in the storage, the newest first.
-
-    Raises:
-        CheckpointError: there is no storage, or it cannot be listed.
-    """
-    if resume == "auto":
-        if storage is None:
-            raise CheckpointError("resume='auto' needs a directory with checkpoints: set checkpoint.directory.")
-        return [storage.location(name) for name in complete(storage)]
+def find(resume: str) -> Path | str:
+    """The location of the checkpoint that ``resume`` names; in a folder with several the newest."""
     named = locations.storage_at(resume)
-    names = complete(named)
-    return [named.location(names[0]) if names else named.location()]
-
-
-def complete(storage: Storage) -> list[str]:
-    """The names of the complete checkpoints in a storage, the newest first.
-
-    Raises:
-        CheckpointError: it cannot be listed.
-    """
-    try:
-        return storage.complete()
-    except Exception as error:  # each kind of store has errors of its own
-        raise CheckpointError(f"{storage.location()} cannot be listed: {files.reason_of(error)}.") from error
+    parent, step = locations.split(resume)
+    if manifests.step_of(step) >= 0:
+        storage = locations.storage_at(parent)
+        return storage.location(next(iter(storage.complete_in(step)), step))
+    return named.location(next(iter(named.complete()), ""))
 
 
 def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) -> Content:
@@ -61,30 +48,36 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None]) ->
         check: is called with the manifest before the rest is read, and may raise.
 
     Raises:
-        DamagedError: it is incomplete, or not what was written.
+        DamagedError: it is not what was written.
+        MissingError: a file is not there.
         CheckpointError: it was refused.
+        OSError, or an error of the store's client: it cannot be read now.
     """
     parent, name = locations.split(location)
     storage = locations.storage_at(parent)
     try:
         text = storage.manifest(name)
-    except UnicodeDecodeError as error:
-        raise DamagedError(f"{location}/{manifests.FILE} is damaged: {error}.") from None
+    except FileNotFoundError as error:
+        raise MissingError(
+            f"{location} is not a complete checkpoint: it has no {manifests.FILE}. Give the path of a "
+            f"checkpoint, as runs/<name>/checkpoints/step-000100, or 'auto' for the newest."
+        ) from error
     except Exception as error:
-        if isinstance(error, FileNotFoundError):
-            raise DamagedError(
-                f"{location} is not a complete checkpoint: it has no {manifests.FILE}. Give the path of a "
-                f"checkpoint, as runs/<name>/checkpoints/step-100, or 'auto' for the newest."
-            ) from error
+        if is_storage_error(error):
+            raise
         reason = files.reason_of(error)
-        raise DamagedError(f"{location} is not a complete checkpoint: {manifests.FILE}: {reason}.") from error
+        raise DamagedError(f"{location} is damaged: {manifests.FILE}: {reason}.") from error
     manifest = manifests.parse(text, f"{location}/{manifests.FILE}")
-    if manifests.step_of(name) not in (-1, manifest.step):
+    if manifests.step_of(name.partition("/")[0]) not in (-1, manifest.step):
         raise DamagedError(f"{location} is damaged: its manifest is that of step {manifest.step}.")
     check(location, manifest)
     try:
         tensors = files.read(partial(storage.open, name), manifest)
+    except FileNotFoundError as error:
+        raise MissingError(f"{location} is not complete: a file is not there: {files.reason_of(error)}.") from error
     except Exception as error:
+        if is_storage_error(error):
+            raise
         raise DamagedError(f"{location} is damaged and cannot be read: {files.reason_of(error)}.") from error
     if fingerprint(tensors) != manifest.fingerprint:
         raise DamagedError(f"{location} is damaged: its content does not match the hashes in its manifest.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from paceline.checkpoint.folder import Folder
-from paceline.checkpoint.object_store import ObjectStore
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage.base import Storage, writer_of
+from paceline.checkpoint.storage.folder import Folder
+from paceline.checkpoint.storage.object_store import ObjectStore
 
 
 def storage_at(location: Path | str) -> Storage:
@@ -19,18 +19,23 @@ def storage_at(location: Path | str) -> Storage:
     return ObjectStore(str(location)) if is_url(location) else Folder(Path(location))
 
 
+def place(text: str) -> Path | str:
+    """A path or URL in text as what it is."""
+    return text if is_url(text) else Path(text)
+
+
 def is_url(location: Path | str) -> bool:
     """Tell a URL such as ``s3://bucket/run`` from a path."""
     return isinstance(location, str) and re.match(r"\w[\w+.-]*://", location) is not None
 
 
 def split(location: Path | str) -> tuple[Path | str, str]:
-    """Split the location of a checkpoint into its storage and its name there."""
-    if is_url(location):
-        parent, _, name = str(location).rstrip("/").rpartition("/")
-        return parent, name
-    path = Path(location).absolute()
-    return path.parent, path.name
+    """Split the location of a checkpoint into its storage and its name there: of a step, or of a writer in it."""
+    url = is_url(location)
+    whole = str(location).rstrip("/") if url else str(Path(location).absolute())
+    parts = 2 if writer_of(whole) else 1
+    parent, *names = whole.rsplit("/", parts)
+    return parent if url else Path(parent or "/"), "/".join(names)
 
 
 def same(one: Path | str, other: Path | str) -> bool:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
@@ -146,11 +146,6 @@ def _check_sizes(manifest: Manifest) -> None:
     sizes = {file: size for file, (size, _) in manifest.files.items()}
     if not place <= sizes[TENSORS] <= used + overhead or sizes[METADATA] > overhead:
         raise ValueError("the sizes of its files are not those of its tensors")
-
-
-def newest_first(names: Iterable[str]) -> list[str]:
-    """Sort the names of checkpoints, and leave out other names."""
-    return sorted((name for name in names if step_of(name) >= 0), key=step_of, reverse=True)
 
 
 def step_of(name: str) -> int:

@@ -12,49 +12,67 @@ from paceline import fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
-from paceline.checkpoint.storage import Storage
+from paceline.checkpoint.storage.base import Storage, Writer, split, writer_of
+from paceline.checkpoint.storage.retry import Retries, may_pass
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
 
 _log = logging.getLogger("paceline")
 
 
-def save(storage: Storage, snapshot: Snapshot) -> Path | str:
+def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: float) -> Path | str:
     """Write a checkpoint; one worker calls this.
 
     Args:
         storage: of the run.
         snapshot: the state.
+        writer: who writes.
+        retry_seconds: for how long to try again while the storage fails.
 
     Returns:
         the location of the checkpoint. An existing one of the same state is left as it is.
 
     Raises:
+        FencedError: another worker writes checkpoints now.
         CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
-    name = manifests.name_of(snapshot.step)
-    manifest = snapshot.manifest()
-    try:
-        if _exists(storage, name, manifest):
-            return storage.location(name)
-        storage.begin(name, snapshot.bytes)
-        written = files.write(partial(storage.create, name), snapshot.tensors)
-        fault_points.reach("inside a save", snapshot.step)
-        storage.commit(name, replace(manifest, files=written.files, offsets=written.offsets).to_json())
-    except CheckpointError:
-        raise
-    except Exception as error:  # each kind of store has errors of its own
-        raise _failed(storage, name, error) from error
-    return storage.location(name)
+    step, manifest, retries = manifests.name_of(snapshot.step), snapshot.manifest(), Retries(retry_seconds)
+    while True:
+        try:
+            if not _exists(storage, step, writer, manifest):
+                _write(storage, step, writer, snapshot, manifest)
+            return storage.location(step)
+        except CheckpointError:
+            _abandon(storage, step, writer)
+            raise
+        except Exception as error:  # each kind of store has errors of its own
+            _abandon(storage, step, writer)
+            _check_fence(storage, writer)
+            if not (may_pass(error) and retries.left()):
+                raise _failed(storage, step, error, retries) from error
+            retries.wait(f"{storage.location(step)} cannot be written: {files.reason_of(error)}")
 
 
-def retain(storage: Storage, newest: str, keep: int, keep_hours: float | None) -> None:
+def _write(storage: Storage, step: str, writer: Writer, snapshot: Snapshot, manifest: Manifest) -> None:
+    storage.begin(step, writer, snapshot.bytes)
+    written = files.write(partial(storage.create, step, writer), snapshot.tensors)
+    fault_points.reach("inside a save", snapshot.step)
+    storage.commit(step, writer, replace(manifest, files=written.files, offsets=written.offsets).to_json())
+
+
+def retain(storage: Storage, newest: int, writer: Writer, keep: int, keep_hours: float | None) -> None:
     """Remove all checkpoints but the newest ``keep``, and of these the old ones. The newest stays in any case."""
     try:
-        earlier = [name for name in storage.complete() if manifests.step_of(name) < manifests.step_of(newest)]
-        for index, name in enumerate(earlier, 1):
-            if index >= keep or (keep_hours is not None and _hours(storage, name) > keep_hours):
-                storage.remove(name)
+        earlier: dict[str, list[str]] = {}
+        for name in storage.complete():
+            step = split(name)[0]
+            if manifests.step_of(step) < newest:
+                earlier.setdefault(step, []).append(name)
+        for index, names in enumerate(earlier.values(), 1):
+            if index >= keep or (keep_hours is not None and _hours(storage, names[0]) > keep_hours):
+                for name in names:
+                    if writer.may_remove(writer_of(name)):
+                        storage.remove(name)
     except Exception as error:  # noqa: BLE001 - an extra checkpoint is no reason to end a run
         _log.warning("Old checkpoints in %s could not be removed: %s", storage.location(), files.reason_of(error))
 
@@ -67,33 +85,58 @@ def _hours(storage: Storage, name: str) -> float:
         return 0.0
 
 
-def _exists(storage: Storage, name: str, manifest: Manifest) -> bool:
-    """Whether this state is saved already. Sets a damaged checkpoint of this name aside."""
-    if name not in storage.complete():
-        return False
+def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest) -> bool:
+    """Whether this state is saved already. Sets a damaged checkpoint of this step aside."""
+    for name in storage.complete_in(step):
+        try:
+            existing = manifests.parse(storage.manifest(name), storage.location(name))
+        except (DamagedError, UnicodeDecodeError):
+            storage.set_aside(name)
+            continue
+        if (existing.fingerprint, existing.state) == (manifest.fingerprint, manifest.state):
+            return True
+        other = writer_of(name)
+        if other is not None and not other.is_before(writer):
+            raise CheckpointError(
+                f"{storage.location(name)} holds another state of step {manifest.step}, from another session or run. "
+                f"Give each its own checkpoint.directory."
+            )
+    return False
+
+
+def _abandon(storage: Storage, step: str, writer: Writer) -> None:
     try:
-        existing = manifests.parse(storage.manifest(name), storage.location(name))
-    except DamagedError:
-        storage.set_aside(name)
-        return False
-    if (existing.fingerprint, existing.state) != (manifest.fingerprint, manifest.state):
-        raise CheckpointError(
-            f"{storage.location(name)} holds another state of step {manifest.step}, from another session or run. "
-            f"Give each its own checkpoint.directory."
-        )
-    return True
+        storage.abandon(step, writer)
+    except Exception as error:  # noqa: BLE001 - the first error is the one to report
+        where = storage.location(step)
+        _log.warning("The partial checkpoint %s could not be removed: %s", where, files.reason_of(error))
 
 
-def _failed(storage: Storage, name: str, error: Exception) -> CheckpointError:
+def _check_fence(storage: Storage, writer: Writer) -> None:
+    """Another writer may be the cause of an error.
+
+    Raises:
+        FencedError: it is.
+    """
+    try:
+        storage.check_fence(writer)
+    except CheckpointError:
+        raise
+    except Exception:  # noqa: BLE001 - the first error is the one to report
+        return
+
+
+def _failed(storage: Storage, step: str, error: Exception, retries: Retries) -> CheckpointError:
     reason = files.reason_of(error)
     kept = ""
     try:
-        storage.abandon(name)
         before = storage.complete()
-        kept = f"The last good one is {storage.location(before[0])}. " if before else "There is no earlier one. "
+        kept = (
+            f"The last good one is {storage.location(split(before[0])[0])}. " if before else "There is no earlier one. "
+        )
     except Exception as second:  # noqa: BLE001 - the first error is the one to report
-        _log.warning("The partial checkpoint %s could not be removed: %s", storage.location(name), second)
+        _log.warning("%s cannot be listed: %s", storage.location(), files.reason_of(second))
     return CheckpointError(
-        f"The checkpoint of step {manifests.step_of(name)} could not be written to {storage.location()}: {reason}. "
-        f"{kept}Free some space or choose another folder with checkpoint.directory."
+        f"The checkpoint of step {manifests.step_of(step)} could not be written to {storage.location()}: "
+        f"{reason}{retries.duration(error)}. {kept}Free some space or choose another folder with checkpoint.directory."
     )

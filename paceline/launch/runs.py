@@ -7,7 +7,7 @@ runs/<name>/
   errors/rank-<r>.json   why a worker failed
   failure.txt, .json     why the run failed, if it did: in words, and as data
   timeline.html          what `paceline timeline` has drawn
-  checkpoints/step-*/    a checkpoint is complete when its manifest.json is there
+  checkpoints/step-*/    a checkpoint is complete when its manifest.json is there, one level down
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def newest_resumable(runs: Path, script: Path) -> Path | None:
 
 def newest_manifest(run: Path) -> Path | None:
     """The manifest of the newest complete checkpoint of a run."""
-    manifests = list(run.glob("checkpoints/step-*/manifest.json"))
+    manifests = list(run.glob("checkpoints/step-*/**/manifest.json"))
     return max(manifests, key=lambda path: path.stat().st_mtime, default=None)
 
 
@@ -113,8 +113,9 @@ def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
     """
     manifest = newest_manifest(run)
     if manifest is not None:
-        name = manifest.parent.name.rpartition("-")[2]
-        return str(manifest.parent), int(name) if name.isdecimal() else 0, manifest.stat().st_mtime
+        step = run / "checkpoints" / manifest.relative_to(run).parts[1]
+        name = step.name.rpartition("-")[2]
+        return str(step), int(name) if name.isdecimal() else 0, manifest.stat().st_mtime
     try:
         lines = (run / "events" / "rank-0.jsonl").read_text().splitlines()
     except OSError:

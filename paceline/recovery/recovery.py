@@ -176,13 +176,18 @@ class Recovery:
         return replace(furthest, steps=steps, repeat_until=repeat_until, holds=None, received=received)
 
     def _share_findings(self) -> None:
-        """Share what the first step finds out, which decides who sends what: all must know it, or none."""
+        """Share what the first step finds out, which decides who sends what: all must know it, or none.
+
+        Also how this launch is called as a writer of checkpoints.
+        """
         compute = self._job.compute
         buffers = compute.buffers
         changing = list(buffers.agreed) if buffers.fixed else None
-        everyone = self._job.world.gather((self._job.learned.fusible, changing), RE_FORMING)
-        self._job.learned.fusible = next((fusible for fusible, _ in everyone if fusible is not None), None)
-        known = [changing for _, changing in everyone if changing is not None]
+        launch = self._checkpointer.launch
+        everyone = self._job.world.gather((self._job.learned.fusible, changing, launch), RE_FORMING)
+        self._job.learned.fusible = next((fusible for fusible, _, _ in everyone if fusible is not None), None)
+        self._checkpointer.launch = max((launch for _, _, launch in everyone if launch is not None), default=None)
+        known = [changing for _, changing, _ in everyone if changing is not None]
         if known:
             buffers.fix(name for names in known for name in names)
 

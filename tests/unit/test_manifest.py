@@ -55,12 +55,6 @@ def test_another_format_is_not_called_damaged() -> None:
         manifest.parse(sealed(format=99), "here")
 
 
-def test_the_newest_is_the_one_with_the_most_steps() -> None:
-    names = ["step-000005", "step-999999", "damaged-step-000099", "step-1000000", "latest", "step-x", "step-000040"]
-    assert manifest.newest_first(names) == ["step-1000000", "step-999999", "step-000040", "step-000005"]
-    assert manifest.name_of(5) == "step-000005" and manifest.name_of(1_000_000) == "step-1000000"
-
-
 def test_the_first_difference_in_words() -> None:
     assert manifest.first_difference({"a": 1, "b": 2}, {"a": 1, "b": 3}) == "b was 2 and is now 3"
     assert manifest.first_difference({"a": 1}, {"a": 1, "c": 3}) == "c was None and is now 3"

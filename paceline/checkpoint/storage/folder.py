@@ -1,0 +1,174 @@
+"""Checkpoints in a folder: of this machine's file system, or one that several machines share."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.checkpoint.manifest import FILE
+from paceline.checkpoint.storage.base import LATEST, Storage, Writer, free_name, split, writer_of
+from paceline.regular_files import open_regular
+
+_PARTIAL = ".partial-"
+_TRASH = ".trash-"
+
+
+class Folder(Storage):
+    """Checkpoints in a folder. Relied on: renaming a directory is atomic, and fails if the new name has files.
+
+    A save writes to ``.partial-<step>-<writer>``, which becomes ``<step>/<writer>`` by one rename. What is removed is
+    renamed to ``.trash-...`` first, so a writer that comes late finds all of its files, or none.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def location(self, name: str = "") -> Path:
+        return self._path / name
+
+    def names(self, *parts: str) -> list[str]:
+        return os.listdir(self._path.joinpath(*parts))
+
+    def writers(self) -> set[Writer]:
+        found = {writer for _, writer in self._partials()}
+        for step in self.steps():
+            found |= {writer for name in self.attempts(step) if (writer := writer_of(name))}
+        return found
+
+    def open(self, name: str, file: str) -> BinaryIO:
+        folder = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for part in name.split("/") if name else ():
+                outer, folder = folder, os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(outer)
+            return open_regular(file, folder, links=False)
+        finally:
+            os.close(folder)
+
+    def begin(self, step: str, writer: Writer, size: int) -> None:
+        partial = self._partial(step, writer)
+        self._discard(partial)
+        self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        partial.mkdir(mode=0o700)
+        self.check_fence(writer)
+        for path, other in self._partials():
+            if path != partial and writer.may_remove(other):
+                self._discard(path)
+        for name in self.names():
+            if name.startswith(_TRASH):
+                shutil.rmtree(self._path / name, ignore_errors=True)
+        free = shutil.disk_usage(partial).free
+        if size > free:
+            raise OSError(errno.ENOSPC, f"No space left on device: {size:,} bytes are needed, {free:,} are free")
+
+    @contextlib.contextmanager
+    def create(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
+        with _created(self._partial(step, writer) / file) as opened:
+            yield opened
+
+    def commit(self, step: str, writer: Writer, manifest: str) -> None:
+        partial, final = self._partial(step, writer), self._path / step / str(writer)
+        _write_synced(partial / FILE, manifest)
+        _sync_directory(partial)
+        self.check_fence(writer)
+        self._rename(partial, final)
+        _sync_directory(final.parent)
+        _sync_directory(self._path)
+        self._note_latest(writer)
+
+    def abandon(self, step: str, writer: Writer) -> None:
+        self._discard(self._partial(step, writer))
+
+    def remove(self, name: str) -> None:
+        self._discard(self._path / name)
+        self._remove_empty(name)
+
+    def set_aside(self, name: str) -> Path:
+        while True:
+            aside = self._path / free_name(split(name)[0], self.names())
+            try:
+                (self._path / name).rename(aside)
+            except OSError as error:
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                    raise
+            else:
+                break
+        self._remove_empty(name)
+        self._note_latest(Writer(0, 0, os.urandom(4).hex()))
+        return aside
+
+    def _partial(self, step: str, writer: Writer) -> Path:
+        return self._path / f"{_PARTIAL}{step}-{writer}"
+
+    def _partials(self) -> list[tuple[Path, Writer]]:
+        """What writers have begun."""
+        found = []
+        for name in self.files_of(""):
+            _, _, rest = name.removeprefix(f"{_PARTIAL}step-").partition("-")
+            writer = writer_of(rest)
+            if name.startswith(_PARTIAL) and writer:
+                found.append((self._path / name, writer))
+        return found
+
+    def _rename(self, partial: Path, final: Path) -> None:
+        """Complete a checkpoint. The directory of its step may vanish when another one in it is removed."""
+        while True:
+            final.parent.mkdir(mode=0o700, exist_ok=True)
+            try:
+                partial.rename(final)
+                return
+            except FileNotFoundError:
+                if (final / FILE).exists():  # a network folder has done it, and its answer was lost
+                    return
+                if not partial.exists():
+                    raise
+
+    def _discard(self, path: Path) -> None:
+        """Remove a directory; at once, for everybody else."""
+        trash = self._path / f"{_TRASH}{os.urandom(8).hex()}"
+        try:
+            path.rename(trash)
+        except FileNotFoundError:
+            return
+        shutil.rmtree(trash, ignore_errors=True)
+
+    def _remove_empty(self, name: str) -> None:
+        with contextlib.suppress(OSError):  # there is another checkpoint of this step
+            (self._path / split(name)[0]).rmdir()
+
+    def _note_latest(self, writer: Writer) -> None:
+        """Note which one is the newest."""
+        found = self.complete()
+        beside = self._path / f".{LATEST}-{writer.token}"
+        _write_synced(beside, (split(found[0])[0] if found else "none") + "\n")
+        beside.replace(self._path / LATEST)
+        _sync_directory(self._path)
+
+
+def _write_synced(path: Path, text: str) -> None:
+    path.unlink(missing_ok=True)
+    with _created(path) as file:
+        file.write(text.encode())
+
+
+@contextlib.contextmanager
+def _created(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file; on disk when it is closed."""
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to disk: only then may older checkpoints be removed."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,150 @@
+"""Checkpoints at a URL, through fsspec: object stores (``s3://``, ``gs://``, ``az://``), ``memory://``, and others.
+
+An object store has neither rename nor directories. So a checkpoint is written under its final name, the manifest last;
+without a manifest it does not count. Removal deletes the manifest first.
+
+``exists``, ``find`` and ``rm(recursive=True)`` of fsspec take every error for "there is nothing". So they are not used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from typing import Any, BinaryIO
+
+from paceline.checkpoint.manifest import FILE, step_of
+from paceline.checkpoint.storage.base import FENCED, LATEST, Storage, Writer, free_name, split, writer_of
+from paceline.errors import ConfigError
+from paceline.regular_files import NotRegularError
+
+_WRITERS = ".writers"
+
+
+class ObjectStore(Storage):
+    """Checkpoints at a URL. Relied on: a put is atomic, and seen by every list after it. No conditional put is needed.
+
+    ``.writers/<writer>`` shows who writes. A writer that removes what another one has begun puts ``fenced`` beside it
+    first: a manifest that comes late does not complete what has no files any more. The empty mark stays.
+
+    Raises:
+        ConfigError: fsspec, or its package for this kind of URL, is not installed.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/")
+        try:
+            from fsspec.core import url_to_fs
+
+            self._files: Any
+            self._files, self._root = url_to_fs(self._url)
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"checkpoint.directory = {url!r} cannot be used: {error}. URLs need pip install "
+                f"'paceline[object-store]', and the package of fsspec for the kind of store, such as s3fs or gcsfs."
+            ) from None
+
+    def location(self, name: str = "") -> str:
+        return f"{self._url}/{name}" if name else self._url
+
+    def names(self, *parts: str) -> list[str]:
+        self._files.invalidate_cache()  # other processes write too
+        found = self._files.ls(self._path(*parts), detail=False)
+        return [name for path in found if (name := path.rstrip("/").rpartition("/")[2])]
+
+    def writers(self) -> set[Writer]:
+        return {writer for name in self.files_of(_WRITERS) if (writer := writer_of(name))}
+
+    @contextlib.contextmanager
+    def open(self, name: str, file: str) -> Iterator[BinaryIO]:
+        path = self._path(name, file)
+        if self._files.info(path)["type"] != "file":  # file:// may hold a pipe, at which opening would wait
+            raise NotRegularError(errno.EINVAL, "not a regular file", path)
+        with self._files.open(path, "rb") as opened:
+            yield opened
+
+    def begin(self, step: str, writer: Writer, size: int) -> None:
+        self._show(writer)
+        self.check_fence(writer)
+        name = f"{step}/{writer}"
+        self._remove_files(name)
+        self._files.makedirs(self._path(name), exist_ok=True)
+
+    @contextlib.contextmanager
+    def create(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
+        with self._files.open(self._path(step, str(writer), file), "wb") as opened:
+            yield opened
+
+    def commit(self, step: str, writer: Writer, manifest: str) -> None:
+        self.check_fence(writer)
+        self._write(self._path(step, str(writer), FILE), manifest)
+        self._note_latest()
+        self._remove_unfinished(step, writer)
+
+    def abandon(self, step: str, writer: Writer) -> None:
+        name = f"{step}/{writer}"
+        if FILE not in self.files_of(name):
+            self._remove_files(name)
+
+    def remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(name, FILE))
+        self._remove_files(name)
+
+    def set_aside(self, name: str) -> str:
+        aside = free_name(split(name)[0], self.names())
+        self._files.makedirs(self._path(aside), exist_ok=True)
+        files = [file for file in self.names(name) if not writer_of(file)]
+        for file in sorted(files, key=FILE.__eq__):  # moving a directory fails on stores without directories
+            self._files.cp_file(self._path(name, file), self._path(aside, file))
+        self.remove(name)
+        self._note_latest()
+        return self.location(aside)
+
+    def _path(self, *parts: str) -> str:
+        return "/".join([self._root.rstrip("/"), *(part for part in parts if part)])
+
+    def _show(self, writer: Writer) -> None:
+        """Show who writes now; earlier writers need not be known any more."""
+        self._files.makedirs(self._path(_WRITERS), exist_ok=True)
+        known = self.writers()
+        if writer not in known:
+            self._files.pipe_file(self._path(_WRITERS, str(writer)), b"")
+        for other in known:
+            if other.is_before(writer):
+                self._remove_file(_WRITERS, str(other))
+
+    def _remove_unfinished(self, newest: str, writer: Writer) -> None:
+        """Remove what interrupted saves left of earlier steps.
+
+        Whether the manifest of a later step is still to come, nobody can know without a conditional put.
+        """
+        for step in self.steps():
+            for name in self.attempts(step) if step_of(step) < step_of(newest) else ():
+                other, files = writer_of(name), self.files_of(name)
+                if other is None or FILE in files or set(files) <= {FENCED} or not writer.may_remove(other):
+                    continue
+                self._files.pipe_file(self._path(name, FENCED), b"")
+                self._remove_files(name)
+
+    def _remove_files(self, name: str) -> None:
+        """Remove the files of a checkpoint that is not complete any more, but for the mark that it was taken away."""
+        for file in self.files_of(name):
+            if file != FENCED and not writer_of(file):
+                self._remove_file(name, file)
+        for directory in (name, split(name)[0]):  # file systems have directories, and stores have none
+            with contextlib.suppress(OSError, NotImplementedError):
+                self._files.rmdir(self._path(directory))
+
+    def _remove_file(self, *parts: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(self._path(*parts))
+
+    def _note_latest(self) -> None:
+        found = self.complete()
+        self._write(self._path(LATEST), (split(found[0])[0] if found else "none") + "\n")
+
+    def _write(self, path: str, text: str) -> None:
+        """Write a file atomically on any kind of store."""
+        self._files.pipe_file(f"{path}.new", text.encode())
+        self._files.mv(f"{path}.new", path)
