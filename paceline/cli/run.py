@@ -160,7 +160,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
 
     check(request)
     if request.rendezvous is None:
-        return _coordinate(request, listen((HOST, request.port or 0)), secret.make(), None, quiet, closing)
+        return _coordinate(request, listen((HOST, request.port or 0)), secret.make(), quiet, closing)
     where = machines.parse_rendezvous(request.rendezvous)
     shared = machines.shared_secret(where, request.secret_file)
     listener = machines.listen_if_here(where)
@@ -171,7 +171,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     except BaseException:
         listener.close()
         raise
-    return _coordinate(request, listener, known, machines.interface_of(where.address), quiet, closing)
+    return _coordinate(request, listener, known, quiet, closing)
 
 
 def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
@@ -209,15 +209,14 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         say(f"lost the run at {where}; waiting for it to come back")
 
 
-def _coordinate(
-    request: Request, listener: socket.socket, secret: Secret, interface: str | None, quiet: bool, closing: bool
-) -> int:
+def _coordinate(request: Request, listener: socket.socket, secret: Secret, quiet: bool, closing: bool) -> int:
     """Hold the coordinator, and train with workers of this machine and of those that join."""
     import secrets
     from dataclasses import replace
 
     from paceline.cli.progress import display
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
+    from paceline.coordinator.machines import interface_of
     from paceline.coordinator.server import Coordinator
     from paceline.coordinator.types import RunInfo
     from paceline.events import EventLog
@@ -226,7 +225,7 @@ def _coordinate(
     from paceline.launch.workers import Workers
 
     try:
-        launch = prepare(request, interface)
+        launch = prepare(request, interface_of(listener.getsockname()[0]))
     except BaseException:
         listener.close()
         raise

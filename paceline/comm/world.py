@@ -95,7 +95,8 @@ class World(Waiting):
         if membership.fenced:  # who was dropped may come back and write into what it knows
             self._arena = None
         if self.size == 1 and self.generation > 0:  # the script may have used a group before
-            self._group.join((own.address, own.port), 0, 1, self.generation)
+            self._group.enter(self.coordinator.open_store(), 0, 1)
+            self._group.join()
         if self.size > 1:
             self._come_together(membership)
             recorder = self._record_calls()
@@ -108,17 +109,18 @@ class World(Waiting):
 
         A group takes a tenth of a second, and only the script may want it.
         """
-        first = membership.members[0].address, membership.members[0].port
-        place = self.rank, self.size, self.generation
+        assert self.coordinator is not None
+        self._group.enter(self.coordinator.open_store(), self.rank, self.size)
         here = self.local_size == self.size and not membership.fenced and can_share(self.device)
         self.shared_memory = (
             attach_members(self, self._own_arena(), membership.members, membership.generation) if here else None
         )
         if self.shared_memory is not None:
-            self._group.join_soon(first, *place)
+            self._group.join_soon()
             return
+        self.check()  # before the alarm could interrupt this
         try:
-            self._group.join(first, *place)
+            self._group.join()
             if self.alarmed:  # it came while the connections were made
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
         except RuntimeError as error:
@@ -178,10 +180,6 @@ class World(Waiting):
         if count not in self._rings:
             self._rings[count] = Rings(self.shared_memory, self.size, count)
         return self._rings[count]
-
-    def open_store(self, address: str) -> int:
-        """Open the store of a generation whose rank 0 this is; returns its port."""
-        return self._group.open_store(address)
 
     def notice(self) -> int:
         """The notice for the step header: ``LEAVING``, ``PENDING``, or 0."""

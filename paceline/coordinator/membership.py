@@ -89,7 +89,7 @@ class MembershipProtocol:
 
         Args:
             number: of the worker.
-            about: its host, process, address and port.
+            about: its host, process and address.
             facts: what all workers must agree on.
             session: how often its script has called ``paceline.start``.
             fits: how many workers can train together; empty: any number.

@@ -17,6 +17,7 @@ from typing import Any
 from paceline.coordinator.authentication import AGENT
 from paceline.coordinator.connections import TICK_SECONDS, Connections, Peer
 from paceline.coordinator.hang_detection import WorkerStatus
+from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import RunMonitor
@@ -76,6 +77,7 @@ class Coordinator:
         self._agents: dict[int, Agent] = {}
         self.monitor = RunMonitor(record)
         self.membership = MembershipProtocol(bounds, self._send, self._record_change)
+        self._key_values = KeyValues(self._send)
         self._lateness = LatenessPolicy(self.membership, self.monitor)
         self._local_workers = local_workers
         self._agents_seen = 0
@@ -211,6 +213,11 @@ class Coordinator:
             self._lateness.heartbeat(number, WorkerStatus(rank=-1, **message["status"]))
         elif kind == "ending":
             self.membership.workers[number].ending = True
+        elif kind == "store" and self._is_now(number, message["generation"]):
+            self._key_values.handle(number, message)
+
+    def _is_now(self, number: int, generation: int) -> bool:
+        return number in self.membership.members and generation == self.membership.generation
 
     def _agent(self, peer: Peer) -> Agent | None:
         return next((agent for agent in self._agents.values() if agent.peer is peer), None)
@@ -320,4 +327,5 @@ class Coordinator:
     def _record_change(self, event: str, **fields: Any) -> None:
         if event == "membership":
             self._lateness.reset()
+            self._key_values.clear()
         self.monitor.record(event, self._lateness.statuses(time.monotonic()), **fields)

@@ -98,7 +98,7 @@ class Worker:
         refused: it does not match the others.
         joined: it has been a member.
         end_sent: the end of the run was sent to it.
-        about: its host, process, address and port.
+        about: its host, process and address.
         facts: what all workers must agree on.
         fits: how many workers can train together with its settings; empty: any number.
     """
@@ -126,7 +126,6 @@ class Member:
     host: str
     pid: int
     address: str
-    port: int
     progress: tuple[int, ...] | None
     arena: tuple[int, str] | None
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
 from paceline.coordinator.types import Message
 
 BLOCK = 1000
@@ -28,8 +29,8 @@ def _flag(value: Any) -> bool:
     return isinstance(value, bool)
 
 
-def _text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= _LONGEST_TEXT
+def _text_of(most: int) -> Check:
+    return lambda value: isinstance(value, str) and len(value) <= most
 
 
 def _mapping(value: Any) -> bool:
@@ -86,6 +87,7 @@ class Kind:
 
 
 _worker = _whole(0, _MOST_WORKERS)
+_text = _text_of(_LONGEST_TEXT)
 _count = _whole(0, _LARGEST)
 _pid = _whole(1, 2**31)
 _seconds = _number(0.0)
@@ -109,7 +111,8 @@ _STATUS: Mapping[str, Check] = {
     "step_seconds": _optional(_seconds),
     "line": _text,
 }
-_ABOUT: Mapping[str, Check] = {"host": _text, "pid": _pid, "address": _address, "port": _whole(0, 1 << 16)}
+_ABOUT: Mapping[str, Check] = {"host": _text, "pid": _pid, "address": _address}
+_stored = _text_of(2 * LARGEST_VALUE)
 KINDS: Mapping[str, Kind] = {
     "hello": Kind(
         "worker",
@@ -134,6 +137,17 @@ KINDS: Mapping[str, Kind] = {
     ),
     "heartbeat": Kind("worker", {"status": _fields(_STATUS)}),
     "ending": Kind("worker", {}),
+    "store": Kind(
+        "worker",
+        {
+            "generation": _count,
+            "call": _optional(_count),
+            "do": _text,
+            "keys": _each(_text_of(LARGEST_KEY)),
+            "value": _stored,
+            "expected": _stored,
+        },
+    ),
     "agent": Kind("agent", {"workers": _whole(1, BLOCK), "host": _text, "script": _text, "name": _optional(_text)}),
     "started": Kind("agent", {"worker": _worker}),
     "ended": Kind(

@@ -17,12 +17,13 @@ _MOST_HERE = 512
 """Workers of one machine; each has a range of numbers for those that replace them."""
 
 
-def prepare(request: Request, interface: str | None = None) -> Launch:
+def prepare(request: Request, interface: str | None = "lo") -> Launch:
     """Check the request, choose the port and the run directory, and create that directory.
 
     Args:
         request: what was asked for.
-        interface: the network interface for workers of several machines; none: all are on this one.
+        interface: the network interface that workers reach each other by, that of loopback on one machine; none: the
+            one that gloo and NCCL choose.
 
     Raises:
         ConfigError: the script, a setting, the number of workers or the name cannot be used.

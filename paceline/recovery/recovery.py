@@ -69,7 +69,7 @@ class Recovery:
             facts: on which all workers must agree.
             status: gives what this worker does, for hang detection; called by another thread.
         """
-        launched, world, coordinator = env.launch_info(), self._job.world, self._coordinator
+        launched, coordinator = env.launch_info(), self._coordinator
         assert launched is not None
         if launched.spare:
             self._undo_warm_up = warm_up(self._job, self._state)
@@ -78,7 +78,6 @@ class Recovery:
             "host": platform.node(),
             "pid": os.getpid(),
             "address": coordinator.address,
-            "port": world.open_store(coordinator.address),
         }
         known = {key: value for key, value in facts.items() if not key.startswith("initial")}
         fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.coordinator.authentication import NotAuthenticated, Refused, worker
 from paceline.coordinator.messages import Connection, connect, decode, encode
 from paceline.coordinator.types import Departure, Member, Membership, Message
@@ -46,6 +47,7 @@ class CoordinatorClient:
         self._lost: dict[int, frozenset[int]] = {}
         self.broken = False
         self.on_alarm: Callable[[], None] = lambda: None
+        self._on_answer: Callable[[Message], None] = lambda answer: None
         self._status: Callable[[], dict[str, Any]] = dict
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -139,6 +141,12 @@ class CoordinatorClient:
         self.generation = membership.generation
         return membership
 
+    def open_store(self) -> CoordinatorStore:
+        """Open the store of this generation, instead of that of the one before."""
+        store = CoordinatorStore(self._send, self.generation, self._seconds)
+        self._on_answer = store.answer
+        return store
+
     def report(self, status: Callable[[], dict[str, Any]]) -> None:
         """From now on report what this worker does, once a second; nothing if the status is empty."""
         self._status = status
@@ -189,6 +197,8 @@ class CoordinatorClient:
             if message["urgent"]:
                 self._alarm = max(self._alarm, message["generation"])
                 self.on_alarm()
+        elif message["type"] == "store":
+            self._on_answer(message)
         else:
             self._messages.put(message)
 

@@ -1,0 +1,152 @@
+"""torch's key-value store at the coordinator, over the connection that a worker has to it anyway.
+
+torch's own ``TCPStore`` would listen on a port, and believe whoever connects.
+"""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
+from paceline.coordinator.types import Message
+
+_CALLS = itertools.count(1)
+
+
+class CoordinatorStore(Store):
+    """The store of one generation; any thread may use it.
+
+    Args:
+        send: sends a message to the coordinator.
+        generation: of the workers that share it.
+        timeout: seconds to wait for a key.
+
+    Attributes:
+        written: the newest value that this worker has set, by key.
+        read: the newest value that it has got.
+    """
+
+    def __init__(self, send: Callable[[Message], None], generation: int, timeout: float) -> None:
+        super().__init__()
+        self._send = send
+        self._generation = generation
+        self._timeout = timeout
+        self._lock = threading.Lock()
+        self._closed = False
+        self._calls: dict[int, queue.SimpleQueue[Any]] = {}
+        self.written: dict[str, bytes] = {}
+        self.read: dict[str, bytes] = {}
+
+    def answer(self, message: Message) -> None:
+        """Take an answer of the coordinator."""
+        with self._lock:
+            waiting = self._calls.pop(message["call"], None)
+        if waiting is not None:
+            waiting.put(message["value"])
+
+    def close(self) -> None:
+        """End all waits, and refuse later ones."""
+        with self._lock:
+            self._closed = True
+            calls, self._calls = self._calls, {}
+        for waiting in calls.values():
+            waiting.put(_CLOSED)
+
+    def _ask(self, do: str, keys: list[str], timeout: float | None = None, **more: str) -> Any:
+        answers, call = queue.SimpleQueue[Any](), next(_CALLS)
+        timeout = self._timeout if timeout is None else timeout
+        with self._lock:
+            if self._closed:
+                raise dist.DistNetworkError("This group of workers has been left.")
+            self._calls[call] = answers
+        self._request(do, keys, call, **more)
+        try:
+            answer = answers.get(timeout=timeout)
+        except queue.Empty:
+            with self._lock:
+                self._calls.pop(call, None)
+            raise dist.DistStoreError(f"wait timeout after {timeout:.3g} s, keys: {', '.join(keys)}") from None
+        if answer is _CLOSED:
+            raise dist.DistNetworkError("This group of workers has been left.")
+        return answer
+
+    def _request(self, do: str, keys: list[str], call: int | None, **more: str) -> None:
+        longest = max(map(len, keys), default=0)
+        if longest > LARGEST_KEY:
+            raise ValueError(f"A key of the store has {longest} characters; {LARGEST_KEY} are the most.")
+        place = {"type": "store", "generation": self._generation, "call": call}
+        self._send({**place, "do": do, "keys": keys, "value": "", "expected": "", **more})
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Set a value; nobody waits until it is there."""
+        value = _checked(value)
+        self.written[key] = value
+        self._request("set", [key], None, value=b64encode(value).decode())
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key; returns its value."""
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Wait for keys; returns their values."""
+        values = [b64decode(value) for value in self._ask("take", keys)]
+        self.read.update(zip(keys, values, strict=True))
+        return values
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        self._ask("take", keys, None if timeout is None else timeout.total_seconds())
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return bool(self._ask("check", keys))
+
+    def add(self, key: str, value: int) -> int:
+        """Add to a number; returns the sum."""
+        return int(self._ask("add", [key], value=str(value)))
+
+    def append(self, key: str, value: bytes | str) -> None:
+        """Append to a value, which may be missing; nobody waits until it is there."""
+        self._request("append", [key], None, value=b64encode(_checked(value)).decode())
+
+    def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
+        """Set a value if the present one is as expected; returns that which is there then."""
+        expected, desired = (b64encode(_checked(value)).decode() for value in (expected_value, desired_value))
+        return b64decode(self._ask("swap", [key], expected=expected, value=desired))
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a key; returns whether it was there."""
+        return bool(self._ask("delete", [key]))
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return len(self.list_keys())
+
+    def list_keys(self) -> list[str]:
+        """All keys, in order."""
+        return [str(key) for key in self._ask("list", [])]
+
+    deleteKey, getNumKeys = delete_key, num_keys  # as torch calls them
+
+    def clone(self) -> CoordinatorStore:
+        """Return this one: any thread may use it."""
+        return self
+
+
+_CLOSED = object()
+
+
+def _checked(value: bytes | str) -> bytes:
+    value = value.encode() if isinstance(value, str) else bytes(value)
+    if len(value) > LARGEST_VALUE:
+        raise ValueError(f"A value for the store has {len(value)} bytes; {LARGEST_VALUE} are the most.")
+    return value

@@ -1,0 +1,101 @@
+"""What the workers of one generation must know of each other to connect, such as where gloo listens.
+
+The coordinator keeps it: so it comes over connections of workers that are known, and nothing else has to listen.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections.abc import Callable
+from typing import Any
+
+from paceline.coordinator.types import Message
+
+LARGEST_KEY, LARGEST_VALUE = 1 << 10, 1 << 19
+_MOST_BYTES = 1 << 28
+_MOST_WAITING = 1 << 12
+
+
+class KeyValues:
+    """Texts by keys; values are base64.
+
+    Args:
+        send: called with the number of a worker and the answer to it.
+    """
+
+    def __init__(self, send: Callable[[int, Message], None]) -> None:
+        self._send = send
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin a generation: nobody of an earlier one asks any more."""
+        self._values: dict[str, str] = {}
+        self._waiting: list[tuple[int, int, list[str]]] = []
+        self._bytes = 0
+
+    def handle(self, worker: int, message: Message) -> None:
+        """Do what ``comm.rendezvous.coordinator_store`` of a worker asks for.
+
+        Raises:
+            ValueError: no worker of ours would ask for it.
+        """
+        do, call, keys = message["do"], message["call"], message["keys"]
+        if do == "take":
+            self._waiting.append((worker, call, keys))
+            self._answer_waiting()
+            return
+        if do == "check":
+            answer: Any = all(key in self._values for key in keys)
+        elif do == "list":
+            answer = sorted(self._values)
+        else:
+            answer = self._change(do, keys[0], message)
+        if call is not None:
+            self._send(worker, {"type": "store", "call": call, "value": answer})
+
+    def _change(self, do: str, key: str, message: Message) -> object:
+        """Change the value of one key."""
+        before = b64decode(self._values.get(key, ""), validate=True)
+        if do == "set":
+            self._set(key, message["value"])
+        elif do == "append":
+            self._set(key, b64encode(before + b64decode(message["value"], validate=True)).decode())
+        elif do == "add":
+            total = int(before or b"0") + int(message["value"])
+            self._set(key, b64encode(str(total).encode()).decode())
+            return total
+        elif do == "swap":
+            return self._swap(key, message["expected"], message["value"])
+        elif do == "delete":
+            return self._remove(key)
+        else:
+            raise ValueError(f"unknown request {do!r}")
+        return None
+
+    def _set(self, key: str, value: str) -> None:
+        self._remove(key)
+        self._bytes += len(key) + len(value)
+        if self._bytes > _MOST_BYTES:
+            raise ValueError("too much is stored")
+        self._values[key] = value
+        self._answer_waiting()
+
+    def _swap(self, key: str, expected: str, value: str) -> str:
+        """Set a value if the present one is as expected, or is missing and nothing is expected; returns that of now."""
+        if self._values.get(key, "") == expected:
+            self._set(key, value)
+        return self._values.get(key, expected)
+
+    def _remove(self, key: str) -> bool:
+        value = self._values.pop(key, None)
+        self._bytes -= 0 if value is None else len(key) + len(value)
+        return value is not None
+
+    def _answer_waiting(self) -> None:
+        if len(self._waiting) > _MOST_WAITING:
+            raise ValueError("too many wait")
+        for one in list(self._waiting):
+            worker, call, keys = one
+            if all(key in self._values for key in keys):
+                self._waiting.remove(one)
+                self._send(worker, {"type": "store", "call": call, "value": [self._values[key] for key in keys]})
