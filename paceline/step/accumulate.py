@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 
+from paceline.comm.shm.tensors import CACHE_LINE
 from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
 
 Values: TypeAlias = "list[torch.Tensor | None]"
@@ -26,6 +27,17 @@ def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Te
         value = left if right is None else right
         return None if value is None else out.copy_(value)
     return torch.add(left, right, out=out)
+
+
+def at_cache_line(value: torch.Tensor | None) -> torch.Tensor | None:
+    """The value at the beginning of a cache line, where the reductions of several workers put it too.
+
+    Matrix products of an optimizer may round differently at other addresses. The backward pass gives a parameter that
+    was concatenated with others a part of a larger tensor.
+    """
+    if value is None or value.is_sparse or value.data_ptr() % CACHE_LINE == 0:
+        return value
+    return value.clone()
 
 
 class ScatteredAccumulator:

@@ -1,7 +1,8 @@
 """Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
 
 A copy of it takes some steps on small parameters with random gradients: with the gradients of all, then with those of
-every second one only, which must move these alike. Whether it draws random numbers also shows in the first update.
+every second one only, which must move these alike, and leave the same numbers in its groups, such as a norm or a
+learning rate that it adapts. Whether it draws random numbers also shows in the first update.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +42,7 @@ def probe_optimizer(job: Job) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     with preserve_generators():
         try:
-            together, drew = _trial(optimizer, range(count))
+            together = _trial(optimizer, range(count))
         except Exception as error:  # noqa: BLE001 - whatever an optimizer does not like about small parameters
             _log.warning(
                 "The optimizer %s cannot be tried on small parameters (%s: %s), so it is not known whether it updates "
@@ -48,25 +50,31 @@ def probe_optimizer(job: Job) -> None:
                 *(kind, type(error).__name__, error, split),
             )
             return
-        if drew:
+        if together.drew:
             if job.settings.exact:
                 raise _draws(job)
             return
         for first in (0, 1):
             places = range(first, count, 2)
             try:
-                alone, _ = _trial(optimizer, places)
+                alone = _trial(optimizer, places)
             except Exception as error:
                 raise InputError(
                     f"The optimizer {kind} fails when some parameters have no gradients "
                     f"({type(error).__name__}: {error}). {split}. Let it leave out a parameter whose grad is None, "
                     f"or use strategy 'allreduce'."
                 ) from error
-            if not all(_same(alone[place], together[place]) for place in places):
+            cure = f"{split}. Use strategy 'allreduce', or another optimizer; clip_norm clips by the norm of all."
+            if not all(_same(alone.parameters[place], together.parameters[place]) for place in places):
                 raise InputError(
                     f"The optimizer {kind} updates a parameter in another way when the others have no gradients: it "
-                    f"looks at several at once, such as at the norm of all. {split}. Use strategy 'allreduce', or "
-                    f"another optimizer; clip_norm clips by the norm of all gradients everywhere."
+                    f"looks at several at once, such as at the norm of all. {cure}"
+                )
+            shared = [key for key, value in together.shared.items() if not _alike(alone.shared.get(key), value)]
+            if shared:
+                raise InputError(
+                    f"The optimizer {kind} has {shared[0]!r} for all parameters, which becomes another one when some "
+                    f"have no gradients: it follows from several at once, such as from the norm of all. {cure}"
                 )
 
 
@@ -92,12 +100,32 @@ def _split(job: Job) -> str:
     return f"With strategy {job.settings.strategy!r} different workers update different parameters"
 
 
+class _Trial(NamedTuple):
+    """Small parameters after some steps, what the optimizer then has for all of them, and whether a step drew numbers.
+
+    ``shared``: the entries of its groups, and its own numbers and tensors.
+    """
+
+    parameters: list[torch.Tensor]
+    shared: dict[str, Any]
+    drew: bool
+
+
+def _alike(left: object, right: object) -> bool:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        return left.shape == right.shape and _same(left, right)
+    if isinstance(left, float) and isinstance(right, float):
+        return left == right or (math.isnan(left) and math.isnan(right))
+    plain = int | float | None
+    return left == right if isinstance(left, plain) and isinstance(right, plain) else True
+
+
 def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.allclose(left, right, rtol=0.0, atol=0.0, equal_nan=True)
 
 
-def _trial(optimizer: Optimizer, places: Sequence[int]) -> tuple[list[torch.Tensor], bool]:
-    """Small parameters after some steps in which those at these places have gradients; whether a step drew numbers."""
+def _trial(optimizer: Optimizer, places: Sequence[int]) -> _Trial:
+    """What some steps leave in which the small parameters at these places have gradients."""
     small, parameters = _small(optimizer)
     drew = False
     for step in range(_STEPS):
@@ -108,7 +136,12 @@ def _trial(optimizer: Optimizer, places: Sequence[int]) -> tuple[list[torch.Tens
         before = generator_states()
         _step_of(small)(small)
         drew = drew or not same_states(before, generator_states())
-    return [parameter.detach() for parameter in parameters], drew
+    shared = dict(vars(small)) | {
+        f"{key} of group {number}": value
+        for number, group in enumerate(small.param_groups)
+        for key, value in group.items()
+    }
+    return _Trial([parameter.detach() for parameter in parameters], shared, drew)
 
 
 def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:

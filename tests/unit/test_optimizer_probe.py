@@ -91,6 +91,17 @@ class Paced(optim.SGD):
         super().step(closure)
 
 
+class Adapting(optim.SGD):
+    """Keeps in its group a norm of all gradients, by which it changes the learning rate much later."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            given = [value.grad for value in group["params"] if value.grad is not None]
+            group["norm"] = group.get("norm", 0.0) + sum(float(gradient.norm()) for gradient in given)
+            group["lr"] = 0.1 if group["norm"] < 1000 else 0.01
+        super().step(closure)
+
+
 class Noisy(optim.SGD):
     """Adds noise to the gradients."""
 
@@ -107,6 +118,11 @@ class Noisy(optim.SGD):
 def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[optim.Optimizer], exact: bool) -> None:
     with pytest.raises(InputError, match=rf"{kind.__name__} updates a parameter in another way .*clip_norm"):
         probe_optimizer(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
+
+
+def test_an_optimizer_with_a_number_for_all_parameters_is_refused() -> None:
+    with pytest.raises(InputError, match=r"Adapting has 'norm of group 0' for all parameters, .*clip_norm"):
+        probe_optimizer(job_of(Adapting(parameters(), lr=0.1)))
 
 
 def test_one_that_needs_all_gradients_is_refused() -> None:

@@ -24,6 +24,7 @@ from time import perf_counter
 import torch
 
 from paceline import fault_points
+from paceline.comm.shm.tensors import aligned
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import Message, Transfer, World
 from paceline.events import EventLog
@@ -40,7 +41,7 @@ Divisor = Callable[[], "torch.Tensor | float"]
 
 @dataclass
 class Bucket:
-    """Some tensors of one type, packed one after the other."""
+    """Some tensors of one type, packed one after the other, each from a cache line on."""
 
     index: int
     members: list[int]
@@ -83,7 +84,7 @@ class BucketedReduction:
         return _split(self._tensors)
 
     def _pack(self, index: int, members: list[int]) -> Bucket:
-        elements = sum(self._tensors[member].numel() for member in members)
+        elements = sum(_room(self._tensors[member]) for member in members)
         chunk = -(-elements // self._world.size)
         return Bucket(index, members, [], [], chunk, [])
 
@@ -125,7 +126,7 @@ class BucketedReduction:
         views, start = [], 0
         for member in bucket.members:
             views.append(_view_like(flat, start, self._tensors[member]))
-            start += self._tensors[member].numel()
+            start += _room(self._tensors[member])
         bucket.views.append(views)
 
     def slots(self, member: int) -> list[torch.Tensor]:
@@ -258,6 +259,14 @@ def _split(tensors: list[torch.Tensor]) -> list[list[int]]:
         if members:
             buckets.append(members)
     return buckets
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """The elements that a tensor takes in a bucket: the next one begins at a cache line, as if allocated by itself.
+
+    Matrix products of an optimizer may round differently at other addresses (MKL does on some processors).
+    """
+    return aligned(tensor.numel() * tensor.element_size()) // tensor.element_size()
 
 
 def _view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:

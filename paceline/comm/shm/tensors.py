@@ -11,13 +11,13 @@ import torch
 Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
 """The types and shapes of tensors by name."""
 
-_BYTES = 64
-"""Of a cache line."""
+CACHE_LINE = 64
+"""Its bytes."""
 
 
 def aligned(size: int) -> int:
     """Round up to whole cache lines."""
-    return -(-size // _BYTES) * _BYTES
+    return -(-size // CACHE_LINE) * CACHE_LINE
 
 
 def view_of(block: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
