@@ -138,7 +138,12 @@ class Update:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def apply(
-        self, step: int, factor: float = 1.0, norm: torch.Tensor | None = None, here: bool = True
+        self,
+        step: int,
+        factor: float = 1.0,
+        norm: torch.Tensor | None = None,
+        here: bool = True,
+        made: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, float]:
         """Update the parameters from their ``.grad``; returns the gradients' global norm and the learning rate used.
 
@@ -147,6 +152,7 @@ class Update:
             factor: of the learning rate of this update.
             norm: the global norm before clipping, where ``.grad`` holds a part of the gradients only.
             here: whether this worker has a part in the update; else only the schedule goes on.
+            made: called at once when the parameters are updated.
         """
         fault_points.reach("between reduction and update", step)
         norm = self.norm() if norm is None else norm
@@ -161,6 +167,8 @@ class Update:
         used = float(groups[0]["lr"])
         if here:
             self._step()
+        if made is not None:
+            made()
         for group, rate in zip(groups, full, strict=True):
             group["lr"] = rate
         if here:

@@ -4,6 +4,7 @@ The weights of the task count the samples (``counted``): a step that was lost, o
 """
 
 import json
+import signal
 from collections import Counter
 from typing import Any
 
@@ -133,8 +134,8 @@ run, worker = Path(os.environ["PACELINE_RUN"]), os.environ["PACELINE_WORKER"]
 claimed, made = run / "claimed", run / "made"
 apply, enter, compute = Update.apply, AsyncSteps._enter, AsyncSteps._compute
 
-def apply_and_wait(update, done, *more):
-    told = apply(update, done, *more)
+def apply_and_wait(update, done, *more, **named):
+    told = apply(update, done, *more, **named)
     if worker == "0" and done >= 3 and not made.exists():
         made.touch()
         scripted.wait_until(lambda: session._loop.strategy._claims._words[0], "the others to part")
@@ -228,6 +229,32 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
     assert ran.memberships() == [[0, 1, 2], [0, 2]], ran.report()
     (lost,) = ran.launcher("lost")
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
+
+
+AFTER_AN_UPDATE = """
+import os
+from paceline import fault_points
+
+reach, reached = fault_points.reach, []
+
+def end_after_an_update(point, *step):
+    reach(point, *step)
+    if point == "after update" and os.environ.get("PACELINE_WORKER") == "1":
+        reached.append(step)
+        if len(reached) == 2:
+            os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+
+fault_points.reach = end_after_an_update
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_an_update_of_a_worker_that_was_lost_just_after_it_counts_once(run: Run, number: signal.Signals) -> None:
+    """Its samples are in the weights that the others go on with."""
+    script = AFTER_AN_UPDATE + SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=2, ")
+    ran = run(script, *ELASTIC, "--grace", 1, SERVER="{}", SLOW="0.002,0.001,0.003", SIGNAL=str(int(number)))
+    check(ran, 2)
+    assert ran.memberships() == [[0, 1, 2], [0, 2]], ran.report()
 
 
 WAKING = """

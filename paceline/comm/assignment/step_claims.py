@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.backoff import backoff_seconds
+from paceline.comm.shm.futex import fence
 from paceline.comm.world import World
 from paceline.errors import WorkerLost
 
@@ -165,7 +166,8 @@ class StepClaims:
         """
         try:
             with self._lock:
-                self._words[self._busy] = 1  # before the look: who parts without the lock sees it
+                self._words[self._busy] = 1
+                fence()  # who parts without the lock sees this, or is seen
                 self._check_open()
                 table = self._read(self._words[_CHANGES])
             yield table
@@ -196,6 +198,7 @@ class StepClaims:
                 self._words[_CLOSED] = 1
         except _TooLong:  # who holds the lock was stopped, and was dropped
             self._words[_CLOSED] = 1
+        fence()  # who begins an update now sees this, or is seen
         begin = now = time.monotonic()
         while now - begin < _UPDATE_SECONDS and self._is_updated():
             time.sleep(backoff_seconds(now - begin))

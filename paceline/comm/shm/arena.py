@@ -1,6 +1,17 @@
 """Shared memory of the workers of one machine, with flags that announce what was written.
 
 A flag is a number that only grows. Nothing goes through a socket; a worker that ends is noticed by its process handle.
+
+Memory order is that of x86-64 (total store order), so memory is shared there alone (:func:`can_share`):
+
+* an aligned number of 8 bytes, written as an item of a ``memoryview``, is never seen in part;
+* stores become visible in program order, and loads are made in program order: who sees a flag sees what was written
+  before it. On other processors a store that releases and a load that acquires would be needed;
+* a load may be made before an *earlier store to another place* is visible. Where two processes each store and then look
+  at what the other has stored, there is a ``futex.fence`` in between.
+
+Who was dropped, and may still run, keeps what it has mapped. The others take new arenas then
+(``Membership.fenced``), so it changes nothing that they use.
 """
 
 from __future__ import annotations

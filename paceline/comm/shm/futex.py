@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import threading
 from mmap import mmap
 
 _SYSCALL = 202
@@ -11,6 +12,15 @@ _SYSCALL = 202
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
+
+
+_lock = threading.Lock()
+
+
+def fence() -> None:
+    """Let others see what this process has stored before it loads anything more (see ``comm.shm.arena``)."""
+    with _lock:  # a locked instruction, which on x86-64 is a full barrier
+        pass
 
 
 class _Timespec(ctypes.Structure):

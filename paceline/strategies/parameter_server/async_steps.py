@@ -307,12 +307,17 @@ def finish(table: ClaimTable, step: int, result: StepResult) -> None:
 
 
 def update(
-    job: Job, gradients: Gradients, done: int, factor: float = 1.0, norm: torch.Tensor | None = None
+    job: Job,
+    gradients: Gradients,
+    done: int,
+    factor: float = 1.0,
+    norm: torch.Tensor | None = None,
+    made: Callable[[], None] | None = None,
 ) -> StepResult:
-    """Update the weights of this process, after so many steps."""
+    """Update the weights of this process, after so many steps; ``made`` is called when that is done."""
     job.compute.buffers.accept(gradients.buffers)
     seed_torch(seed_of(UPDATE, job.settings.seed, gradients.step))
-    norm, rate = job.update.apply(done, factor, norm)
+    norm, rate = job.update.apply(done, factor, norm, made=made)
     return StepResult(mean_loss(gradients.parts, job.settings.exact), norm, rate)
 
 

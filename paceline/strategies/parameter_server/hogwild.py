@@ -83,13 +83,12 @@ class SharedWeights(Server):
         assert self._pulled is not None
         with self._claims.updating() as table:
             self._schedule_to(table.version)
-            result = update(self._job, gradients, table.done)
+            result = update(self._job, gradients, table.done, made=lambda: self._claims.made(gradients.step))
             self._updates += 1
             if not self._checked:
                 self._shard.check_states()
                 self._checked = True
             self._shard.write_buffers(0)
-            self._claims.made(gradients.step)
             with self._claims.change() as table:
                 delay = table.version - self._pulled
                 finish(table, gradients.step, result)
