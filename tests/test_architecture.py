@@ -38,6 +38,7 @@ SETTINGS = {
 OPTIONS = {
     "run": {
         *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
+        "--runs-mode",
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
         *("--secret-file", "--patience", "--grace", "--launcher"),
     },

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from paceline.regular_files import open_regular
+
 _POLL_SECONDS = 0.25
 _LINE_SECONDS = 10.0
 _WINDOW = 50  # steps over which the time left is estimated
@@ -30,7 +32,7 @@ class EventTail:
     def read(self) -> list[dict[str, object]]:
         """The new records; a line that is not complete yet waits."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._offset)
                 data = file.read()
         except OSError:
@@ -43,7 +45,7 @@ class EventTail:
 def _parse(line: bytes) -> dict[str, object] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) else None
 

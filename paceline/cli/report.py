@@ -76,6 +76,7 @@ def resume_command(launch: Launch, request: Request) -> str:
     words = ["paceline", "run", "-n", str(request.workers), "--name", launch.run.name, "--resume", "auto"]
     for option, value, usual in (
         ("--runs-dir", request.runs, Path("runs")),
+        ("--runs-mode", f"{request.runs_mode:o}", "700"),
         ("--plan", request.plan, None),
         ("--port", request.port, None),
         ("--elastic", _elastic(request), None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +38,9 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None,
     runs_dir: Annotated[Path, typer.Option(help="Where the run directories are.")] = Path("runs"),
+    runs_mode: Annotated[
+        str, typer.Option(help="Who may enter a new run directory: permissions as of chmod.", metavar="OCTAL")
+    ] = "700",
     plan: Plan = None,
     port: Annotated[int | None, typer.Option(help="Where the workers meet.", show_default="a free one")] = None,
     elastic: Annotated[
@@ -86,6 +90,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         settings=settings,
         plan=plan,
         runs=runs_dir,
+        runs_mode=permissions(runs_mode),
         name=name,
         port=port,
         least=least,
@@ -99,6 +104,23 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         launcher=launcher,
     )
     raise typer.Exit(train(request, quiet=quiet))
+
+
+def permissions(mode: str) -> int:
+    """Parse ``--runs-mode``.
+
+    Raises:
+        ConfigError: it is no such number, or its owner may not use the directory.
+    """
+    from paceline.config import quoted
+    from paceline.errors import ConfigError
+
+    if re.fullmatch("0?7[0-7]{2}", mode) is None:
+        raise ConfigError(
+            f"--runs-mode {quoted(mode)}: give three octal digits, of which the first, for you, is 7: 700 for you "
+            f"alone, 750 for your group to read, 755 for all."
+        )
+    return int(mode, 8)
 
 
 def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None, int | None]:

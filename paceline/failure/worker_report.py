@@ -13,6 +13,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.launch.base import Launch, WorkerExit
+from paceline.regular_files import open_regular, read_text
 from paceline.user_code import is_user_code
 
 _TAIL_LINES = 30
@@ -141,10 +142,10 @@ def report_of(
 def record_of(launch: Launch, worker: int) -> dict[str, Any]:
     """What a worker itself wrote down of its failure (``paceline.excepthook``); empty if it did not."""
     try:
-        record = json.loads(launch.error(worker).read_text())
+        record = json.loads(read_text(launch.error(worker)))
         whole = isinstance(record, dict) and {"type", "message", "consequence", "time"} <= record.keys()
         return record if whole else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
@@ -241,7 +242,7 @@ def exception_in(lines: list[str]) -> tuple[UncaughtException, str] | None:
 def tail(launch: Launch, worker: int, count: int = _TAIL_LINES) -> list[str]:
     """The last lines that a worker printed."""
     try:
-        with launch.output(worker).open("rb") as file:
+        with open_regular(launch.output(worker)) as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             return file.read().decode("utf-8", errors="replace").splitlines()[-count:]
     except OSError:

@@ -37,6 +37,7 @@ class Request:
     settings: Mapping[str, str] = field(default_factory=dict)
     plan: Path | None = None
     runs: Path = Path("runs")
+    runs_mode: int = 0o700  # permissions of a new run directory
     name: str | None = None
     port: int | None = None
     least: int | None = None  # training waits below this number of workers; None: every loss ends the run

@@ -23,6 +23,7 @@ from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launch.base import Launch, Machine, Request
 from paceline.launch.masking import mask
+from paceline.regular_files import read_text
 
 _LONGEST_NAME = 200
 """Bytes: a file system takes 255, and the files of a run add to it."""
@@ -117,8 +118,8 @@ def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
         name = step.name.rpartition("-")[2]
         return str(step), int(name) if name.isdecimal() else 0, manifest.stat().st_mtime
     try:
-        lines = (run / "events" / "rank-0.jsonl").read_text().splitlines()
-    except OSError:
+        lines = read_text(run / "events" / "rank-0.jsonl").splitlines()
+    except (OSError, UnicodeDecodeError):
         return None
     for line in reversed(lines):
         if '"event": "checkpoint"' in line:
@@ -132,8 +133,8 @@ def newest_checkpoint(run: Path) -> tuple[str, int, float] | None:
 
 def _stem(run: Path) -> str | None:
     try:
-        return Path(json.loads((run / "launch.json").read_text())["script"]).stem
-    except (OSError, ValueError, KeyError, TypeError):
+        return Path(json.loads(read_text(run / "launch.json"))["script"]).stem
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
@@ -144,8 +145,11 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
         ConfigError: the directory cannot be written.
     """
     try:
+        if not launch.run.exists():
+            launch.run.mkdir(mode=0o700, parents=True, exist_ok=True)
+            launch.run.chmod(request.runs_mode)
         for name in ("output", "events", "errors", "checkpoints"):
-            (launch.run / name).mkdir(parents=True, exist_ok=True)
+            (launch.run / name).mkdir(exist_ok=True)
         if not request.first:
             for old in [*launch.run.glob("errors/*.json"), *launch.run.glob("failure.*")]:
                 old.unlink()

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.regular_files import read_text
 from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES
 
 _GATHERED = ("membership", "gathered", "recovered")
@@ -133,8 +134,8 @@ def read(events: Path) -> Records:
     """Read the files ``*.jsonl`` in the folder ``events`` of a run; incomplete lines of killed workers are skipped."""
     lines: list[Mapping[str, Any]] = []
     for path in sorted(events.glob("*.jsonl")):
-        for text in path.read_text(errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
+        for text in read_text(path, errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
                 lines.append(json.loads(text))
     return records_of(lines)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.errors import InputError
+from paceline.regular_files import open_regular
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -34,7 +35,7 @@ def read(run: Path, events: Container[str], steps: Container[int] | None = None)
     """
     for path in sorted((run / "events").glob("rank-*.jsonl")):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 for line in _about(file, events, steps):
                     if (record := parsed(line)) is not None:
                         yield record
@@ -65,7 +66,7 @@ def parsed(line: bytes | str) -> Record | None:
     """
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(record, dict) or number(record.get("time")) is None or not isinstance(record.get("event"), str):
         return None

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from paceline.regular_files import read_text
 from paceline.schedule.balance import Cluster, Cut, LayerCost
 
 
@@ -40,7 +41,7 @@ def write(profile: Profile, path: Path) -> None:
 
 def read(path: Path) -> Profile:
     """Read what :func:`write` wrote."""
-    values = json.loads(path.read_text())
+    values = json.loads(read_text(path))
     return Profile(**{**values, "layers": tuple(LayerCost(**layer) for layer in values["layers"])})
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import InputError
+from paceline.regular_files import read_text
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def read(path: Path) -> RunTrace:
         InputError: there is no such file, or it is not a trace.
     """
     try:
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.loads(line) for line in read_text(path).splitlines()]
         head = lines[0]
         return RunTrace(
             records=tuple(_record(line) for line in lines),

@@ -58,7 +58,8 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
         path = self._path(name, file)
-        if self._files.info(path)["type"] != "file":  # file:// may hold a pipe, at which opening would wait
+        about = self._files.info(path)
+        if about["type"] != "file" or about.get("islink"):  # file:// may hold a pipe, at which opening would wait
             raise NotRegularError(errno.EINVAL, "not a regular file", path)
         with self._files.open(path, "rb") as opened:
             yield opened
