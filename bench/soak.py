@@ -59,6 +59,8 @@ for batch in session.batches(steps=int(sys.argv[1])):
 print("fingerprint", session.fingerprint(), flush=True)
 """
 TOKEN = "PACELINE_SOAK"
+LOST = 5
+"""The exit code when a worker was lost and nobody could go on."""
 LOOK_SECONDS = 0.02
 OF_PYTHON_AND_TORCH = ("pymp-", "torchinductor_")
 """A folder for a socket, of each loader process that was killed, and a cache."""
@@ -286,20 +288,24 @@ def trains(folder: Path) -> bool:
 
 def check(case: Case, code: int, said: str, folder: Path, wanted: set[str], steps: int, outcome: Outcome) -> None:
     """Look at how the run ended."""
+    problems = ledger.check(ledger.read(folder / "events"), steps)
+    lost = [record for record in records(folder) if record["event"] == "lost"]
+    if code == LOST and lost and lost[-1]["rank_lost"] == 0 and not problems:
+        outcome.done["of rank 0 after the last step"] += 1  # its script may have had results to write
+        return
     if code:
         outcome.wrong.append(f"exit code {code}: {said[-600:].strip()!r}")
         return
-    problems = ledger.check(ledger.read(folder / "events"), steps)
     outcome.wrong += problems[:3]
     texts = [path.read_text(errors="replace") for path in (folder / "output").glob("*.log")]
     got = set().union(*map(fingerprints, texts))
     if (case.exact and got != wanted) or len(got) != 1:
         outcome.wrong.append(f"fingerprints {sorted(got)}, wanted {sorted(wanted)}")
-    for record in records(folder):
-        number = record.get("worker")
-        if record["event"] == "lost" and number not in outcome.touched:
-            outcome.wrong.append(f"false eviction: {record.get('reason')}")
-        elif record["event"] == "lost" and outcome.touched[int(str(number))] == "stop":
+    for record in lost:
+        number = int(str(record["worker"]))
+        if number not in outcome.touched:
+            outcome.wrong.append(f"false eviction: {record['reason']}")
+        elif outcome.touched[number] == "stop":
             outcome.done["dropped after a stop"] += 1
 
 

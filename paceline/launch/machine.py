@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from pathlib import Path
+from random import SystemRandom
 
 from paceline.errors import StartError
 from paceline.launch.base import Machine
 
 _NODES = Path("/sys/devices/system/node")
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT, _DRAWS = 10_000, 100
 
 
 def look() -> Machine:
@@ -38,17 +42,35 @@ def _core_list(text: str) -> frozenset[int]:
 def choose_port(wanted: int | None) -> int:
     """The wanted port if nobody listens on it; without a wish, a free one.
 
-    Another program can take the port before the workers do. That is rare, and a worker then says so.
+    The workers bind it seconds later. So it is drawn from those that the system does not give to whoever asks for any,
+    as each connection does; a program that wants this very one can still take it, and a worker then says so.
 
     Raises:
         StartError: the wanted port is in use.
     """
+    if wanted is None:
+        below, chance = _first_given_port(), SystemRandom()  # tests may have seeded the other one
+        for _ in range(_DRAWS if below > 2 * _LOWEST_PORT else 0):
+            with contextlib.suppress(OSError):
+                return _bind(chance.randrange(_LOWEST_PORT, below))
+    try:
+        return _bind(wanted or 0)
+    except OSError as error:
+        raise StartError(
+            f"--port {wanted} cannot be used: {error.strerror}. Choose another, or leave --port out for a free one."
+        ) from None
+
+
+def _bind(port: int) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", wanted or 0))
-        except OSError as error:
-            raise StartError(
-                f"--port {wanted} cannot be used: {error.strerror}. Choose another, or leave --port out for a free one."
-            ) from None
+        probe.bind(("", port))
         return int(probe.getsockname()[1])
+
+
+def _first_given_port() -> int:
+    """The lowest port that the system gives to whoever asks for any; 0 if unknown."""
+    try:
+        return int(_GIVEN_PORTS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0

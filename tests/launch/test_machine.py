@@ -1,5 +1,6 @@
 import os
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -28,5 +29,7 @@ def test_a_port_in_use_is_refused() -> None:
     assert machine.choose_port(port) == port
 
 
-def test_a_port_is_found() -> None:
+def test_no_connection_is_given_the_port_that_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 10_000 <= machine.choose_port(None) < int(machine._GIVEN_PORTS.read_text().split()[0])
+    monkeypatch.setattr(machine, "_GIVEN_PORTS", tmp_path / "unknown")
     assert 1 <= machine.choose_port(None) <= 65535
