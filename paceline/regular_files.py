@@ -16,6 +16,7 @@ _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFLNK: "a symbolic link",
 }
+_NOT_OPENED: dict[int | None, int] = {errno.ELOOP: stat.S_IFLNK, errno.ENXIO: stat.S_IFSOCK}
 
 
 class NotRegularError(OSError):
@@ -35,18 +36,19 @@ def open_regular(path: Path | str, folder: int | None = None, *, links: bool = T
         OSError: it cannot be opened.
     """
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | (0 if links else os.O_NOFOLLOW)
+    descriptor = None
     try:
         descriptor = os.open(path, flags, dir_fd=folder)
+        kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     except OSError as error:
-        found = {errno.ELOOP: stat.S_IFLNK, errno.ENXIO: stat.S_IFSOCK}.get(error.errno or 0)
-        if found is None:
+        if error.errno not in _NOT_OPENED:
             raise
-        raise _refused(found, path) from None
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
+        kind = _NOT_OPENED[error.errno]
+    if descriptor is not None and kind == stat.S_IFREG:
+        return os.fdopen(descriptor, "rb")
+    if descriptor is not None:
         os.close(descriptor)
-        raise _refused(kind, path)
-    return os.fdopen(descriptor, "rb")
+    raise NotRegularError(errno.EINVAL, f"{_KINDS.get(kind, 'something else')}, not a regular file", str(path))
 
 
 def read_text(path: Path | str, errors: str = "strict") -> str:
@@ -59,7 +61,3 @@ def read_text(path: Path | str, errors: str = "strict") -> str:
     """
     with open_regular(path) as file:
         return file.read().decode(errors=errors)
-
-
-def _refused(kind: int, path: Path | str) -> NotRegularError:
-    return NotRegularError(errno.EINVAL, f"{_KINDS.get(kind, 'something else')}, not a regular file", str(path))

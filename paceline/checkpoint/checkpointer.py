@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from paceline.checkpoint import files, locations, manifest, save
 from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
+from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.resume import Search, ask, complete, read_named, read_newest
 from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
@@ -188,7 +190,9 @@ class Checkpointer:
         seconds = self._settings.retry_seconds
         storage = self._storage
         if storage is not None:
-            self.launch = ask(self._world, lambda _: storage.next_launch(), storage.location(), seconds)
+            new = secrets.token_hex(8)
+            self.launch, new = ask(self._world, lambda _: (storage.next_launch(), new), storage.location(), seconds)
+            state.run = state.run or new
         if source == "auto":
             if storage is None:
                 raise CheckpointError("resume='auto' needs a directory with checkpoints: set checkpoint.directory.")
@@ -202,9 +206,14 @@ class Checkpointer:
         return self._restore(state, location, content)
 
     def _resume_newest(self, state: TrainingState, storage: Storage) -> int:
-        search = read_newest(self._world, storage, state.check, self._settings.retry_seconds)
+        seconds = self._settings.retry_seconds
+        search = read_newest(self._world, storage, state.check, seconds)
         skipped = [*search.missing.values(), *search.damaged.values()]
         if search.location is not None and search.content is not None:
+            location, saved = search.location, search.content.manifest
+            refusal = ask(self._world, lambda _: _two_runs(storage, location, saved), storage.location(), seconds)
+            if refusal:
+                raise CheckpointError(refusal)
             self._set_aside(storage, search)
             return self._restore(state, search.location, search.content)
         if skipped:
@@ -257,3 +266,22 @@ class Checkpointer:
                 f"The checkpoint folder already holds {self._storage.location(there[0])} of an earlier run. Set "
                 f"resume='auto' to resume from it, or choose another checkpoint.directory."
             )
+
+
+def _two_runs(storage: Storage, location: Path | str, saved: Manifest) -> str:
+    """Why a checkpoint is refused if the one before it is of another run: nobody knows which of them belongs here."""
+    names = storage.complete()
+    places = [place for place, name in enumerate(names) if locations.same(location, storage.location(name))]
+    for name in names[places[0] + 1 :] if places else ():
+        try:
+            before = manifest.parse(storage.manifest(name), storage.location(name))
+            other = dict(before.state)["run"]
+        except (CheckpointError, ValueError, LookupError, TypeError):
+            continue
+        if other == saved.state["run"]:
+            return ""
+        return (
+            f"{location} and {storage.location(name)} are checkpoints of two runs. Remove those of the other run, or "
+            f"choose another checkpoint.directory."
+        )
+    return ""

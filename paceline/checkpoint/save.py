@@ -11,9 +11,9 @@ from pathlib import Path
 from paceline import fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.manifest import DamagedError, Manifest
+from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.storage.base import Storage, Writer, split, writer_of
-from paceline.checkpoint.storage.retry import Retries, may_pass
+from paceline.checkpoint.storage.retry import Retries, is_storage_error, may_pass
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
 
@@ -81,7 +81,7 @@ def _hours(storage: Storage, name: str) -> float:
     """The age of a checkpoint; 0 if it is unknown."""
     try:
         return (time.time() - manifests.parse(storage.manifest(name), storage.location(name)).time) / 3600
-    except CheckpointError:
+    except (CheckpointError, ValueError):
         return 0.0
 
 
@@ -90,7 +90,9 @@ def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest) -> 
     for name in storage.complete_in(step):
         try:
             existing = manifests.parse(storage.manifest(name), storage.location(name))
-        except (DamagedError, UnicodeDecodeError):
+        except Exception as error:
+            if is_storage_error(error):
+                raise
             storage.set_aside(name)
             continue
         if (existing.fingerprint, existing.state) == (manifest.fingerprint, manifest.state):

@@ -107,6 +107,9 @@ class TrainingState:
         numerics: what affects the bits; must be the same with ``exact``.
         versions: of Python and the libraries.
         strategy_state: of the strategy; changed in location.
+
+    Attributes:
+        run: what tells the checkpoints of this run from those of others; the same in all that go on from one start.
     """
 
     def __init__(
@@ -124,6 +127,7 @@ class TrainingState:
         self._numerics = numerics
         self._versions = versions
         self._strategy_state = strategy_state
+        self.run = ""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
@@ -155,6 +159,7 @@ class TrainingState:
         ]
         schedule = self._update.schedule
         return {
+            "run": self.run,
             "optimizer": type(self._update.optimizer).__name__,
             "groups": groups,
             "schedule": None if schedule is None else schedule.state_dict(),
@@ -190,6 +195,7 @@ class TrainingState:
             group.update(values)
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(rest["schedule"])
+        self.run = rest["run"]
         self._strategy_state.clear()
         self._strategy_state.update(rest["strategy_state"])
 
@@ -227,7 +233,8 @@ def _described(rest: dict[str, Any]) -> dict[str, object]:
     """What must be the same in a checkpoint, in words."""
     if any("params" in group or not all(isinstance(key, str) for key in group) for group in rest["groups"]):
         raise EncodingError("its parameter groups are not those of an optimizer")
-    dict(rest["strategy_state"])
+    if not isinstance(rest["run"], str) or not isinstance(rest["strategy_state"], dict):
+        raise EncodingError("it is not the state of a run")
     return {
         "the optimizer": rest["optimizer"],
         "the number of its groups": len(rest["groups"]),

@@ -282,7 +282,7 @@ def test_what_one_worker_cannot_read_no_worker_takes(tmp_path: Path, rank: int, 
     def gather(value: Any, what: str) -> list[Any]:
         other = ("good", "", 0.0, False) if "000001" in what else (kind, "the disk is gone", 0.0, False)
         if what == "start":  # rank 0 says which launch this is, and what there is
-            return [value or ("good", storage.complete() if one.checkpointer.launch else 3)]
+            return [value or ("good", storage.complete() if one.checkpointer.launch else (3, "run"))]
         return [value, other] if rank == 0 else [other, value]
 
     one.world.gather = gather

@@ -58,8 +58,7 @@ class ObjectStore(Storage):
     @contextlib.contextmanager
     def open(self, name: str, file: str) -> Iterator[BinaryIO]:
         path = self._path(name, file)
-        about = self._files.info(path)
-        if about["type"] != "file" or about.get("islink"):  # file:// may hold a pipe, at which opening would wait
+        if not self._is_regular(path):
             raise NotRegularError(errno.EINVAL, "not a regular file", path)
         with self._files.open(path, "rb") as opened:
             yield opened
@@ -97,13 +96,19 @@ class ObjectStore(Storage):
         self._files.makedirs(self._path(aside), exist_ok=True)
         files = [file for file in self.names(name) if not writer_of(file)]
         for file in sorted(files, key=FILE.__eq__):  # moving a directory fails on stores without directories
-            self._files.cp_file(self._path(name, file), self._path(aside, file))
+            if self._is_regular(self._path(name, file)):
+                self._files.cp_file(self._path(name, file), self._path(aside, file))
         self.remove(name)
         self._note_latest()
         return self.location(aside)
 
     def _path(self, *parts: str) -> str:
         return "/".join([self._root.rstrip("/"), *(part for part in parts if part)])
+
+    def _is_regular(self, path: str) -> bool:
+        """Whether this is a file: ``file://`` may hold links, and pipes, at which opening would wait."""
+        about = self._files.info(path)
+        return about["type"] == "file" and not about.get("islink")
 
     def _show(self, writer: Writer) -> None:
         """Show who writes now; earlier writers need not be known any more."""
