@@ -1,4 +1,4 @@
-"""A model as layers: ``nn.Sequential`` block by block, any other model by ``torch.export``."""
+"""A model as layers: ``nn.Sequential`` block by block, any other model at the calls of its modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.partition.base import Layers
-from paceline.partition.exported import ExportedCut
+from paceline.partition.module_cut import ModuleCut
 from paceline.partition.sequential import SequentialCut, is_sequential
 
 
@@ -19,9 +19,9 @@ def layers_of(model: nn.Module, example: Any) -> Layers:
     """The layers of a model; ``example`` is its input for one microbatch.
 
     Raises:
-        InputError: the model cannot be cut: torch.export fails, or a layer returns no tensor.
+        InputError: the model cannot be cut, as when a layer returns no tensor.
     """
-    return SequentialCut(model, example) if is_sequential(model) else ExportedCut(model, example)
+    return SequentialCut(model, example) if is_sequential(model) else ModuleCut(model, example)
 
 
 def bounds_of(layers: Layers, stages: int, cut: Sequence[str]) -> list[tuple[int, int]]:

@@ -1,54 +1,29 @@
-"""Which modules are layers, and which layer an operation of a trace belongs to."""
+"""Which modules of a model are its layers."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from operator import getitem
-
-from torch import fx, nn
+from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 
-@dataclass
-class Layer:
-    """A layer and its operations, in order."""
-
-    name: str
-    operations: list[fx.Node]
+def layer_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that are layers when nothing around them is, by their names."""
+    containers = _containers(model)
+    return {name: module for name, module in model.named_modules() if name not in containers}
 
 
-def assign_operations(operations: Sequence[fx.Node], model: nn.Module) -> list[Layer]:
-    """Assign the operations to layers; each call of a module that is a layer begins one.
-
-    Operations between two layers belong to the one before. A module called again is a new layer, with the number of
-    the call after its name.
-    """
-    paths = {path for path, _ in model.named_modules(remove_duplicate=False)} - _containers(model)
-    layers: list[Layer] = []
-    calls: Counter[str] = Counter()
-    seen = set()
-    before: list[fx.Node] = []
-    for node in operations:
-        call, path = _call(node, paths)
-        if path and call not in seen and node.target is not getitem:
-            seen.add(call)
-            calls[path] += 1
-            layers.append(Layer(path if calls[path] == 1 else f"{path}:{calls[path]}", []))
-        (layers[-1].operations if layers else before).append(node)
-    if not layers:
-        layers.append(Layer(type(model).__name__, []))
-    layers[0].operations[:0] = before
-    return layers
+def outermost(layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those that are in no other one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in layers.items():  # in the order of named_modules: parents first
+        if found.keys().isdisjoint(_parents(name)):
+            found[name] = module
+    return found
 
 
-def _call(node: fx.Node, paths: set[str]) -> tuple[str, str]:
-    """The call of a layer, one of ``paths``, that an operation is part of, and its path; empty if none."""
-    for call, (path, _) in node.meta.get("nn_module_stack", {}).items():
-        if path in paths:
-            return call, path
-    return "", ""
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _containers(model: nn.Module) -> set[str]:
@@ -59,13 +34,18 @@ def _containers(model: nn.Module) -> set[str]:
         children = [(name, child) for name, child in module._modules.items() if child is not None]
         is_wrapper = is_wrapper and len(children) == 1
         for name, child in children:
-            if _is_container(child) or _has_blocks(child) or (is_wrapper and child._modules):
+            if _is_open(child) and (_is_container(child) or _has_blocks(child) or (is_wrapper and child._modules)):
                 child_path = f"{path}.{name}" if path else name
                 found.add(child_path)
                 visit(child, child_path, is_wrapper)
 
     visit(model, "", is_wrapper=True)
     return found
+
+
+def _is_open(module: nn.Module) -> bool:
+    """Whether a module may be in several stages; the hooks of its backward pass see the gradients of one."""
+    return not (module._backward_hooks or module._backward_pre_hooks)
 
 
 def _is_container(module: nn.Module) -> bool:

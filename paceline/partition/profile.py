@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from statistics import median
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.data.feed import Piece
 from paceline.partition.base import Activations, Layers, Stage
-from paceline.partition.preserve import preserved
+from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
 from paceline.step.forward import Compute, pair_of, sum_and_count
 
@@ -44,7 +44,7 @@ def measure(
     probes = [
         _Probe(layers.stage(place, place + 1), loss if place == last else None, precision) for place in range(last + 1)
     ]
-    with preserved(model), _kept_gradients(model), torch.enable_grad():
+    with preserved(model), kept_gradients(model), torch.enable_grad():
         _warm_up(probes, example)
         kept = [probe.kept_bytes(model) for probe in probes]
         for _ in range(repeats):
@@ -151,19 +151,6 @@ def _warm_up(probes: list[_Probe], example: Any) -> None:
         probes[place].backward(results[place])
         if place:
             probes[place - 1].output_gradients = [tensor.grad for tensor in probes[place].inputs]
-
-
-@contextmanager
-def _kept_gradients(model: nn.Module) -> Iterator[None]:
-    """Set the gradients aside, and restore them on exit."""
-    before = [(parameter, parameter.grad) for parameter in model.parameters()]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
 
 
 def _now() -> float:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.compiler_bisector  # sets a variable of the environment, which a trace would do else
 from torch import nn
 from torch.nn import functional
 
@@ -93,7 +92,7 @@ class Skip(nn.Module):
         return self.last(self.dropout(self.norm(first))) + first
 
 
-def test_a_traced_model_is_measured_and_stays_as_it_was() -> None:
+def test_a_model_in_one_class_is_measured_and_stays_as_it_was() -> None:
     model = Skip()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -130,7 +129,8 @@ print("trained")
 """
 CASES = {
     "list": "model=convnet(), data=images(64), loss=nn.functional.cross_entropy",
-    "traced": "model=Transformer(), data=Sentences(64), collate=lambda rows: (torch.stack(rows), torch.stack(rows)), "
+    "one class": "model=Transformer(), data=Sentences(64), "
+    "collate=lambda rows: (torch.stack(rows), torch.stack(rows)), "
     "loss=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())",
     "one layer": "model=nn.Linear(12, 4), data=classes(64), loss=nn.functional.cross_entropy",
     "penalty": "model=(made := mlp()), data=classes(64), "
@@ -173,8 +173,8 @@ def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
     assert f"paceline run -n 2 --plan plan.toml {tmp_path / 'train.py'} --size 'a b'\n" in shown.out
 
 
-def test_the_best_cuts_of_a_traced_model(command: Command) -> None:
-    shown = command("traced")
+def test_the_best_cuts_of_a_model_in_one_class(command: Command) -> None:
+    shown = command("one class")
     assert shown.code == 0, shown.err
     lines = shown.out.splitlines()
     assert lines[0] == "Transformer, microbatches of 4 samples"

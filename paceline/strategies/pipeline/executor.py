@@ -29,6 +29,7 @@ from paceline.data.keys import (
     unpack_generators,
 )
 from paceline.errors import InputError
+from paceline.partition.backward import backward
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
 from paceline.step.forward import computed_again, on_copy, pair_of, sum_and_count
@@ -283,7 +284,7 @@ class Executor:
     def _backward(self, operation: Operation) -> None:
         saved = self._take_saved(operation)
         with self._hooks.weights(operation):
-            _whole_backward(saved)
+            backward(saved.outputs, saved.output_gradients, saved.inputs)
         self._pass_gradients(operation, saved)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
 
@@ -299,7 +300,7 @@ class Executor:
     def _backward_weight(self, operation: Operation) -> None:
         saved = self._saved.pop((operation.stage, operation.microbatch))
         if operation.stage == 0:
-            _whole_backward(saved)
+            backward(saved.outputs, saved.output_gradients, saved.inputs)
         else:
             backward_weight(self._weights(operation.stage), saved.split)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
@@ -340,26 +341,3 @@ class Executor:
 
     def _update(self, operation: Operation) -> None:
         self._hooks.update(operation)
-
-
-def _whole_backward(saved: Saved) -> None:
-    gradients: Sequence[torch.Tensor | None] = [None] if saved.output_gradients is None else saved.output_gradients
-    pairs = [
-        (value, gradient)
-        for value, gradient in zip(saved.outputs, gradients, strict=True)
-        if value.requires_grad and (gradient is not None or saved.output_gradients is None)
-    ]
-    kept: dict[int, torch.Tensor] = {}
-    for place, value in enumerate(saved.inputs):
-        if value.requires_grad:
-            value.register_hook(partial(_keep_strides, kept, place, value.is_contiguous()))
-    if pairs:
-        torch.autograd.backward([value for value, _ in pairs], [gradient for _, gradient in pairs])
-    for place, gradient in kept.items():
-        saved.inputs[place].grad = gradient
-
-
-def _keep_strides(kept: dict[int, torch.Tensor], place: int, is_contiguous: bool, gradient: torch.Tensor) -> None:
-    """Keep a gradient with its own strides, as ``.grad`` takes those of the value."""
-    if not (is_contiguous and gradient.is_contiguous()):
-        kept[place] = gradient

@@ -12,6 +12,7 @@ from paceline.errors import ConfigError, InputError, PacelineError
 from paceline.partition.base import Layers, Stage
 from paceline.partition.cut import bounds_of, layers_of
 from paceline.partition.flags import requires_grad_flags, training_flags
+from paceline.partition.gradient_check import check_gradients
 from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, balance, check_memory
@@ -156,6 +157,7 @@ class Stages:
     def _choose_partition(self, layers: Layers, piece: Piece) -> Partition:
         compute, settings = self._job.compute, self._job.settings.pipeline
         check_loss(compute, piece)
+        check_gradients(compute, layers, piece, self._job.settings.exact, self._job.settings.seed)
         if settings.cut is not None and settings.memory_gigabytes is None:
             return Partition(bounds_of(layers, self.count, settings.cut))
         memory_bytes = settings.memory_gigabytes and settings.memory_gigabytes * 1e9

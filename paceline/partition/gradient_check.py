@@ -1,0 +1,124 @@
+"""Compares the model in layers with the whole model once: the loss and the gradients of one microbatch.
+
+Cut at all places at once, each layer gets what the one before sends, and gives back the gradient of that. If this gives
+the gradients of the whole model, so does any cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from paceline.data.feed import Piece
+from paceline.data.keys import STEP, preserve_generators, seed_all, seed_of
+from paceline.errors import InputError
+from paceline.partition.backward import backward
+from paceline.partition.base import Layers
+from paceline.partition.preserve import kept_gradients, preserved
+from paceline.step.forward import Compute, pair_of, sum_and_count
+
+Gradients = dict[str, torch.Tensor | None]
+_TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2
+"""Relative to the norm of a gradient, if other bits will do; those of tied weights are added up in another order."""
+
+
+def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: bool, seed: int) -> None:
+    """Refuse a model whose layers, one after the other, train otherwise than the model.
+
+    Args:
+        compute: the model, and its loss.
+        layers: of the model.
+        piece: the first microbatch.
+        exact: whether the bits must be the same; tied weights are checked where they are added up.
+        seed: of the run.
+
+    Raises:
+        InputError: names the first parameter whose gradient differs.
+    """
+    model = compute.model
+    uses = [name for place in range(len(layers.names)) for name in layers.stage(place, place + 1).parameters]
+
+    def gradients(pass_of: Any) -> tuple[torch.Tensor, Gradients]:
+        with preserved(model), kept_gradients(model), preserve_generators(), torch.enable_grad():
+            seed_all(seed_of(STEP, seed, 0, 0))
+            loss = pass_of(compute, layers, _copy(piece.data), piece.samples)
+            return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+    loss, whole = gradients(_whole)
+    cut_loss, cut = gradients(_in_layers)
+    again: Gradients | None = None
+    parameters = dict(model.named_parameters())
+    for name, gradient in [("", loss), *whole.items()]:
+        other = cut[name] if name else cut_loss
+        is_tied = uses.count(name) > 1
+        if _equal(gradient, other) or (is_tied and (exact or _has_hooks(parameters[name]))):
+            continue
+        if not exact and _close(gradient, other, _TIED_TOLERANCE if is_tied else _TOLERANCE):
+            continue
+        again = again or gradients(_whole)[1]
+        if name and not _equal(gradient, again[name]) and _close(gradient, other, _TOLERANCE):
+            continue  # the model itself does not repeat its bits, as with atomic operations of a GPU
+        what = f"the gradient of the parameter {name!r} is {_norm(other)}" if name else f"the loss is {cut_loss.item()}"
+        raise InputError(
+            f"{type(model).__name__} trains otherwise when it is cut: for the first microbatch {what} by layers, but "
+            f"{_norm(gradient) if name else loss.item()} in one piece. Something acts on it that no layer contains, "
+            f"such as a hook on the model itself. Move it into a layer, or use another strategy."
+        )
+
+
+def _whole(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.Tensor:
+    with compute.precision():
+        loss, _ = sum_and_count(compute.forward(compute.model, data), samples)
+    loss.backward()
+    return loss
+
+
+def _in_layers(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.Tensor:
+    values: Any = pair_of(data)[0]
+    last = len(layers.names) - 1
+    passes: list[tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
+    for place in range(last):
+        inputs = [*values] if place else []
+        with compute.precision():
+            outputs = layers.stage(place, place + 1)(values)
+        passes.append((inputs, outputs))
+        values = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in outputs)
+    stage = layers.stage(last, last + 1)
+    with compute.precision():
+        loss, _ = sum_and_count(compute.forward(cast(nn.Module, lambda _: stage(values)), data), samples)
+    entered = [*values] if last else []
+    backward([loss], None, entered)
+    for inputs, outputs in reversed(passes):
+        backward(outputs, [value.grad for value in entered], inputs)
+        entered = inputs
+    return loss
+
+
+def _has_hooks(parameter: nn.Parameter) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _copy(data: Any) -> Any:
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), data)
+
+
+def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    if left.is_sparse or right.is_sparse:
+        left, right = left.to_dense(), right.to_dense()
+    return torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+def _close(left: torch.Tensor | None, right: torch.Tensor | None, tolerance: float) -> bool:
+    if left is None or right is None:
+        return False
+    difference, size = (left.float() - right.float()).norm(), left.float().norm()
+    return bool(difference <= tolerance * size)
+
+
+def _norm(gradient: torch.Tensor | None) -> str:
+    return "none" if gradient is None else f"a tensor of norm {gradient.float().norm().item():.6g}"

@@ -1,0 +1,396 @@
+"""One forward pass of a model, recorded: its layers, what is computed between them, and who uses what.
+
+Values are the tensors that exist outside of layers: the model's input, what layers return, and what operations between
+them compute from that. What follows from neither (positions, masks) is no value: each stage computes it again.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.errors import InputError
+from paceline.partition.preserve import plain_attributes
+from paceline.partition.watch import Watch, map_leaves, tensors_in
+
+_CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
+_READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}
+_HOOKS = {"register_hook", "register_post_accumulate_grad_hook", "retain_grad"}
+
+
+class Ref(int):
+    """In place of a value: its number."""
+
+
+class Own(str):
+    """In place of a parameter or buffer of the model: its name."""
+
+
+class Argument(int):
+    """In place of an object that a layer was given: its place among the leaves of the arguments."""
+
+
+class Kind(Enum):
+    """What an operation does: gives values, changes some, reads numbers, adds a hook, looks at shapes and the like."""
+
+    VALUES = auto()
+    CHANGE = auto()
+    READ = auto()
+    HOOK = auto()
+    METADATA = auto()
+
+
+@dataclass
+class Operation:
+    """An operation on values; ``calls``: of layers begun before it."""
+
+    function: Any
+    kind: Kind
+    result: Any
+    calls: int
+
+
+@dataclass
+class Call:
+    """A call of a layer; ``name``: the path of the module."""
+
+    name: str
+    result: Any = None
+
+
+@dataclass
+class Value:
+    """What is known of a value.
+
+    Attributes:
+        shape, dtype, device, requires_grad: of the tensor.
+        producer: the layer that computes it; -1 for an input.
+        last_use: the last layer that uses it.
+        storage: which memory it is in.
+        is_whole_number: whether it is an input of whole numbers, which each stage may compute with.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    producer: int
+    storage: int
+    is_whole_number: bool
+    last_use: int = -1
+
+
+@dataclass
+class Record:
+    """What a forward pass did.
+
+    Attributes:
+        inputs: the model's input, with values in place of tensors.
+        values, calls, operations: in order.
+        draws: the functions that drew random numbers without being given a value.
+        uses: for each layer the names of parameters and buffers that it uses.
+        mutated: for each memory the last layer that changes it.
+        forbidden: calls before which no cut may be.
+    """
+
+    inputs: Any = None
+    values: list[Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    operations: list[Operation] = field(default_factory=list)
+    draws: set[Any] = field(default_factory=set)
+    uses: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
+    mutated: dict[int, int] = field(default_factory=dict)
+    forbidden: set[int] = field(default_factory=set)
+
+    def live_at(self, call: int) -> list[int]:
+        """The values computed before a call and used in it or later."""
+        return [number for number, value in enumerate(self.values) if value.producer < call <= value.last_use]
+
+    def same_path(self, other: Record) -> bool:
+        """Whether another pass did the same."""
+        return (
+            [(one.name, one.result) for one in self.calls] == [(one.name, one.result) for one in other.calls]
+            and [vars(one) for one in self.operations] == [vars(one) for one in other.operations]
+            and len(self.values) == len(other.values)
+        )
+
+
+class Recorder(Watch):
+    """Records a forward pass.
+
+    Args:
+        model: the model.
+        layers: the modules that are layers, by name.
+        changing: the names of the buffers that a forward pass changes.
+    """
+
+    def __init__(self, model: nn.Module, layers: Mapping[str, nn.Module], changing: Iterable[str]) -> None:
+        super().__init__()
+        self.record = Record()
+        self._model = model
+        self._layers = layers
+        self._tensors = dict(model.named_buffers()) | dict(model.named_parameters())
+        self._names = {id(tensor): name for name, tensor in self._tensors.items()}
+        self._slots = {
+            (id(module), key): self._names[id(tensor)]
+            for module in model.modules()
+            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            if tensor is not None
+        }
+        self._changing = {*changing, *(name for name, _ in model.named_parameters())}
+        self._objects: list[torch.Tensor] = []
+        self._numbers: dict[int, int] = {}
+        self._hidden = WeakTensorKeyDictionary()
+        self._storages: list[Any] = []
+        self._in_layer = False
+        self._dispatched = 0
+        self._drew = False
+
+    def run(self, example: Any) -> Record:
+        """Run the model on an example."""
+        record = self.record
+        record.inputs = map_leaves(self._input, example)
+        before, drawn = _python_values(self._model), _drawn()
+        self._python_draws, self._drawn = False, drawn
+        with _Dispatch(self), self.watching(self._layers):
+            output = self._model(example)
+        self._watch_draws()
+        for tensor in tensors_in(output):
+            self.use(tensor)
+            if id(tensor) in self._numbers:
+                record.values[self._numbers[id(tensor)]].last_use = sys.maxsize
+        if not tensors_in(output):
+            raise InputError(f"{type(self._model).__name__} returns no tensor but {type(output).__name__}.")
+        last = max(0, len(record.calls) - 1)
+        for value in record.values:
+            value.last_use = min(last, value.last_use)
+        self._forbid_shared_memory()
+        self._forbid_state(before)
+        return record
+
+    def _input(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        self._number(leaf, -1, is_whole_number=not leaf.is_floating_point())
+        return Ref(self._numbers[id(leaf)])
+
+    @property
+    def _place(self) -> int:
+        return max(0, len(self.record.calls) - 1)
+
+    def _number(self, tensor: torch.Tensor, producer: int, is_whole_number: bool = False) -> None:
+        self._numbers[id(tensor)] = len(self._objects)
+        self._objects.append(tensor)
+        self.record.values.append(
+            Value(
+                tuple(tensor.shape),
+                tensor.dtype,
+                tensor.device,
+                tensor.requires_grad,
+                producer,
+                _storage(tensor),
+                is_whole_number,
+            )
+        )
+
+    def on_layer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._watch_draws()
+        self.record.calls.append(Call(name))
+        self._in_layer = True
+        for tensor in tensors_in((args, kwargs)):
+            self.use(tensor)
+        module = self._layers[name]
+        self.record.uses[self._place] |= {
+            self._slots[id(one), key]
+            for one in module.modules()
+            for key in (*one._parameters, *one._buffers)
+            if (id(one), key) in self._slots
+        }
+        result = call(*args, **kwargs)
+        self._in_layer = False
+        self._drawn = _drawn()
+        given = tree_leaves((args, kwargs))
+        self.record.calls[-1].result = map_leaves(lambda leaf: self._leaf(leaf, given, name), result)
+        return result
+
+    def on_operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = tensors_in((args, kwargs))
+        follows = any([self._follows(tensor) for tensor in given])
+        before, self._drew = self._dispatched, False
+        calls = len(self.record.calls)
+        result = call(*args, **kwargs)
+        if self._drew and not follows:
+            self.record.draws.add(function)
+        elif not follows:
+            return result
+        kind = _kind(function, result, self._dispatched > before)
+        if kind is Kind.READ:
+            self._read(given)
+        made = map_leaves(lambda leaf: self._leaf(leaf, [], ""), result) if kind is Kind.VALUES else None
+        self.record.operations.append(Operation(function, kind, made, calls))
+        return result
+
+    def _leaf(self, leaf: Any, given: list[Any], layer: str) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) in self._names:
+                return Own(self._names[id(leaf)])
+            if id(leaf) not in self._numbers:
+                self._number(leaf, self._place)
+            return Ref(self._numbers[id(leaf)])
+        if isinstance(leaf, _CONSTANTS):
+            return leaf
+        for place, one in enumerate(given):
+            if one is leaf:
+                return Argument(place)
+        raise InputError(
+            f"Layer {layer!r} returns {type(leaf).__name__}, in which no tensor can be found. A model that is cut "
+            f"needs tensors from each layer, in any nesting of tuples, lists, dicts and dataclasses."
+        )
+
+    def _follows(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a value, or a parameter, or a buffer that changes, or needs a gradient."""
+        if tensor in self._hidden and id(tensor) not in self._numbers and not tensor.requires_grad:
+            layer = self.record.calls[self._hidden[tensor]].name
+            raise InputError(
+                f"{type(self._model).__name__} uses a tensor that its layer {layer!r} keeps instead of returning it: "
+                f"after a cut it would be in another process. Return it from the layer."
+            )
+        return self._is_value(tensor)
+
+    def _is_value(self, tensor: torch.Tensor) -> bool:
+        number, name = self._numbers.get(id(tensor)), self._names.get(id(tensor))
+        if number is not None:
+            return not self.record.values[number].is_whole_number
+        return tensor.requires_grad if name is None else name in self._changing
+
+    def _read(self, given: list[torch.Tensor]) -> None:
+        """Python continues according to numbers in these tensors, so all stages need them."""
+        for tensor in given:
+            number = self._numbers.get(id(tensor))
+            if number is not None:
+                self.record.values[number].last_use = sys.maxsize
+            elif self._follows(tensor):
+                raise InputError(
+                    f"{type(self._model).__name__} reads the numbers of "
+                    f"{self._names.get(id(tensor), 'a tensor that a layer keeps')} between its layers, which other "
+                    f"stages do not have: read them inside a layer."
+                )
+
+    def use(self, tensor: torch.Tensor) -> None:
+        """An operation, in a layer or between two, uses a tensor."""
+        record, layer = self.record, self._place
+        number = self._numbers.get(id(tensor))
+        if number is not None:
+            value = record.values[number]
+            again = value.is_whole_number and not self._in_layer
+            value.last_use = sys.maxsize if again else max(value.last_use, layer)
+        elif id(tensor) in self._names:
+            record.uses[layer].add(self._names[id(tensor)])
+        elif tensor in self._hidden:
+            record.forbidden |= set(range(self._hidden[tensor] + 1, layer + 1))
+
+    def dispatched(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation was run."""
+        self._dispatched += 1
+        self._drew |= torch.Tag.nondeterministic_seeded in function.tags
+        for place, argument in enumerate(function._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write and place < len(args):
+                for tensor in tensors_in(args[place]):
+                    storage = _storage(tensor)
+                    self.record.mutated[storage] = self._place
+                    self._storages.append(tensor.untyped_storage())  # keeps the number from being used again
+        hidden = self._in_layer or any(self._is_value(one) or one in self._hidden for one in tensors_in((args, kwargs)))
+        for tensor in tensors_in(result) if hidden else ():
+            if id(tensor) not in self._numbers and id(tensor) not in self._names:
+                self._hidden[tensor] = self._place
+
+    def _forbid_shared_memory(self) -> None:
+        """Where a later change in place would be seen on one side only."""
+        record = self.record
+        of_model = {_storage(self._tensors[name]) for name in self._changing}
+        for call in range(1, len(record.calls)):
+            storages = [record.values[number].storage for number in record.live_at(call)]
+            live = Counter(storage for storage in storages if storage in record.mutated)
+            if any(count > 1 and record.mutated[storage] >= call for storage, count in live.items()):
+                record.forbidden.add(call)
+        for value in record.values:
+            if value.storage in of_model and value.storage in record.mutated:
+                record.forbidden |= set(range(value.producer + 1, value.last_use + 1))
+
+    def _forbid_state(self, before: dict[int, dict[str, Any]]) -> None:
+        """Where one module, or buffer, is used on both sides and changes."""
+        record = self.record
+        users: dict[str, list[int]] = defaultdict(list)
+        for layer, names in record.uses.items():
+            for name in names & self._changing:
+                if isinstance(self._tensors[name], nn.Parameter):
+                    continue
+                users[name].append(layer)
+        now = _python_values(self._model)
+        for layer, call in enumerate(record.calls):
+            if any(now.get(id(one)) != before.get(id(one)) for one in self._layers[call.name].modules()):
+                users[f"module {call.name}"].append(layer)
+        for layers in users.values():
+            record.forbidden |= set(range(min(layers) + 1, max(layers) + 1))
+
+    def _watch_draws(self) -> None:
+        """Forbid to cut after random numbers of Python or NumPy drawn between layers: stages would draw them again."""
+        if self._python_draws or _drawn() != self._drawn:
+            self._python_draws = True
+            self.record.forbidden.add(len(self.record.calls))
+
+
+class _Dispatch(TorchDispatchMode):
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # it would import the compiler, which takes seconds
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            self._recorder.use(tensor)
+        result = function(*args, **(kwargs or {}))
+        self._recorder.dispatched(function, args, kwargs, result)
+        return result
+
+
+def _kind(function: Any, result: Any, dispatched: bool) -> Kind:
+    name = getattr(function, "__name__", "")
+    if name in _HOOKS:
+        return Kind.HOOK
+    if tensors_in(result):
+        return Kind.VALUES
+    if name in _READS or (dispatched and result is not None):
+        return Kind.READ
+    return Kind.CHANGE if dispatched else Kind.METADATA
+
+
+def _drawn() -> Any:
+    numpy = sys.modules.get("numpy")
+    state = numpy.random.get_state() if numpy is not None else None
+    return random.getstate(), None if state is None else (state[2], state[1].tobytes())
+
+
+def _python_values(model: nn.Module) -> dict[int, dict[str, Any]]:
+    return {id(module): plain_attributes(module) for module in model.modules()}
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, or batched by vmap
+        return id(tensor)

@@ -1,0 +1,116 @@
+"""Watches a forward pass: the calls of layers, and the operations between them.
+
+A layer is met at ``_compiled_call_impl``, which a module runs in place of itself and its hooks; an operation in a
+``TorchFunctionMode``; a custom ``autograd.Function``, which no mode sees, at a method put below its ``apply``. Inside
+a layer nothing is watched.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import Function
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.utils._pytree import tree_map
+
+_BELOW = Function.__mro__[1]
+_CALL = "_compiled_call_impl"
+
+
+class Watch(ABC):
+    """What to do at the calls of layers and the operations between them."""
+
+    def __init__(self) -> None:
+        self._inside = False
+        self._mode = _Mode(self)
+
+    @abstractmethod
+    def on_layer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """In place of a call of a layer."""
+
+    @abstractmethod
+    def on_operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """In place of an operation between layers; ``function`` identifies it."""
+
+    @contextmanager
+    def watching(self, layers: Mapping[str, nn.Module]) -> Iterator[None]:
+        """In which the forward pass runs."""
+        before = {name: module.__dict__.get(_CALL) for name, module in layers.items()}
+        for name, module in layers.items():
+            module.__dict__[_CALL] = partial(self._layer, name, before[name] or module._call_impl)
+        _BELOW.apply = classmethod(partial(_apply, self))  # type: ignore[attr-defined]
+        try:
+            with self._mode:
+                yield
+        finally:
+            del _BELOW.apply  # type: ignore[attr-defined]
+            for name, module in layers.items():
+                module.__dict__[_CALL] = before[name]
+                if before[name] is None:
+                    del module.__dict__[_CALL]
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            if _get_current_function_mode() is self._mode:
+                with _pop_mode_temporarily():
+                    yield
+            else:
+                yield
+        finally:
+            self._inside = False
+
+    def _layer(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return call(*args, **kwargs)
+        with self._unwatched():
+            return self.on_layer(name, call, args, kwargs)
+
+    def _operation(self, function: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._inside:
+            return call(*args, **kwargs)
+        with self._unwatched():
+            return self.on_operation(function, call, args, kwargs)
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._watch._operation(function, function, args, kwargs or {})
+
+
+def _apply(watch: Watch, cls: type, *args: Any, **kwargs: Any) -> Any:
+    return watch._operation(cls, super(_BELOW, cls).apply, args, kwargs)  # type: ignore[arg-type]
+
+
+def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
+    """Map the leaves of nested values, those in fields of dataclasses included."""
+
+    def visit(leaf: Any) -> Any:
+        if not is_dataclass(leaf) or isinstance(leaf, type):
+            return function(leaf)
+        mapped = copy.copy(leaf)
+        for field in fields(leaf):
+            object.__setattr__(mapped, field.name, map_leaves(function, getattr(leaf, field.name)))
+        return mapped
+
+    return function(values) if isinstance(values, torch.Tensor) else tree_map(visit, values)
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested values."""
+    found: list[torch.Tensor] = []
+    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, values)
+    return found
