@@ -96,8 +96,8 @@ def complete(world: World, storage: Storage, seconds: float) -> list[str]:
     """
 
     def look(elapsed: float) -> list[str]:
-        names = storage.complete()
-        step, latest = step_of(split(names[0])[0]) if names else -1, storage.latest()
+        latest, names = storage.latest(), storage.complete()
+        step = step_of(split(names[0])[0]) if names else -1
         if latest > step and elapsed < MISSING_SECONDS:
             raise OSError(errno.ESTALE, f"{name_of(latest)} is the newest one by its file latest, and is not listed")
         return names

@@ -99,6 +99,7 @@ def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest) -> 
             return True
         other = writer_of(name)
         if other is not None and not other.is_before(writer):
+            storage.check_fence(writer)
             raise CheckpointError(
                 f"{storage.location(name)} holds another state of step {manifest.step}, from another session or run. "
                 f"Give each its own checkpoint.directory."

@@ -23,7 +23,7 @@ def slow(*arguments):
     print("writing", flush=True)
     time.sleep(3600 if "HANG" in os.environ else 0.3)
     if "FAIL" in os.environ:
-        raise OSError("the disk is gone")
+        raise OSError(28, "the disk is gone")
     return write(*arguments)
 
 files.write = slow

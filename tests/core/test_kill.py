@@ -22,12 +22,13 @@ from subjects import CASES, tell
 
 if os.environ["RANK"] == "0" and "DYING" in os.environ:
     # end as in a power cut, before or after this call of this function
-    from paceline.checkpoint import files, folder
+    from paceline.checkpoint import files
+    from paceline.checkpoint.storage import folder
     name, call, when = os.environ["DYING"].split()
     home = {"rename": Path, "write": files}.get(name, folder)
     function, calls = getattr(home, name), []
     def deadly(*arguments):
-        if name != "rename" or arguments[0].name.startswith(".partial"):
+        if name != "rename" or arguments[0].name.startswith(".partial") and not arguments[1].name.startswith(".trash"):
             calls.append(arguments)
         if len(calls) == int(call) and when == "before":
             os.kill(os.getpid(), 9)
@@ -145,12 +146,12 @@ from subjects import tell
 
 at, before, begun = random.Random(os.environ.get("MOMENT")).uniform(0, 1.2), save.save, []
 
-def deadly(folder, snapshot):
+def deadly(folder, snapshot, *others):
     begun.append(time.perf_counter())
     os.write(1, f"saving {snapshot.step}\\n".encode())  # in one piece: the training thread prints, too
     if len(begun) == 3 and "MOMENT" in os.environ:
         threading.Timer(at * (begun[1] - begun[0]), os.kill, (os.getpid(), 9)).start()
-    return before(folder, snapshot)
+    return before(folder, snapshot, *others)
 
 save.save = deadly
 torch.manual_seed(0)
@@ -192,4 +193,7 @@ def test_killed_at_random_moments_of_saving(ranks: Run, printed: Printed, tmp_pa
     assert timed  # else no kill came at its moment
     (last,) = printed(SAVING, 1, tmp_path, environment=environment)
     assert last == whole
-    assert {path.name for path in saved.iterdir()} == {"step-000046", "step-000048", "latest"}
+    complete = {path.parts[-3] for path in saved.glob("step-*/*/manifest.json")}
+    assert complete == {"step-000046", "step-000048"}
+    marks = {path.parts[-3] for path in saved.glob("step-*/*/fenced")} | {".writers"} if store else set()
+    assert {path.name for path in saved.iterdir()} - marks == {*complete, "latest"}

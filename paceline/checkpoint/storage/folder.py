@@ -16,6 +16,7 @@ from paceline.regular_files import open_regular
 
 _PARTIAL = ".partial-"
 _TRASH = ".trash-"
+_NOTE = f".{LATEST}-"
 
 
 class Folder(Storage):
@@ -62,6 +63,10 @@ class Folder(Storage):
         for name in self.names():
             if name.startswith(_TRASH):
                 shutil.rmtree(self._path / name, ignore_errors=True)
+            if name.startswith(_NOTE):
+                (self._path / name).unlink(missing_ok=True)
+        for name in self.steps():
+            self._remove_empty(name)
         free = shutil.disk_usage(partial).free
         if size > free:
             raise OSError(errno.ENOSPC, f"No space left on device: {size:,} bytes are needed, {free:,} are free")
@@ -144,9 +149,10 @@ class Folder(Storage):
     def _note_latest(self, writer: Writer) -> None:
         """Note which one is the newest."""
         found = self.complete()
-        beside = self._path / f".{LATEST}-{writer.token}"
-        _write_synced(beside, (split(found[0])[0] if found else "none") + "\n")
-        beside.replace(self._path / LATEST)
+        beside = self._path / f"{_NOTE}{writer.token}"
+        with contextlib.suppress(FileNotFoundError):  # another writer has removed it, and writes its own
+            _write_synced(beside, (split(found[0])[0] if found else "none") + "\n")
+            beside.replace(self._path / LATEST)
         _sync_directory(self._path)
 
 

@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.regular_files import NotRegularError
 
 _WRITERS = ".writers"
+_ATTEMPTS = 10
 
 
 class ObjectStore(Storage):
@@ -68,7 +69,13 @@ class ObjectStore(Storage):
         self.check_fence(writer)
         name = f"{step}/{writer}"
         self._remove_files(name)
-        self._files.makedirs(self._path(name), exist_ok=True)
+        for attempt in range(_ATTEMPTS):
+            try:
+                self._files.makedirs(self._path(name), exist_ok=True)
+                break
+            except FileNotFoundError:  # in file://, another writer has just removed the empty directory of the step
+                if attempt == _ATTEMPTS - 1:
+                    raise
 
     @contextlib.contextmanager
     def create(self, step: str, writer: Writer, file: str) -> Iterator[BinaryIO]:
@@ -148,7 +155,7 @@ class ObjectStore(Storage):
 
     def _note_latest(self) -> None:
         found = self.complete()
-        self._write(self._path(LATEST), (split(found[0])[0] if found else "none") + "\n")
+        self._files.pipe_file(self._path(LATEST), ((split(found[0])[0] if found else "none") + "\n").encode())
 
     def _write(self, path: str, text: str) -> None:
         """Write a file atomically on any kind of store."""
