@@ -25,7 +25,7 @@ from paceline.launch import secret as secrets
 
 SECRET = secrets.make()
 RUN = RunInfo("this run", SECRET, "train.py", "job")
-ABOUT = {"host": "a", "pid": 4242, "address": "127.0.0.1", "port": 1}
+ABOUT = {"host": "a", "pid": 4242, "address": "127.0.0.1"}
 HELLO: dict[str, Any] = {
     "type": "hello",
     "about": ABOUT,
@@ -34,6 +34,15 @@ HELLO: dict[str, Any] = {
     "timeout_seconds": 60.0,
     "fits": [],
     "session": 1,
+}
+STORE: dict[str, Any] = {
+    "type": "store",
+    "generation": 0,
+    "call": 1,
+    "do": "set",
+    "keys": ["a"],
+    "value": "AA==",
+    "expected": "",
 }
 READY: dict[str, Any] = {
     "type": "ready",
@@ -65,6 +74,9 @@ FORGED = [
     {"type": "end", "code": 0, "reason": "training is over", "save": False},
     {"type": "report", "worker": 0},
 ]
+
+
+STREAMS = int(os.environ.get("STREAMS", "60"))
 
 
 class Lab:
@@ -290,7 +302,7 @@ HOSTILE = [
     *(HELLO | {"fits": value} for value in (None, [0], ["2"], [True], {"2": 2})),
     HELLO | {"session": -1},
     HELLO | {"worker": 1},
-    *(HELLO | {"about": ABOUT | change} for change in ({"pid": -1}, {"port": 70000}, {"address": "../x"}, {"host": 7})),
+    *(HELLO | {"about": ABOUT | change} for change in ({"pid": -1}, {"port": 7}, {"address": "../x"}, {"host": 7})),
     HELLO | {"about": ABOUT | {"arena": None}},
     {key: value for key, value in HELLO.items() if key != "fits"},
     *(READY | {"progress": value} for value in ("12", [1.5], [None], {"0": 1}, [10**30])),
@@ -414,7 +426,7 @@ def test_too_many_open_files_do_not_keep_a_core_busy() -> None:
 
 def mutated(source: random.Random) -> bytes:
     """A line like those of workers and agents, more or less."""
-    message = dict(source.choice([HELLO, READY, {"type": "heartbeat", "status": STATUS}, JOIN, ENDED, *FORGED]))
+    message = dict(source.choice([HELLO, READY, STORE, {"type": "heartbeat", "status": STATUS}, JOIN, ENDED, *FORGED]))
     odd = [None, -1, 2**70, 1e308, "", "x" * 3000, [], {}, [[[]]], True, "../../x", "\ud800", float("nan")]
     for _ in range(source.randrange(4)):
         message[source.choice([*message, "more"])] = source.choice(odd)
@@ -427,18 +439,24 @@ def mutated(source: random.Random) -> bytes:
 @pytest.mark.parametrize("proven", ["nobody", "a worker", "an agent"])
 def test_fuzzed_streams(lab: Lab, proven: str) -> None:
     source = random.Random(proven)
-    for _ in range(int(os.environ.get("FUZZ", "60"))):
+    for _ in range(STREAMS):
         if proven == "nobody":
-            with lab.plain() as stranger:
-                lines = [mutated(source), source.randbytes(source.randrange(400))]
-                try:
-                    stranger.sendall(b"".join(lines[: source.randrange(3)]))
-                except OSError:
-                    continue
-            continue
-        peer = lab.worker(source.randrange(4)) if proven == "a worker" else lab.agent()
-        for _ in range(source.randrange(1, 6)):
-            peer.send(mutated(source))
+            peer = Connection(lab.plain())
+            peer.send(mutated(source)[source.randrange(2) :] + source.randbytes(source.randrange(400)))
+        else:
+            peer = lab.agent() if proven == "an agent" else lab.worker(source.randrange(4))
+            for _ in range(source.randrange(1, 6)):
+                peer.send(mutated(source))
         peer.close()
     lab.still_works()
-    assert lab.coordinator._connections._thread.is_alive()
+
+
+def test_fuzzed_streams_of_members() -> None:
+    source = random.Random(0)
+    for _ in range(STREAMS // 3):
+        lab = Lab()
+        for member in lab.train():
+            for _ in range(source.randrange(1, 6)):
+                member.send(mutated(source))
+        lab.still_works()
+        lab.close()

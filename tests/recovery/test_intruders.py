@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launching import Run
 from test_machines import PORT, Hosts, alone, hosts, needs_root, until  # noqa: F401 - hosts is a fixture
 
 from paceline.launch import secret as secrets
 
 ATTACK = Path(__file__).with_name("attack.py")
-PACELINE = str(Path(sys.executable).with_name("paceline"))
 SCRIPT = """
-import os, time
-from pathlib import Path
+import os, subprocess, sys
 from functools import partial
 import torch
 import paceline
@@ -32,56 +32,31 @@ session = paceline.start(
     batch=32,
     exact=True,
 )
-for batch in session.batches(steps=40):
+heard = ""
+for batch in session.batches(steps=20):
     session.step(batch)
-    if batch.step == 5 and "PACELINE_RUN" in os.environ:
-        address = Path("address")
-        if session.rank == 0:
-            Path("new").write_text(os.environ["PACELINE_COORDINATOR"])
-            Path("new").rename(address)
-        while not Path("attacked").exists():
-            time.sleep(0.05)
-print("fingerprint", session.fingerprint(), flush=True)
+    if batch.step == 5 and session.rank == 0 and "ALONE" not in os.environ:
+        where = os.environ["PACELINE_COORDINATOR"].split(":")
+        attack = [sys.executable, os.environ["ATTACK"], *where, os.environ.get("ATTACK_SECONDS", "1")]
+        heard = subprocess.run(attack, stdout=subprocess.PIPE, text=True, check=True).stdout
+tell = {"fingerprint": session.fingerprint(), "heard": heard.splitlines()}
+print(__import__("json").dumps(tell), flush=True)
 """
 
 
-def fingerprints(text: str) -> set[str]:
-    return {line.rpartition(" ")[2] for line in text.splitlines() if "fingerprint" in line}
-
-
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
-def test_another_user_of_this_machine(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    run = [PACELINE, "run", "-n", "2", "--elastic", "1:2", "--name", "job", "train.py"]
-    with (tmp_path / "said").open("w") as said:
-        training = subprocess.Popen(run, cwd=tmp_path, stdout=said, stderr=said)
-    try:
-        until(lambda: (tmp_path / "address").exists())
-        host, _, port = (tmp_path / "address").read_text().rpartition(":")
-        seconds = os.environ.get("ATTACK_SECONDS", "1")
-        attack = [sys.executable, str(ATTACK), host, port, seconds]
-        attacked = subprocess.run(attack, capture_output=True, text=True, timeout=200, check=False)
-        assert attacked.stderr == ""
-        assert attacked.stdout.splitlines()[0] == "idle 1000"
-        assert attacked.stdout.splitlines()[1] == "words ['1', 'paceline', 'refused']"
-    finally:
-        (tmp_path / "attacked").touch()
-        code = training.wait(120)
-    said_text = (tmp_path / "said").read_text()
-    assert code == 0, said_text
-    reference = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, check=True, timeout=120
-    )
-    assert fingerprints(said_text) == fingerprints(reference.stdout)
-    log = (tmp_path / "runs" / "job" / "events" / "launcher.jsonl").read_text()
-    events = [json.loads(line) for line in log.splitlines()]
-    assert [event["event"] for event in events if event["event"] != "refused"] == ["membership", "end"]
-    refused = [event for event in events if event["event"] == "refused"]
+def test_another_user_of_this_machine(run: Run, undisturbed: Callable[..., dict[str, Any]]) -> None:
+    ran = run(SCRIPT, "-n", 2, "--elastic", "1:2", ATTACK=str(ATTACK))
+    assert ran.code == 0, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}
+    (heard,) = [one["heard"] for one in ran.printed() if one["heard"]]
+    assert heard == ["idle 1000", "words ['1', 'paceline', 'refused']"]
+    assert [event["event"] for event in ran.launcher() if event["event"] != "refused"] == ["membership", "end"]
+    refused = ran.launcher("refused")
     assert sum(event["count"] for event in refused) > 1080
     assert len(refused) < 120
-    for file in tmp_path.rglob("*"):  # no secret is on the disk
-        if file.is_file():
-            assert b"SECRET" not in file.read_bytes()
+    for file in ran.run.rglob("*"):  # no secret is on the disk
+        assert not file.is_file() or b"PACELINE_WORKER_SECRET" not in file.read_bytes()
 
 
 @pytest.mark.slow
