@@ -29,6 +29,7 @@ _ACCEPTED_AT_ONCE = 64
 _REPEAT_SECONDS = 60.0
 _TOLD_APART = 10
 _MOST_REASONS = 1000
+_LONGEST_REASON = 200
 
 
 @dataclass(eq=False)
@@ -84,7 +85,8 @@ class Refusals:
         self._seen: dict[tuple[str, str], tuple[float, int]] = {}
 
     def add(self, host: str, reason: str, now: float) -> None:
-        """Take note of one."""
+        """Take note of one; a peer may have chosen a part of the reason."""
+        reason = "".join(one if one.isprintable() else "?" for one in reason[:_LONGEST_REASON])
         if (host, reason) not in self._seen and len(self._seen) >= _MOST_REASONS:
             host, reason = "others", "too many to tell apart"
         since, count = self._seen.get((host, reason), (now, 0))

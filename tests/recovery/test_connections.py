@@ -282,13 +282,15 @@ def test_an_agent_speaks_for_the_workers_that_it_started(lab: Lab) -> None:
 
 
 def test_a_machine_with_another_run_is_told_so(lab: Lab) -> None:
-    for other in ({"script": "other.py"}, {"name": "other"}):
+    for other in ({"script": "other.py"}, {"name": "other"}, {"script": "other\ud800\n" + 5000 * "x"}):
         agent = lab.agent()
         tell(agent, JOIN | other)
         said = answer(agent)
         assert said["type"] == "refused"
         assert "job" in said["reason"] and "other" in said["reason"]
         agent.close()
+    until(lambda: len(lab.refusals()) == 3)
+    assert all(reason.isprintable() and len(reason) <= 200 for reason in lab.refusals())
 
 
 def deep(count: int) -> bytes:
