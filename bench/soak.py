@@ -113,6 +113,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", type=Path, help="keep the runs that went wrong in this folder")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # nothing is left of an interrupted soak either
     total: Counter[str] = Counter()
     wrong = number = 0
     with tempfile.TemporaryDirectory(prefix="paceline-soak-") as name, busy(options.load):
