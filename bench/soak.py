@@ -38,9 +38,9 @@ from functools import partial
 import torch
 import paceline
 
-def forward(model, microbatch):
+def loss(output, target):
     time.sleep(0.01)
-    return torch.nn.functional.cross_entropy(model(microbatch[0]), microbatch[1])
+    return torch.nn.functional.cross_entropy(output, target)
 
 torch.manual_seed(0)
 inputs = torch.randn(1000, 16)
@@ -49,7 +49,7 @@ session = paceline.start(
         layer for _ in range(4) for layer in (torch.nn.Linear(16, 16), torch.nn.Tanh(), torch.nn.Dropout(0.1))
     )),
     optimizer=partial(torch.optim.AdamW, lr=1e-3),
-    forward=forward,
+    loss=loss,
     data=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)),
     batch=32,
     microbatches=4,

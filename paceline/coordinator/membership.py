@@ -45,7 +45,7 @@ class MembershipProtocol:
         self._record = record
         self.changing = False  # the members are on their way into the next generation
         self._shortage_noted = False
-        self._fenced = False
+        self.fenced = False  # whether one that was lost since the last generation may still run
         self._pending_starts = 0
         self._unconfirmed: set[int] = set()  # reported as ended by workers; their launcher has not seen it yet
         self._since: float | None = None
@@ -161,7 +161,7 @@ class MembershipProtocol:
             self.advance(now)
             return
         self.lost.append(Lost(number, rank, reason, may_run))
-        self._fenced = self._fenced or may_run
+        self.fenced = self.fenced or may_run
         self._losses_since_step += 1
         self._record("lost", worker=number, rank_lost=rank, reason=reason)
         if self._losses_since_step > max(_MAX_LOSSES_WITHOUT_STEP, 2 * self.bounds.most):
@@ -384,7 +384,7 @@ class MembershipProtocol:
         for number in chosen:
             worker = self.workers[number]
             if worker.joined and number not in before:  # it was dropped: who was with it may still run, too
-                self._fenced = True
+                self.fenced = True
             worker.state, worker.joined = "training", True
             members.append({"worker": number, **worker.about, "progress": worker.progress})
         if self._facts is None or self._session < self.workers[chosen[0]].session:
@@ -393,8 +393,8 @@ class MembershipProtocol:
         joined = [number for number in chosen if number not in before]
         gone = [number for number in before if number not in chosen]
         message = {"type": "membership", "generation": self.generation, "members": members}
-        message |= {"joined": joined, "lost": gone, "fenced": self._fenced}
-        self._fenced = False
+        message |= {"joined": joined, "lost": gone, "fenced": self.fenced}
+        self.fenced = False
         self._record("membership", generation=self.generation, workers=chosen, joined=joined, gone=gone)
         for number in chosen:
             self._send(number, message)

@@ -251,6 +251,7 @@ class Coordinator:
 
     def _cut_off(self, number: int) -> None:
         """Lose a worker of another machine: nobody can say any more how it is."""
+        self.membership.fenced = True
         self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", time.monotonic())
 
     def _check_reported_exits(self, ended: list[int], now: float) -> None:
