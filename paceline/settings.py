@@ -55,6 +55,9 @@ class CheckpointSettings(BaseModel):
     retry_seconds: Seconds = Field(
         300.0, description="how long to try again while the disk, network folder or object store fails"
     )
+    key_file: Path | None = Field(
+        None, description="file with a secret that signs checkpoints: those that are not signed with it are refused"
+    )
     mtbf_hours: PositiveFloat = Field(24.0, description="expected hours between two failures of the run, for auto")
 
     @field_validator("directory", mode="before")

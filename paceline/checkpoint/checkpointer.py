@@ -14,12 +14,13 @@ from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import Manifest
-from paceline.checkpoint.resume import Search, ask, complete, read_named, read_newest
+from paceline.checkpoint.resume import Check, Search, ask, complete, read_named, read_newest
 from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
 from paceline.comm.world import World
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.events import EventLog
+from paceline.launch import secret
 from paceline.settings import CheckpointSettings
 
 _log = logging.getLogger("paceline")
@@ -42,7 +43,7 @@ class Checkpointer:
 
     Raises:
         CheckpointError: ``checkpoint.every`` is set, but there is no directory.
-        ConfigError: a package that the URL needs is not installed.
+        ConfigError: a package that the URL needs is not installed, or the key cannot be read.
     """
 
     def __init__(self, world: World, settings: CheckpointSettings, folder: Path | None, events: EventLog) -> None:
@@ -56,6 +57,7 @@ class Checkpointer:
         self._token = os.urandom(4).hex()
         self.last: tuple[Path | str, int] | None = None
         self.launch: int | None = None
+        self._key = None if settings.key_file is None else _key_in(settings.key_file)
         location = settings.directory or folder
         self._storage = None if location is None else locations.storage_at(location)
         if settings.every and self._storage is None:
@@ -146,7 +148,7 @@ class Checkpointer:
         name = manifest.name_of(snapshot.step)
         fields = {"step": snapshot.step, "path": str(storage.location(name)), "bytes": snapshot.bytes}
         try:
-            location = save.save(storage, snapshot, writer, self._settings.retry_seconds)
+            location = save.save(storage, snapshot, writer, self._settings.retry_seconds, self._key)
         except CheckpointError as error:
             self._events.mark("checkpoint-failed", **fields, reason=str(error))
             if isinstance(error, FencedError) and error.replaced:  # this worker was dropped, and will be told
@@ -201,13 +203,13 @@ class Checkpointer:
         if source is None:
             self._refuse_leftovers(there)
             return 0
-        location, content = read_named(self._world, source, state.check, seconds)
+        location, content = read_named(self._world, source, self._check(state), seconds)
         self._refuse_later(location, there)
         return self._restore(state, location, content)
 
     def _resume_newest(self, state: TrainingState, storage: Storage) -> int:
         seconds = self._settings.retry_seconds
-        search = read_newest(self._world, storage, state.check, seconds)
+        search = read_newest(self._world, storage, self._check(state), seconds)
         skipped = [*search.missing.values(), *search.damaged.values()]
         if search.location is not None and search.content is not None:
             location, saved = search.location, search.content.manifest
@@ -223,6 +225,15 @@ class Checkpointer:
             )
         _log.info("resume: no checkpoint in %s yet, starting from the beginning", storage.location())
         return 0
+
+    def _check(self, state: TrainingState) -> Check:
+        """What refuses a checkpoint by its manifest: one that is not signed as it must be, or of another training."""
+
+        def check(location: Path | str, saved: Manifest) -> None:
+            saved.check_signature(self._key, location)
+            state.check(location, saved)
+
+        return check
 
     def _restore(self, state: TrainingState, location: Path | str, content: Content) -> int:
         step = state.restore(location, content)
@@ -266,6 +277,13 @@ class Checkpointer:
                 f"The checkpoint folder already holds {self._storage.location(there[0])} of an earlier run. Set "
                 f"resume='auto' to resume from it, or choose another checkpoint.directory."
             )
+
+
+def _key_in(path: Path) -> bytes:
+    found = secret.read(path)
+    if found is None:
+        raise ConfigError(f"checkpoint.key_file = {str(path)!r}: there is no such file.")
+    return found.key("checkpoint")
 
 
 def _two_runs(storage: Storage, location: Path | str, saved: Manifest) -> str:

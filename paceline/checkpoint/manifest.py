@@ -7,11 +7,12 @@ kinds, names, and that all sizes fit together. Its files have fixed names.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -55,6 +56,7 @@ class Manifest:
         numerics: what affects the bits besides the script: exact, threads, cpu.
         versions: of Python and the libraries.
         time: when the state was taken, in seconds since 1970.
+        signature: of all this, by the key of the run; empty if it has none.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -70,10 +72,36 @@ class Manifest:
     versions: dict[_Word, _Word]
     time: Annotated[float, Field(ge=0, le=1e11)]
     format: int = FORMAT
+    signature: str = ""
 
     def to_json(self) -> str:
-        """As JSON with its own SHA-256."""
-        return _sealed(json.dumps(asdict(self), indent=1))
+        """As JSON with its own SHA-256, and its signature if it has one."""
+        return _sealed(self._body(), self.signature)
+
+    def signed(self, key: bytes | None) -> Manifest:
+        """The same with its signature by a key: an HMAC-SHA256. Without a key there is none."""
+        return self if key is None else replace(self, signature=self._signature(key))
+
+    def check_signature(self, key: bytes | None, where: object) -> None:
+        """Refuse a manifest that was not signed with a key; without a key every one is accepted.
+
+        Raises:
+            DamagedError: it was not.
+        """
+        if key is None:
+            return
+        if not self.signature:
+            raise DamagedError(f"{where} is refused: it is not signed, and checkpoint.key_file is set.")
+        if not hmac.compare_digest(self.signature.encode(), self._signature(key).encode()):
+            raise DamagedError(f"{where} is refused: it is not signed with the key in checkpoint.key_file.")
+
+    def _signature(self, key: bytes) -> str:
+        return hmac.digest(key, self._body().encode(), "sha256").hex()
+
+    def _body(self) -> str:
+        values = asdict(self)
+        del values["signature"]
+        return json.dumps(values, indent=1)
 
 
 _SCHEMA = TypeAdapter(Manifest)
@@ -89,8 +117,9 @@ def parse(text: str, where: object) -> Manifest:
         _check_depth(text)
         values = json.loads(text)
         values.pop("checksum")
+        signature = str(values.pop("signature", ""))
         body = json.dumps(values, indent=1)
-        if text != _sealed(body):
+        if text != _sealed(body, signature):
             raise ValueError("its checksum does not match")
         if (known := values.get("format")) != FORMAT:
             raise DamagedError(
@@ -105,7 +134,7 @@ def parse(text: str, where: object) -> Manifest:
         raise DamagedError(f"{where} is damaged: {place}: {first['msg']}.") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{where} is damaged: {error}.") from None
-    return manifest
+    return replace(manifest, signature=signature)
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -115,9 +144,11 @@ def dtype_of(name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _sealed(body: str) -> str:
-    checksum = hashlib.sha256(body.encode()).hexdigest()
-    return f'{body.removesuffix("}").rstrip()},\n "checksum": "{checksum}"\n}}'
+def _sealed(body: str, signature: str = "") -> str:
+    seals = {"checksum": hashlib.sha256(body.encode()).hexdigest()}
+    if signature:
+        seals["signature"] = signature
+    return f"{body.removesuffix('}').rstrip()},{json.dumps(seals, indent=1)[1:]}"
 
 
 def _check_depth(text: str) -> None:

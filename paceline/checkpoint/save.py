@@ -20,7 +20,7 @@ from paceline.errors import CheckpointError
 _log = logging.getLogger("paceline")
 
 
-def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: float) -> Path | str:
+def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: float, key: bytes | None) -> Path | str:
     """Write a checkpoint; one worker calls this.
 
     Args:
@@ -28,6 +28,7 @@ def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: fl
         snapshot: the state.
         writer: who writes.
         retry_seconds: for how long to try again while the storage fails.
+        key: signs it, if there is one.
 
     Returns:
         the location of the checkpoint. An existing one of the same state is left as it is.
@@ -39,8 +40,8 @@ def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: fl
     step, manifest, retries = manifests.name_of(snapshot.step), snapshot.manifest(), Retries(retry_seconds)
     while True:
         try:
-            if not _exists(storage, step, writer, manifest):
-                _write(storage, step, writer, snapshot, manifest)
+            if not _exists(storage, step, writer, manifest, key):
+                _write(storage, step, writer, snapshot, manifest, key)
             return storage.location(step)
         except CheckpointError:
             _abandon(storage, step, writer)
@@ -53,11 +54,14 @@ def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: fl
             retries.wait(f"{storage.location(step)} cannot be written: {files.reason_of(error)}")
 
 
-def _write(storage: Storage, step: str, writer: Writer, snapshot: Snapshot, manifest: Manifest) -> None:
+def _write(
+    storage: Storage, step: str, writer: Writer, snapshot: Snapshot, manifest: Manifest, key: bytes | None
+) -> None:
     storage.begin(step, writer, snapshot.bytes)
     written = files.write(partial(storage.create, step, writer), snapshot.tensors)
     fault_points.reach("inside a save", snapshot.step)
-    storage.commit(step, writer, replace(manifest, files=written.files, offsets=written.offsets).to_json())
+    manifest = replace(manifest, files=written.files, offsets=written.offsets).signed(key)
+    storage.commit(step, writer, manifest.to_json())
 
 
 def retain(storage: Storage, newest: int, writer: Writer, keep: int, keep_hours: float | None) -> None:
@@ -85,11 +89,12 @@ def _hours(storage: Storage, name: str) -> float:
         return 0.0
 
 
-def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest) -> bool:
+def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest, key: bytes | None) -> bool:
     """Whether this state is saved already. Sets a damaged checkpoint of this step aside."""
     for name in storage.complete_in(step):
         try:
             existing = manifests.parse(storage.manifest(name), storage.location(name))
+            existing.check_signature(key, storage.location(name))
         except Exception as error:
             if is_storage_error(error):
                 raise

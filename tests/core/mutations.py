@@ -43,7 +43,7 @@ class Bomb:
         return exec, (f"import os; open(os.environ[{MARKER!r}], 'w').close()",)
 
 
-def session_in(directory: str, seed: int = 0, **settings: Any) -> paceline.Session:
+def session_in(directory: str, key: Path | None, seed: int = 0, **settings: Any) -> paceline.Session:
     torch.manual_seed(seed)
     inputs = torch.randn(64, 6)
     return paceline.start(
@@ -54,7 +54,7 @@ def session_in(directory: str, seed: int = 0, **settings: Any) -> paceline.Sessi
         batch=16,
         exact=True,
         schedule=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step),
-        checkpoint={"directory": directory, "every": 2, "keep": 9, "background": False},
+        checkpoint={"directory": directory, "every": 2, "keep": 9, "background": False, "key_file": key},
         **settings,
     )
 
@@ -141,9 +141,11 @@ class Mutation:
         """Change the manifest, and make its checksum right."""
         values = json.loads((self.newest / FILE).read_text()) | changes
         del values["checksum"]
+        signature = values.pop("signature", None)
         body = json.dumps(values, indent=1)
         checksum = hashlib.sha256(body.encode()).hexdigest()
-        (self.newest / FILE).write_text(f'{body[:-2]},\n "checksum": "{checksum}"\n}}')
+        seals = {"checksum": checksum} | ({"signature": signature} if signature else {})
+        (self.newest / FILE).write_text(f"{body[:-2]},{json.dumps(seals, indent=1)[1:]}")
 
     def forged(self) -> None:
         """Values that no run has, with a right checksum."""
@@ -260,7 +262,7 @@ class Said(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def attempt(mutation: Mutation, directory: str, expected: str) -> str:
+def attempt(mutation: Mutation, directory: str, key: Path | None, expected: str) -> str:
     """Resume from a spoilt run; what is wrong with how it went, or nothing."""
     said, log = Said(), logging.getLogger("paceline")
     log.addHandler(said)
@@ -268,7 +270,7 @@ def attempt(mutation: Mutation, directory: str, expected: str) -> str:
     signal.alarm(SECONDS)
     position = -1
     try:
-        session = session_in(directory, resume="auto")
+        session = session_in(directory, key, resume="auto")
         position = session.position
         result = train(session)
     except paceline.CheckpointError as error:
@@ -298,11 +300,15 @@ def _too_late(*_: object) -> None:
     raise TimeoutError(f"it took longer than {SECONDS} seconds")
 
 
-def failures(home: Path, seeds: range, store: str = "") -> list[str]:
+def failures(home: Path, seeds: range, store: str = "", signed: bool = False) -> list[str]:
     """Mutate, resume, and collect what went wrong; ``home`` is an empty folder."""
+    key = home / "key" if signed else None
+    if key is not None:
+        key.touch(mode=0o600)
+        key.write_text("0123456789abcdef" * 4)
     os.environ[MARKER] = str(home / "marker")
-    expected = train(session_in(str(home / "whole")))
-    train(session_in(str(home / "other"), seed=1))
+    expected = train(session_in(str(home / "whole"), key))
+    train(session_in(str(home / "other"), key, seed=1))
     found = []
     for seed in seeds:
         run = home / f"run-{seed}"
@@ -315,7 +321,9 @@ def failures(home: Path, seeds: range, store: str = "") -> list[str]:
         if store == "memory://":
             fsspec = __import__("fsspec")
             fsspec.filesystem("memory").put(f"{run}/", f"{run}/", recursive=True)
-        wrong = attempt(mutation, directory, expected)
+        if signed and mutation.way == mutation.sealed_bomb:
+            mutation.positions = {4}
+        wrong = attempt(mutation, directory, key, expected)
         if wrong:
             found.append(f"{seed} {mutation.what}: {wrong}")
         shutil.rmtree(run)
@@ -328,9 +336,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store", default="", help="file:// or memory://")
+    parser.add_argument("--signed", action="store_true", help="with a key that signs checkpoints")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as home:
-        found = failures(Path(home), range(given.seed, given.seed + given.count), given.store)
+        found = failures(Path(home), range(given.seed, given.seed + given.count), given.store, given.signed)
     print("\n".join(found))
     print(f"{given.count} mutations, {len(found)} failures")
     sys.exit(bool(found))

@@ -6,9 +6,11 @@ import mutations
 import pytest
 
 
-@pytest.mark.parametrize("store", ["", "file://", "memory://"])
-def test_a_spoilt_checkpoint_is_passed_over(tmp_path: Path, store: str) -> None:
-    assert mutations.failures(tmp_path, range(12 if store else 36), store) == []
+@pytest.mark.parametrize(
+    ("store", "signed", "count"), [("", False, 36), ("file://", False, 12), ("memory://", False, 12), ("", True, 12)]
+)
+def test_a_spoilt_checkpoint_is_passed_over(tmp_path: Path, store: str, signed: bool, count: int) -> None:
+    assert mutations.failures(tmp_path, range(count), store, signed) == []
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, ConfigError
 from paceline.events import EventLog
 from paceline.settings import CheckpointSettings
 
@@ -278,11 +278,12 @@ def test_what_one_worker_cannot_read_no_worker_takes(tmp_path: Path, rank: int, 
     one = Made(tmp_path, rank=rank, others=(None,))
 
     storage: Any = one.checkpointer._storage
+    says: Iterator[Any] = iter([(3, "run"), storage.complete(), ""])  # rank 0: which launch, what is there, of one run
 
     def gather(value: Any, what: str) -> list[Any]:
         other = ("good", "", 0.0, False) if "000001" in what else (kind, "the disk is gone", 0.0, False)
-        if what == "start":  # rank 0 says which launch this is, and what there is
-            return [value or ("good", storage.complete() if one.checkpointer.launch else (3, "run"))]
+        if what == "start":
+            return [value or ("good", next(says))]
         return [value, other] if rank == 0 else [other, value]
 
     one.world.gather = gather
@@ -317,3 +318,44 @@ def test_the_others_leave_the_interval_to_rank_0(tmp_path: Path) -> None:
     assert not any(one.checkpointer.due(step) for step in range(1, 40))
     one.world.rank = 0
     assert one.checkpointer.due(40), "a new rank 0 does not know how old the newest one is"
+
+
+def key_file(path: Path, text: str) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(text * 32)
+    return path
+
+
+def test_with_a_key_only_what_it_signed_is_resumed_from(tmp_path: Path) -> None:
+    key, other, saved = key_file(tmp_path / "key", "ab"), key_file(tmp_path / "other", "cd"), tmp_path / "saved"
+    Made(saved, key_file=key).save(1)
+    one = Made(saved, key_file=other)
+    with pytest.raises(CheckpointError, match=r"step-000001/\S+ is refused: it is not signed with the key"):
+        one.checkpointer.resume(one.state, "auto")
+    plain = Made(saved)
+    assert plain.checkpointer.resume(plain.state, "auto") == 1
+    plain.train()
+    plain.save(2)
+    one = Made(saved, key_file=key)
+    assert one.checkpointer.resume(one.state, "auto") == 1
+    (told,) = one.events.named("checkpoint-damaged")
+    assert "is refused: it is not signed, and checkpoint.key_file is set." in told["reason"]
+    assert (saved / "damaged-step-000002").is_dir()
+
+
+def test_an_unsigned_one_in_the_way_of_a_signed_save_is_set_aside(tmp_path: Path) -> None:
+    one = Made(tmp_path / "saved")
+    one.save(1)
+    one.checkpointer._key = b"key"
+    one.save(1)
+    assert one.checkpointer.resume(one.state, "auto") == 1
+    assert (tmp_path / "saved" / "damaged-step-000001").is_dir()
+
+
+@pytest.mark.parametrize(("mode", "text"), [(0o644, "ab"), (0o600, "a"), (None, "")])
+def test_a_key_that_is_none(tmp_path: Path, mode: int | None, text: str) -> None:
+    if mode is not None:
+        (tmp_path / "key").write_text(text * 20)
+        (tmp_path / "key").chmod(mode)
+    with pytest.raises(ConfigError, match=str(tmp_path / "key")):
+        Made(tmp_path / "saved", key_file=tmp_path / "key")
