@@ -1,5 +1,6 @@
 """What others rely on: the public names, the settings, the options. Change these lists with care."""
 
+import ast
 import shutil
 import subprocess
 import sys
@@ -163,3 +164,40 @@ def test_commands_do_not_hide_modules_of_python() -> None:
     """The demo's script is run from their folder, where Python looks first."""
     files = {path.stem for path in (Path(paceline.__file__).parent / "cli").glob("*.py")}
     assert not files & sys.stdlib_module_names
+
+
+UNSAFE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "TCPStore", "rpc"} | {
+    f"{name}_object{ending}"
+    for name in ("all_gather", "gather", "broadcast", "scatter", "send", "recv")
+    for ending in ("", "_list")
+}
+"""What runs code from bytes, or listens to strangers."""
+ALLOWED = {
+    "testing/decorator.py": {"pickle"},  # a test hands its arguments to its own processes, in its own folder
+    "testing/worker_main.py": {"pickle"},
+    "checkpoint/files.py": {"pickle"},  # writes the index of torch.distributed.checkpoint, and never reads it
+    "comm/rendezvous/env_init.py": {"TCPStore"},  # the store that torchrun or the user has asked for
+}
+
+
+def _names(path: Path) -> set[str]:
+    """The names that a file uses, and ``torch.load`` if that may unpickle."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.alias):
+            found.update(node.name.split("."))
+        elif isinstance(node, ast.Name):
+            found.add(node.id)
+        elif isinstance(node, ast.Attribute):
+            found.add(node.attr)
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+            given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+            found |= {"torch.load"} if given.get("weights_only") != "True" else set()
+    return found
+
+
+def test_no_code_from_bytes() -> None:
+    used = {
+        path.relative_to(PACKAGE).as_posix(): _names(path) & (UNSAFE | {"torch.load"}) for path in PACKAGE.rglob("*.py")
+    }
+    assert {name: names for name, names in used.items() if names} == ALLOWED

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,9 +19,18 @@ from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_all, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
+from paceline.comm.values import decode, encode
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
-from paceline.errors import DisagreementError, PacelineError, StartError, WorkerLost, WorkerSilent, name_ranks
+from paceline.errors import (
+    DisagreementError,
+    InputError,
+    PacelineError,
+    StartError,
+    WorkerLost,
+    WorkerSilent,
+    name_ranks,
+)
 
 PENDING, LEAVING = 1, 2
 """Notices in step headers: the world is about to change; this worker is to leave."""
@@ -31,6 +39,7 @@ _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 31) - 1
 _WITHIN = ("start", "step")
 """Gathers inside something else that is recorded."""
+_LARGEST_MESSAGE = 1 << 32
 _GRACE_SECONDS = 1.0
 """For torch to notice by itself that the time is up."""
 
@@ -205,7 +214,7 @@ class World(Waiting):
         return recorder
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Gather a value of every worker, in the order of ranks; any value that can be pickled.
+        """Gather a value of every worker, in the order of ranks; of the types that ``values`` can send.
 
         Raises:
             DisagreementError: the workers are at different places in the script; ``what`` names this one's.
@@ -216,7 +225,7 @@ class World(Waiting):
         met = self.recorder and what not in _WITHIN
         made = self.recorder.meet(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
         with self.awaiting(f"in a gather of all workers ({what})"):
-            values = self._exchange((what, value, made))
+            values = self._read(self._exchange(_written((what, value, made), what)))
         if any(call != what for call, *_ in values):
             places = ", ".join(f"rank {rank} in {call}" for rank, (call, *_) in enumerate(values))
             raise DisagreementError(
@@ -227,13 +236,27 @@ class World(Waiting):
             self.recorder.check_agreement([made for *_, made in values])
         return [value for _, value, _ in values]
 
-    def _exchange(self, own: Any) -> list[Any]:
-        if self.shared_memory is not None:
-            return [pickle.loads(message) for message in self.shared_memory.all_gather(pickle.dumps(own))]
-        values: list[Any] = [None] * self.size
-        with self.waiting_in_group(self.others, [], self.purpose):
-            dist.all_gather_object(values, own)
+    def _read(self, messages: list[bytes]) -> list[Any]:
+        values: list[Any] = []
+        for rank, message in enumerate(messages):
+            try:
+                values.append(decode(message))
+            except ValueError as error:
+                raise WorkerLost(f"Rank {self.rank}: what rank {rank} sent cannot be read: {error}.") from error
         return values
+
+    def _exchange(self, own: bytes) -> list[bytes]:
+        if self.shared_memory is not None:
+            return self.shared_memory.all_gather(own)
+        with self.waiting_in_group(self.others, [], self.purpose):
+            sizes = list(torch.empty(self.size, 1, dtype=torch.int64))
+            dist.all_gather(sizes, torch.tensor([len(own)]))
+            room = max(map(int, sizes))
+            if not 0 < room <= _LARGEST_MESSAGE:
+                raise RuntimeError(f"a message of {room} bytes")
+            messages = list(torch.empty(self.size, room, dtype=torch.uint8))
+            dist.all_gather(messages, torch.frombuffer(bytearray(own.ljust(room, b"\0")), dtype=torch.uint8))
+        return [one.numpy()[: int(size)].tobytes() for one, size in zip(messages, sizes, strict=True)]
 
     def start_transfers(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
         """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
@@ -339,6 +362,13 @@ class Transfer:
         """
         with self._world.waiting_in_group(self._peers, self._peers, self._where):
             self._work.wait()
+
+
+def _written(value: object, what: str) -> bytes:
+    try:
+        return encode(value)
+    except TypeError as error:
+        raise InputError(f"Not all that belongs to {what!r} can be sent to other workers: {error}.") from error
 
 
 def _device(who: env.Identity) -> torch.device:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.comm.values import sendable
 from paceline.step.job import StepResult
 
 
+@sendable
 @dataclass
 class Progress:
     """How far a worker is, and what those that are behind need besides the tensors.

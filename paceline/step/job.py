@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.values import sendable
 from paceline.comm.world import World
 from paceline.data.feed import Feed, Piece
 from paceline.data.order import Order
@@ -77,6 +78,7 @@ class Batch:
     generation: int
 
 
+@sendable
 @dataclass(frozen=True)
 class StepResult:
     """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.

@@ -7,7 +7,6 @@ receiver is ready before they come. Between workers of one machine small ones go
 from __future__ import annotations
 
 import math
-import pickle
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
@@ -16,6 +15,7 @@ import torch
 
 from paceline.comm.links.strides import Strides, dense_strides_of, laid_out, one_after_another, strides_of
 from paceline.comm.shm.ring import LARGEST_BYTES, Ring
+from paceline.comm.values import decode, encode, sendable
 from paceline.comm.world import Message, Transfer, World
 from paceline.errors import InputError
 
@@ -26,6 +26,7 @@ _MOST_IN_FLIGHT = 8
 """So many messages may be on their way before the sender waits for the oldest."""
 
 
+@sendable
 class Form(NamedTuple):
     """What a tensor is like."""
 
@@ -84,7 +85,7 @@ class Sender:
             )
         if samples not in self._forms:
             self._forms[samples] = forms
-            encoded = torch.frombuffer(bytearray(pickle.dumps(forms)), dtype=torch.uint8)
+            encoded = torch.frombuffer(bytearray(encode(forms)), dtype=torch.uint8)
             length = torch.tensor([len(encoded)])
             transfers += self._post(length.to(self._world.device), 0) + self._post(encoded.to(self._world.device), 1)
         before, now = _differing(self._forms[samples], forms)
@@ -201,7 +202,7 @@ class Receiver:
         _await(self._post(length, 0))
         encoded = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.device)
         _await(self._post(encoded, 1))
-        forms: Forms = pickle.loads(encoded.cpu().numpy().tobytes())
+        forms: Forms = decode(encoded.cpu().numpy().tobytes())
         return forms
 
     def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:

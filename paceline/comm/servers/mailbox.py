@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import torch
 
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned, view_of
+from paceline.comm.values import decode, encode
 
 _LENGTH = struct.Struct("<q")
 _ANSWER = struct.Struct("<qqd")
@@ -55,7 +55,7 @@ class Mailbox:
         given = [(view, value) for view, value in zip(self._views[rank], gradients, strict=True) if value is not None]
         if given:
             torch._foreach_copy_([view for view, _ in given], [value for _, value in given])
-        written = pickle.dumps((words, [value is not None for value in gradients]))
+        written = encode((words, [value is not None for value in gradients]))
         assert len(written) <= self._room - _LENGTH.size, f"{len(written)} bytes beside the gradients"
         _LENGTH.pack_into(self._blocks[rank], 0, len(written))
         self._blocks[rank][_LENGTH.size : _LENGTH.size + len(written)] = written
@@ -63,7 +63,7 @@ class Mailbox:
     def words(self, rank: int) -> tuple[Any, list[bool]]:
         """What a slot holds besides the gradients, and which of these there are."""
         (length,) = _LENGTH.unpack_from(self._blocks[rank], 0)
-        words, there = pickle.loads(self._blocks[rank][_LENGTH.size : _LENGTH.size + length])
+        words, there = decode(self._blocks[rank][_LENGTH.size : _LENGTH.size + length])
         return words, there
 
     def gradients(self, rank: int) -> list[torch.Tensor]:

@@ -12,7 +12,6 @@ A worker that is killed at any instant leaves the other copy whole.
 from __future__ import annotations
 
 import mmap
-import pickle
 import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -24,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned, view_of
+from paceline.comm.values import decode, encode, sendable
 from paceline.errors import InputError
 
 _HEADER = struct.Struct("<qq")
@@ -34,6 +34,7 @@ _STATES = 8
 """Room for optimizer states, in the size of the parameters; memory that is not written takes none."""
 
 
+@sendable
 class _Entry(NamedTuple):
     """One tensor of an optimizer state: of which parameter, under which key, and where it lies."""
 
@@ -88,6 +89,7 @@ class Shard:
         self._block = shared_memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]
+        self._entries: tuple[bytes, list[_Entry]] = b"", []  # as bytes too: they hardly ever change
         self._taken = -1
         self.check_states()
 
@@ -157,9 +159,11 @@ class Shard:
 
     def _packed(self, notes: _Metadata) -> bytes:
         try:
-            written = pickle.dumps(tuple(notes))
-        except Exception as error:  # pickling runs code of the values: it may be of any kind
-            raise self._unshareable(notes, error) from error
+            if notes.entries != self._entries[1]:
+                self._entries = encode(notes.entries), notes.entries
+            written = encode((self._entries[0], *notes[1:]))
+        except TypeError as error:
+            raise self._unshareable(notes) from error
         if len(written) > self._notes_room:
             raise InputError(
                 f"The optimizer and its schedule have {len(written)} bytes besides their tensors, and there is room "
@@ -167,18 +171,12 @@ class Shard:
             )
         return written
 
-    def _unshareable(self, notes: _Metadata, error: Exception) -> InputError:
-        """Names the first value that cannot be pickled."""
+    def _unshareable(self, notes: _Metadata) -> InputError:
+        """Names the first value that cannot be sent."""
         held: list[tuple[object, str, object]] = [(self._optimizer, key, value) for _, key, value in notes.numbers]
         held += [(self._optimizer, key, value) for group in notes.groups for key, value in group.items()]
         held += [(self._schedule, key, value) for key, value in (notes.schedule or {}).items()]
-        found = next((one for one in held if not _can_be_pickled(one[2])), None)
-        if found is None:
-            return InputError(
-                f"The state of {type(self._optimizer).__name__} and its schedule cannot be handed to other workers "
-                f"({type(error).__name__}: {error}), though each value in it can: keep numbers and tensors in it."
-            )
-        owner, key, value = found
+        owner, key, value = next(one for one in held if not _can_be_sent(one[1:]))
         cure = (
             "leave it out of its state_dict, as LambdaLR of torch does"
             if owner is self._schedule
@@ -186,7 +184,7 @@ class Shard:
         )
         return InputError(
             f"{type(owner).__name__} has {key!r} in its state, a {type(value).__name__} that cannot be handed to other "
-            f"workers ({type(error).__name__}: {error}): {cure}."
+            f"workers, as numbers, texts, tensors and containers of them can: {cure}."
         )
 
     def _described(self) -> tuple[_Metadata, list[torch.Tensor]]:
@@ -259,8 +257,10 @@ class Shard:
         known = self._read_notes[copy]
         if known is None or known[0] != number:
             begin = start + _NOTES_AT
-            notes = _Metadata(*pickle.loads(self._block[begin : begin + length]))
-            notes = notes._replace(entries=[_Entry(*entry) for entry in notes.entries])
+            entries, *rest = decode(self._block[begin : begin + length])
+            if entries != self._entries[0]:
+                self._entries = entries, decode(entries)
+            notes = _Metadata(self._entries[1], *rest)
             known = self._read_notes[copy] = number, notes, self._state_views(copy, notes.entries)
         return known
 
@@ -269,10 +269,10 @@ class Shard:
         return [view_of(self._block, start + entry.place, entry.dtype, entry.shape) for entry in entries]
 
 
-def _can_be_pickled(value: object) -> bool:
+def _can_be_sent(value: object) -> bool:
     try:
-        pickle.dumps(value)
-    except Exception:  # noqa: BLE001 - as above
+        encode(value)
+    except TypeError:
         return False
     return True
 

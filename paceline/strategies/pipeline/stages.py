@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.comm.subgroup import Subgroup
+from paceline.comm.values import sendable
 from paceline.data.feed import Piece
 from paceline.data.keys import preserve_generators
-from paceline.errors import ConfigError, InputError, PacelineError
+from paceline.errors import ConfigError, InputError
 from paceline.partition.base import Layers, Stage
 from paceline.partition.cut import bounds_of, layers_of
 from paceline.partition.flags import requires_grad_flags, training_flags
@@ -29,6 +30,7 @@ _REPEATS = 3
 """How often each layer is measured for an automatic cut."""
 
 
+@sendable
 @dataclass(frozen=True)
 class Partition:
     """Where a model is cut.
@@ -142,15 +144,15 @@ class Stages:
 
     def _agree_on_partition(self, layers: Layers, piece: Piece) -> Partition:
         """Rank 0's choice, as no two workers measure the same."""
-        chosen: Partition | PacelineError | None = None
+        chosen: Partition | tuple[str, str] | None = None
         if self._job.world.rank == 0:
             try:
                 chosen = self._choose_partition(layers, piece)
             except (ConfigError, InputError) as error:
-                chosen = error
+                chosen = type(error).__name__, str(error)
         chosen = self._job.world.gather(chosen, "start")[0]
-        if isinstance(chosen, PacelineError):
-            raise chosen
+        if isinstance(chosen, tuple):
+            raise {"ConfigError": ConfigError, "InputError": InputError}[chosen[0]](chosen[1])
         assert chosen is not None
         return chosen
 
