@@ -5,8 +5,10 @@ A worker is known by torchrun's variables.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,6 +86,21 @@ def rendezvous_address(who: Identity) -> str:
                 f"`paceline run -n {who.world_size}` or `torchrun`, or set MASTER_ADDR and MASTER_PORT."
             )
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address of loopback, or its name."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def keep_inside(host: str) -> None:
+    """Let gloo and NCCL listen on loopback, unless the user has chosen, if workers meet there."""
+    if is_loopback(host) and "lo" in [name for _, name in socket.if_nameindex()]:
+        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            os.environ.setdefault(name, "lo")
 
 
 def has_agent_store() -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -46,6 +47,7 @@ class EnvRendezvous:
         address = env.rendezvous_address(who)
         store = self._open_store(address, who)
         self._await_everyone(store, address, who)
+        env.keep_inside(address.rpartition(":")[0])
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
@@ -61,8 +63,8 @@ class EnvRendezvous:
         opens = self.rank == 0 and not env.has_agent_store()
         try:
             return _within(self.timeout, lambda: self._store(host, int(port), opens))
-        except (dist.DistError, RuntimeError, ValueError) as error:
-            if opens and (errno.errorcode[errno.EADDRINUSE] in str(error) or "in use" in str(error)):
+        except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+            if opens and "in use" in str(error):
                 raise StartError(
                     f"Port {port} on {host} is in use by another process; choose another one "
                     f"(MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
@@ -74,8 +76,18 @@ class EnvRendezvous:
             ) from None
 
     def _store(self, host: str, port: int, opens: bool) -> Store:
-        limit = timedelta(seconds=self.timeout)
-        return TCPStore(host, port, self.size, is_master=opens, timeout=limit, wait_for_workers=False)
+        limit, listener = timedelta(seconds=self.timeout), None
+        if opens:
+            listening = _listen(host, port)
+            port = int(listening.getsockname()[1])
+            listener = listening.detach()  # the store closes it
+        return TCPStore(
+            *(host, port, self.size),
+            is_master=opens,
+            timeout=limit,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
 
     def _await_everyone(self, store: Store, address: str, who: env.Identity) -> None:
         """Wait until each rank has said that it is here; name those that have not."""
@@ -99,6 +111,22 @@ class EnvRendezvous:
             ) from error
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    """Listen at an address alone; torch would at all that the machine has.
+
+    At all if the name stands for none by which others reach this machine, but for a service, or for loopback, as in
+    the file of hosts of many systems.
+    """
+    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if env.is_loopback(host) or not env.is_loopback(str(address[0])):
+            try:
+                return socket.create_server((str(address[0]), port), family=family)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    return socket.create_server(("", port))
+
+
 def _within(seconds: float, connect: Callable[[], Store]) -> Store:
     """Connect; torch would wait without end for another program that listens there but does not answer."""
     found: list[Store | Exception] = []
@@ -106,7 +134,7 @@ def _within(seconds: float, connect: Callable[[], Store]) -> Store:
     def connecting() -> None:
         try:
             found.append(connect())
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             found.append(error)
 
     thread = threading.Thread(target=connecting, daemon=True)
