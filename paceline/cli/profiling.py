@@ -86,10 +86,10 @@ def _measure(base: Request) -> Profile:
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
         answer = Path(directory) / "profile.json"
         request = replace(base, runs=Path(directory), name="run", environment={env.PROFILE: str(answer)})
-        launch = prepare(request)
-        with Workers(launch, lambda name, line: None) as running:
-            result = running.wait()
-        code = report(launch, result, None, seen=None)
+        with prepare(request) as launch:
+            with Workers(launch, lambda name, line: None) as running:
+                result = running.wait()
+            code = report(launch, result, None, seen=None)
         if code != 0:
             raise typer.Exit(code)
         if not answer.exists():

@@ -15,7 +15,7 @@ from paceline.errors import EXIT_CODES, PREEMPTED
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
-    from paceline.launch.base import Request
+    from paceline.launch.base import Launch, Request
     from paceline.launch.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
@@ -178,22 +178,22 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     from paceline.coordinator.messages import listen
     from paceline.launch import secret
     from paceline.launch.base import HOST
-    from paceline.launch.prepare import check
+    from paceline.launch.prepare import check, prepare
 
     check(request)
     if request.rendezvous is None:
-        return _coordinate(request, listen((HOST, request.port or 0)), secret.make(), quiet, closing)
-    where = machines.parse_rendezvous(request.rendezvous)
-    shared = machines.shared_secret(where, request.secret_file)
-    listener = machines.listen_if_here(where)
-    if listener is None:
-        return _join(request, where, shared)
-    try:
-        known = shared.read_or_make()
-    except BaseException:
-        listener.close()
-        raise
-    return _coordinate(request, listener, known, quiet, closing)
+        listener, known = listen((HOST, request.port or 0)), secret.make()
+    else:
+        where = machines.parse_rendezvous(request.rendezvous)
+        shared = machines.shared_secret(where, request.secret_file)
+        found = machines.listen_if_here(where)
+        if found is None:
+            return _join(request, where, shared)
+        listener, known = found, None
+    with listener:
+        run_secret = known or shared.read_or_make()
+        with prepare(request, machines.interface_of(listener.getsockname()[0])) as launch:
+            return _coordinate(request, launch, listener, run_secret, quiet, closing)
 
 
 def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
@@ -210,9 +210,9 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         client, secret = join(where, own, shared, request.patience_seconds)
         settings = {**request.settings, **({"resume": client.resume} if client.resume else {})}
         mine = replace(request, first=client.first, name=client.name, settings=settings)
-        launch = prepare(mine, interface_of(client.address))
-        launch = replace(launch, coordinator=f"{where.address}:{where.port}", secret=secret.of_run(client.id))
         try:
+            with prepare(mine, interface_of(client.address)) as prepared:
+                launch = replace(prepared, coordinator=f"{where.address}:{where.port}", secret=secret.of_run(client.id))
             with Workers(launch, lambda *_: None, RemoteAgent(launch, mine, client)) as workers:  # rank 0 is elsewhere
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
@@ -231,26 +231,21 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         say(f"lost the run at {where}; waiting for it to come back")
 
 
-def _coordinate(request: Request, listener: socket.socket, secret: Secret, quiet: bool, closing: bool) -> int:
+def _coordinate(
+    request: Request, launch: Launch, listener: socket.socket, secret: Secret, quiet: bool, closing: bool
+) -> int:
     """Hold the coordinator, and train with workers of this machine and of those that join."""
     import secrets
     from dataclasses import replace
 
     from paceline.cli.progress import display
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
-    from paceline.coordinator.machines import interface_of
     from paceline.coordinator.server import Coordinator
     from paceline.coordinator.types import RunInfo
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
-    from paceline.launch.prepare import prepare
     from paceline.launch.workers import Workers
 
-    try:
-        launch = prepare(request, interface_of(listener.getsockname()[0]))
-    except BaseException:
-        listener.close()
-        raise
     log = EventLog(launch.run / "events", "launcher")
     run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume)
     coordinator = Coordinator(listener, bounds_of(request), log.mark, run, request.workers)

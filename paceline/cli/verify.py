@@ -85,11 +85,11 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     traces.mkdir()
     asked = {env.TRACE_DIRECTORY: str(traces), env.TRACE_STEPS: str(steps)}
     request = replace(base, workers=workers, runs=directory, name=f"run-{workers}", environment=asked)
-    launch = prepare(request)
     print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
-    with Workers(launch, lambda name, line: None) as running:
-        result = running.wait()
-    code = report(launch, result, None, seen=None)
+    with prepare(request) as launch:
+        with Workers(launch, lambda name, line: None) as running:
+            result = running.wait()
+        code = report(launch, result, None, seen=None)
     if code != 0:
         raise typer.Exit(code)
     return Size(workers, read(traces / "trace.jsonl"), result.seconds)

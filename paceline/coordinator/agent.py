@@ -81,6 +81,9 @@ class CoordinatorAgent:
     def over(self) -> bool:
         return self._coordinator.over is not None
 
+    def waits(self) -> bool:
+        return self._coordinator.over is None and self._coordinator.has_agents
+
     def interrupted(self) -> None:
         self._coordinator.preempt()
 
@@ -134,6 +137,9 @@ class RemoteAgent:
     def over(self) -> bool:
         self._client.receive()
         return self._client.broken or self._client.over is not None
+
+    def waits(self) -> bool:
+        return False
 
     def interrupted(self) -> None:
         """Its workers report that they leave."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.coordinator.types import Bounds, Lost, Message, Worker, largest_fit
+from paceline.coordinator.types import Bounds, Lost, Message, Worker, largest_fit, saver_of
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
 Send = Callable[[int, Message], None]
@@ -180,8 +180,8 @@ class MembershipProtocol:
     def finish(self, number: int, now: float) -> None:
         """Take note that a worker's process has ended with exit code 0."""
         worker = self.workers.get(number)
-        if number in self._unconfirmed:
-            self._unconfirmed.discard(number)
+        self._unconfirmed.discard(number)
+        if any(lost.worker == number and not lost.may_run for lost in self.lost):  # others waited for it, and noticed
             self._end_early([number], now)
         if worker is None or worker.state == "gone":
             self.advance(now)
@@ -233,25 +233,17 @@ class MembershipProtocol:
         """Tell the workers that the run is over; before a save wait for those that may still come."""
         assert self.over is not None
         if self.over["save"]:
-            training = (one for one in map(self.workers.__getitem__, self.members) if one.state == "training")
-            coming = any(not one.ending for one in training)
+            members = map(self.workers.__getitem__, self.members)
+            coming = any(one.state == "training" and not one.ending for one in members)
             if coming and self._since is not None and now - self._since < _LAST_SAVE_SECONDS:
                 return
-            self.over["saver"] = self.over["saver"] if self.over["saver"] is not None else self._saver()
+            self.over["saver"] = (
+                self.over["saver"] if self.over["saver"] is not None else saver_of(self.members, self.workers)
+            )
         for worker in self.workers.values():
             if worker.about and not worker.end_sent and (worker.state == "ready" or not self.over["save"]):
                 worker.end_sent = True
                 self._send(worker.number, self.over)
-
-    def _saver(self) -> int | None:
-        """Choose who writes the last checkpoint: the first of the most advanced workers."""
-        ranks = {number: rank for rank, number in enumerate(self.members)}
-        holders = [one for one in self.workers.values() if one.state == "ready" and one.progress is not None]
-        holders.sort(key=lambda one: ranks.get(one.number, len(ranks)))
-        if not holders:
-            return None
-        most = max(one.progress for one in holders if one.progress is not None)
-        return next(one.number for one in holders if one.progress == most)
 
     def resize(self, bounds: Bounds, now: float) -> None:
         """Change how many workers are wanted: a machine came or went."""
@@ -302,6 +294,11 @@ class MembershipProtocol:
     def _form_first(self, now: float) -> None:
         alive = sorted(worker.number for worker in self.workers.values() if worker.state != "gone")
         ready = sorted(one.number for one in self._spares())
+        finished = [worker.number for worker in self.workers.values() if worker.finished]
+        if finished and ready:
+            return self._end_early(finished, now)
+        if finished and not alive and not self._pending_starts:
+            return self.end(0, "no worker has called paceline.start", now)
         if ready:
             self._since = self._since if self._since is not None else now
         most = largest_fit(self._fits, self.bounds.wanted)

@@ -172,6 +172,11 @@ class Coordinator:
         return self.membership.changing or self.membership.generation < 0
 
     @property
+    def has_agents(self) -> bool:
+        """Whether other machines take part."""
+        return bool(self._agents)
+
+    @property
     def over(self) -> Message | None:
         """How the run ended, if it has."""
         return self.membership.over
@@ -295,13 +300,11 @@ class Coordinator:
             self._connections.send(self._workers[number], message)
 
     def wait_for_agents(self) -> None:
-        """Wait until the other machines know that the run is over; a minute at most."""
+        """Wait until the other machines know that the run is over, if it is; a minute at most."""
         deadline = time.monotonic() + _AGENTS_SECONDS
         while time.monotonic() < deadline:
             with self._lock:
-                if not self._agents or (
-                    self.over is not None and all(agent.end_sent for agent in self._agents.values())
-                ):
+                if self.over is None or all(agent.end_sent for agent in self._agents.values()):
                     return
             time.sleep(TICK_SECONDS / 5)
 

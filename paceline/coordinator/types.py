@@ -157,3 +157,14 @@ class Departure:
 def largest_fit(fits: Sequence[int], count: int) -> int:
     """The largest number up to ``count`` that can train together; 0 if there is none."""
     return max((fit for fit in fits if fit <= count), default=0) if fits else count
+
+
+def saver_of(members: Sequence[int], workers: Mapping[int, Worker]) -> int | None:
+    """Choose who writes the last checkpoint: the first of the most advanced workers that are ready."""
+    ranks = {number: rank for rank, number in enumerate(members)}
+    holders = [one for one in workers.values() if one.state == "ready" and one.progress is not None]
+    holders.sort(key=lambda one: ranks.get(one.number, len(ranks)))
+    if not holders:
+        return None
+    most = max(one.progress for one in holders if one.progress is not None)
+    return next(one.number for one in holders if one.progress == most)

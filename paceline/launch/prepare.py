@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline import config, env
@@ -17,8 +19,9 @@ _MOST_HERE = 512
 """Workers of one machine; each has a range of numbers for those that replace them."""
 
 
-def prepare(request: Request, interface: str | None = "lo") -> Launch:
-    """Check the request, choose the port and the run directory, and create that directory.
+@contextlib.contextmanager
+def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
+    """Check the request, choose the port and the run directory, and hold that directory while the launch goes on.
 
     Args:
         request: what was asked for.
@@ -26,7 +29,7 @@ def prepare(request: Request, interface: str | None = "lo") -> Launch:
             one that gloo and NCCL choose.
 
     Raises:
-        ConfigError: the script, a setting, the number of workers or the name cannot be used.
+        ConfigError: the script, a setting, the number of workers or the name cannot be used, or the run is in use.
         StartError: the wanted port is in use.
     """
     check(request)
@@ -37,9 +40,10 @@ def prepare(request: Request, interface: str | None = "lo") -> Launch:
     if interface is not None:
         inherited = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface, **inherited}
     launcher = launcher_named(request.launcher)
-    launch = launcher.decide(request, settings, here, inherited, runs.choose(request), machine.choose_port(None))
-    runs.make(launch, request, here)
-    return launch
+    with runs.claim(request) as run:
+        launch = launcher.decide(request, settings, here, inherited, run, machine.choose_port(None))
+        runs.make(launch, request, here)
+        yield launch
 
 
 def check(request: Request) -> None:

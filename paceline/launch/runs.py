@@ -2,6 +2,7 @@
 
 runs/<name>/
   launch.json            what was started, when, on what
+  lock                   which launcher holds the directory now
   output/rank-<r>.log    everything that a worker printed; worker-<n>.log of those that were started to join later
   events/rank-<r>.jsonl  what happened (see paceline.events)
   errors/rank-<r>.json   why a worker failed
@@ -12,16 +13,19 @@ runs/<name>/
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launch.base import Launch, Machine, Request
+from paceline.launch.lease import Lease
 from paceline.launch.masking import mask
 from paceline.regular_files import read_text
 
@@ -49,6 +53,43 @@ def choose(request: Request, now: float | None = None) -> Path:
         run = first.with_name(f"{first.name}-{number}")
         number += 1
     return run
+
+
+@contextlib.contextmanager
+def claim(request: Request) -> Iterator[Path]:
+    """Create the directory for this run, or take an old one to resume; no other launcher has it until the end.
+
+    Raises:
+        ConfigError: the name is no name of a directory, or is taken; or the directory cannot be written.
+    """
+    run = choose(request)
+    if request.first:  # the first machine has it
+        yield run
+        return
+    while not run.exists():
+        try:
+            _create(run, request)
+            break
+        except FileExistsError:  # another launcher was quicker
+            run = choose(request)
+        except OSError as error:
+            raise _unwritable(run, error) from None
+    try:
+        lease = Lease(run)
+    except OSError as error:
+        raise _unwritable(run, error) from None
+    with contextlib.closing(lease):
+        yield run
+
+
+def _create(run: Path, request: Request) -> None:
+    run.parent.mkdir(parents=True, exist_ok=True)
+    run.mkdir(mode=0o700)
+    run.chmod(request.runs_mode)
+
+
+def _unwritable(run: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"The run directory {run} cannot be written: {error.strerror}.")
 
 
 def _named(runs: Path, name: str, resumes: bool) -> Path:
@@ -145,9 +186,8 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
         ConfigError: the directory cannot be written.
     """
     try:
-        if not launch.run.exists():
-            launch.run.mkdir(mode=0o700, parents=True, exist_ok=True)
-            launch.run.chmod(request.runs_mode)
+        with contextlib.suppress(FileExistsError):
+            _create(launch.run, request)
         for name in ("output", "events", "errors", "checkpoints"):
             (launch.run / name).mkdir(exist_ok=True)
         if not request.first:
@@ -157,7 +197,7 @@ def make(launch: Launch, request: Request, machine: Machine) -> None:
         name = f"launch-{request.first}.json" if request.first else "launch.json"
         (launch.run / name).write_text(facts + "\n")
     except OSError as error:
-        raise ConfigError(f"The run directory {launch.run} cannot be written: {error.strerror}.") from None
+        raise _unwritable(launch.run, error) from None
 
 
 def _facts(launch: Launch, request: Request, machine: Machine) -> dict[str, object]:

@@ -50,6 +50,10 @@ class Supervisor(Protocol):
         """Whether those that are left are to end."""
         ...
 
+    def waits(self) -> bool:
+        """Whether to stay although no worker is left here."""
+        ...
+
     def interrupted(self) -> None:
         """The launcher got a signal."""
         ...
@@ -75,6 +79,9 @@ class AllOrNothing:
         return 0
 
     def over(self) -> bool:
+        return False
+
+    def waits(self) -> bool:
         return False
 
     def interrupted(self) -> None:
@@ -148,7 +155,7 @@ class Workers:
     def wait(self) -> RunResult:
         """Wait until every worker has ended, on its own or because another one failed."""
         received = 0
-        while self._running:
+        while self._running or self._supervisor.waits():
             now = time.monotonic()
             if len(self._signals) > received:
                 received = len(self._signals)

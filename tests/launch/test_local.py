@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,14 +19,15 @@ from paceline.launch.workers import Workers
 
 
 @pytest.fixture
-def prepare(tmp_path: Path) -> Callable[..., Launch]:
+def prepare(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     def make(body: str, workers: int = 2, **fields: object) -> Launch:
         path = tmp_path / "train.py"
         path.write_text("import os, signal, subprocess, sys, time\n" + textwrap.dedent(body))
         request = Request(path, workers=workers, runs=tmp_path / "runs", **fields)  # type: ignore[arg-type]
-        return preparation.prepare(request)
+        return held.enter_context(preparation.prepare(request))
 
-    return make
+    with contextlib.ExitStack() as held:
+        yield make
 
 
 def run(launch: Launch) -> tuple[RunResult, list[tuple[str, str]]]:
@@ -113,8 +115,8 @@ from paceline.launch.workers import Workers
 from paceline.launch.prepare import prepare
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-launch = prepare(Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2])))
-with Workers(launch, lambda name, line: print(line, flush=True)) as workers:
+request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]))
+with prepare(request) as launch, Workers(launch, lambda name, line: print(line, flush=True)) as workers:
     print("signal", workers.wait().signal)
 """
 
@@ -182,8 +184,8 @@ from paceline.launch.prepare import prepare
 from paceline.launch.workers import Workers
 
 os.register_at_fork(before=lambda: print("forked", flush=True))
-launch = prepare(Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2])))
-with Workers(launch, lambda name, line: print(line, flush=True)) as workers:
+request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]))
+with prepare(request) as launch, Workers(launch, lambda name, line: print(line, flush=True)) as workers:
     print([one.code for one in workers.wait().exits])
 """
 
