@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from paceline import fault_points
-from paceline.checkpoint.tensors import hash_of
 from paceline.data.feed import KeyedDataset, LoadRequest, collated, to_device
 from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even
 from paceline.step.job import Job
+from paceline.step.replicas import difference, digests
 
 _LARGEST_CHUNK = 128
 _EPOCH = -1
@@ -38,7 +38,7 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
 
     Raises:
         InputError: the data set has no length or no samples, the value is no number, or a weight of the model changed.
-        DisagreementError: the bits of the weights are to be the same on all workers, and are not.
+        DisagreementError: the bits of the state are to be the same on all workers, and are not.
     """
     if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
         raise InputError(
@@ -49,7 +49,7 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
     own = even(len(chunks), job.world.size)[job.world.rank]
     read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
     collate = job.collate or default_collate
-    hashes = _hashes(job)
+    sums = digests(job) if job.settings.exact and job.world.size > 1 else {}
     training = {module: module.training for module in job.compute.model.modules()}
     job.compute.model.eval()
     pairs = []
@@ -69,31 +69,15 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
         for module, mode in training.items():
             module.training = mode
     fault_points.reach("in evaluate", steps)
-    everyone = job.world.gather((pairs, job.world.notice(), hashes), "evaluate")
-    _check_alike([hashes for *_, hashes in everyone])
+    everyone = job.world.gather((pairs, job.world.notice(), sums), "evaluate")
+    differs = difference([sums for *_, sums in everyone])
+    if differs:
+        raise DisagreementError(differs)
     pairs = [pair for pairs, *_ in everyone for pair in pairs]
     count = math.fsum(pair[1] for pair in pairs)
     if count == 0:
         raise InputError("The metric counted nothing in the whole data set: the sum of its counts is 0.")
     return math.fsum(pair[0] for pair in pairs) / count, max(notice for _, notice, _ in everyone)
-
-
-def _hashes(job: Job) -> dict[str, bytes]:
-    """Return the hashes of the weights, if they are to have the same bits everywhere."""
-    if not job.settings.exact or job.world.size == 1:
-        return {}
-    return {name: hash_of(value) for name, value in job.compute.model.named_parameters()}
-
-
-def _check_alike(hashes: Sequence[dict[str, bytes]]) -> None:
-    for rank, others in enumerate(hashes):
-        for name, value in others.items():
-            if value != hashes[0][name]:
-                raise DisagreementError(
-                    f"The parameter {name!r} on rank {rank} differs from rank 0's. Look for code that changes weights "
-                    f"on some ranks only, or in the forward pass (through .data), where each worker has other "
-                    f"samples; or an optimizer that does not do the same everywhere."
-                )
 
 
 def _chunk(job: Job) -> int:

@@ -107,7 +107,7 @@ def build(
     recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
         given.model.compile()
-    feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate)
+    feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate, settings.exact)
     keys = tuple(key for key, source in resolved.sources.items() if source != "default")
     divides = capabilities.divides_update
     job = Job(
@@ -115,6 +115,7 @@ def build(
         given=keys,
         sparse=sparse,
         divides_update=divides,
+        replicated=capabilities.replicated,
     )
     if divides:
         probe_optimizer(job)

@@ -254,7 +254,7 @@ class Session:
             gradient_norm=float(result.norm),
             learning_rate=result.learning_rate,
             applied=result.applied,
-            notes=(*self._notes, *self._job.warnings),
+            notes=(*self._notes, *self._job.learned.warnings, *self._job.warnings),
         )
 
     def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:

@@ -27,6 +27,8 @@ from paceline.recovery.activity import RE_FORMING, Activity
 from paceline.recovery.progress import Progress
 from paceline.recovery.recovery import Recovery
 from paceline.step.job import Batch, Job, StepResult
+from paceline.step.repeatability import check_repeatable
+from paceline.step.replicas import compare
 from paceline.strategies.base import Strategy
 from paceline.strategies.registry import build, capabilities
 from paceline.verify.trace_writer import TraceWriter
@@ -198,6 +200,12 @@ class TrainingLoop:
         return result
 
     def _run_step(self, step: int, pieces: list[Piece]) -> StepResult:
+        job = self._job
+        shared = not (job.settings.exact or job.replicated)  # others may change the weights meanwhile
+        if not job.learned.repeatable and not shared:
+            job.learned.repeatable = True
+            first = pieces[0] if pieces else job.feed.load(step, [range(1)])[0]
+            check_repeatable(job, first, step)
         fault_points.reach("before forward", step)
         result = self.strategy.step(step, pieces)
         self._loads_ahead = True
@@ -265,6 +273,7 @@ class TrainingLoop:
         """Bring all workers to the same state; all call this at the same step.
 
         Raises:
+            DisagreementError: with ``exact``, their states are not the same.
             WorkerLost: there are not enough workers left.
         """
 
@@ -272,6 +281,8 @@ class TrainingLoop:
             self._activity.begin("synchronizing")
             self._repeat_lost_steps(self.position)
             self.strategy.synchronize(self.progress.steps)
+            if self._job.settings.exact:
+                compare(self._job, "synchronizing")
 
         self._retry(act)
         self._activity.begin("in the script")

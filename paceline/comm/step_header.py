@@ -57,7 +57,7 @@ class StepHeader:
 
         step            notice                    seconds that the worker computed
         operations      lines of the script       whether a gradient is missing       (comm.desync.recorder)
-        pieces          -                         -
+        pieces          sum over the state: its upper and its lower 32 bits           (step.replicas)
 
     Args:
         gather: sends them; of :func:`header_bytes`.
@@ -67,15 +67,17 @@ class StepHeader:
         device: of the worker.
         seconds: that this worker has computed.
         missing: whether one of its pieces gave no gradient to a parameter, if that is known.
+        state_digest: over bits of the state of this worker, 64 bits; the same on all that hold the same.
 
     Attributes:
         notice: about the world, from any worker: it is about to change, or one leaves. Known after :meth:`check`, as
-            are the next two.
+            are the next three.
         seconds: how long each worker computed.
         missing: whether a piece of any worker gave no gradient to a parameter.
+        state_digests: of each worker.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - it is what a worker has to say
         self,
         gather: AllGather,
         step: int,
@@ -84,12 +86,13 @@ class StepHeader:
         device: torch.device,
         seconds: float = 0.0,
         missing: bool = True,
+        state_digest: int = 0,
     ) -> None:
         self._step = step
         self._world = gather.world
         recorder = self._world.recorder
         made = recorder.meet("session.step", f"step {step}") if recorder else (0.0, 0.0)
-        rows = ((step, self._world.notice(), seconds), (*made, missing), (len(pairs), 0.0, 0.0))
+        rows = ((step, self._world.notice(), seconds), (*made, missing), (len(pairs), *divmod(state_digest, 1 << 32)))
         # the same size in all steps: workers at different steps must be able to say so
         own = torch.zeros((gather.size // _ROW_BYTES, 3), dtype=torch.float64, device=device)
         own[:_ROWS] = torch.tensor(rows, dtype=torch.float64)
@@ -101,6 +104,7 @@ class StepHeader:
         self.notice = 0
         self.seconds: list[float] = []
         self.missing = True
+        self.state_digests: list[int] = []
 
     def check(self) -> None:
         """Wait for the headers of all workers, and refuse workers that do not do the same.
@@ -118,6 +122,7 @@ class StepHeader:
         self.notice = max(int(header[0][1]) for header in headers)
         self.seconds = [header[0][2] for header in headers]
         self.missing = any(header[1][2] for header in headers)
+        self.state_digests = [(int(header[2][1]) << 32) + int(header[2][2]) for header in headers]
         if self._world.recorder is not None:
             self._world.recorder.check_agreement([(header[1][0], header[1][1]) for header in headers])
         self._losses = sorted(

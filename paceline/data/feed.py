@@ -7,6 +7,7 @@ pass, mostly a single one. Random numbers that a data set draws for a sample (au
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import threading
@@ -20,8 +21,10 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
 
 from paceline import fault_points
-from paceline.data.keys import COLLATE, SAMPLE, seed_all, seed_of
+from paceline.data.attributes import Attributes, same
+from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of
 from paceline.data.order import Order
+from paceline.errors import InputError
 from paceline.launch.child import end_with_parent
 from paceline.launch.kernel import is_ending
 
@@ -65,11 +68,12 @@ class Feed:
         device: torch.device,
         loaders: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
+        exact: bool = False,
     ) -> None:
         self._order = order
         self._device = device
         self._requests = _Requests()
-        self._data = KeyedDataset(data, order.seed, collates=collate is not None)
+        self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
@@ -176,9 +180,16 @@ class KeyedDataset(Dataset[Any]):
 
     A data set that draws nothing costs nothing: a request is read without keys first, and read again with a key for
     each sample only if a global generator of torch, Python or NumPy was used.
+
+    Args:
+        data: the user's.
+        seed: of the run.
+        collates: whether the user's own function collates.
+        exact: whether a sample that is another one when it is read again is an error, or a reason for a warning; None:
+            neither, and nothing is read again.
     """
 
-    def __init__(self, data: Any, seed: int, collates: bool) -> None:
+    def __init__(self, data: Any, seed: int, collates: bool, exact: bool | None = None) -> None:
         self._data = data
         self._seed = seed
         self._collates = collates
@@ -187,6 +198,7 @@ class KeyedDataset(Dataset[Any]):
         if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of reading one by one
             self._tensors = data.tensors
         self._draws = False
+        self._exact = exact
 
     def __getitems__(self, request: LoadRequest) -> list[Any] | TensorRows:
         if request.step is not None:
@@ -195,6 +207,8 @@ class KeyedDataset(Dataset[Any]):
             samples = torch.tensor(request.samples)
             return TensorRows([tensor[samples] for tensor in self._tensors])
         items = self._items(request)
+        if self._exact is not None and not self._is_plain:
+            self._read_again(request, items[0])
         if self._collates:  # it may draw too
             seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
         return items
@@ -219,7 +233,36 @@ class KeyedDataset(Dataset[Any]):
         seed_all(seed_of(SAMPLE, self._seed, epoch, sample))
         return self._data[sample]
 
+    def _read_again(self, request: LoadRequest, item: Any) -> None:
+        """Read the first sample of the first request once more, which must be the same; leave no trace.
 
+        Raises:
+            InputError: with ``exact``, if it is another one, or the data set draws from a generator of its own.
+        """
+        exact, self._exact = self._exact, None
+        sample = request.samples[0]
+        before = Attributes({"data": self._data}, set(), copies=False)
+        try:
+            with preserve_generators():
+                again = self._read_keyed(request.epoch, sample)
+            after = Attributes({"data": self._data}, set(), copies=False).values
+        finally:
+            before.put_back()
+        drawn = [name for name, value in before.generators() if not same(value, after.get(name, value))]
+        if same(item, again) and not drawn:
+            return
+        because = f"it draws from {drawn[0]}" if drawn else "it depends on what was read before"
+        text = (
+            f"The data set gives another sample {sample} when it is read again: {because}. Each worker reads other "
+            f"samples, so the result depends on the number of workers. Draw from the global generators of torch, "
+            f"random or numpy: they are keyed by (seed, epoch, sample)."
+        )
+        if exact:
+            raise InputError(f"{text} Without exact=True training goes on with a warning.")
+        _log.warning(text)
+
+
+_log = logging.getLogger("paceline")
 _UNTOUCHED = 20_231_117
 
 

@@ -183,10 +183,12 @@ class Recovery:
         buffers = compute.buffers
         changing = list(buffers.agreed) if buffers.fixed else None
         launch = self._checkpointer.launch
-        everyone = self._job.world.gather((self._job.learned.fusible, changing, launch), RE_FORMING)
-        self._job.learned.fusible = next((fusible for fusible, _, _ in everyone if fusible is not None), None)
-        self._checkpointer.launch = max((launch for _, _, launch in everyone if launch is not None), default=None)
-        known = [changing for _, changing, _ in everyone if changing is not None]
+        learned = self._job.learned
+        everyone = self._job.world.gather((learned.fusible, learned.repeatable, changing, launch), RE_FORMING)
+        learned.fusible = next((fusible for fusible, *_ in everyone if fusible is not None), None)
+        learned.repeatable = any(repeatable for _, repeatable, *_ in everyone)
+        self._checkpointer.launch = max((launch for *_, launch in everyone if launch is not None), default=None)
+        known = [changing for _, _, changing, _ in everyone if changing is not None]
         if known:
             buffers.fix(name for names in known for name in names)
 

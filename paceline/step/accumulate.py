@@ -29,7 +29,7 @@ def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Te
     return torch.add(left, right, out=out)
 
 
-def at_cache_line(value: torch.Tensor | None) -> torch.Tensor | None:
+def align_value(value: torch.Tensor | None) -> torch.Tensor | None:
     """The value at the beginning of a cache line, where the reductions of several workers put it too.
 
     Matrix products of an optimizer may round differently at other addresses. The backward pass gives a parameter that

@@ -146,6 +146,16 @@ class Buffers:
             buffer.put_back()
         self._dirty = False
 
+    @property
+    def every(self) -> list[str]:
+        """The names of all buffers."""
+        return list(self._all)
+
+    def at_start(self, name: str) -> torch.Tensor:
+        """A buffer at the start of the step; as it is now if nobody knows that it changes."""
+        buffer = self._all[name]
+        return buffer.start if self._dirty and name in self.live else buffer.now()
+
     def put_all_back(self) -> None:
         """Put all buffers back to what :meth:`take_all` saw."""
         for buffer in self._all.values():

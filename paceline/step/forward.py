@@ -105,6 +105,11 @@ class Compute:
                     f"session.step, in the same way on all workers."
                 )
 
+    @property
+    def may_change_weights(self) -> bool:
+        """Whether a forward pass may change weights: there is one worker, and will be."""
+        return self._largest == 1
+
     def precision(self) -> AbstractContextManager[object]:
         """The autocast context of the forward pass."""
         if self._autocast is None:

@@ -7,7 +7,7 @@ import math
 import torch
 
 from paceline.data.feed import Piece
-from paceline.step.accumulate import Accumulator, Values, at_cache_line
+from paceline.step.accumulate import Accumulator, Values, align_value
 from paceline.step.checks import Part, check_dense
 from paceline.step.fusion import Fusion
 from paceline.step.job import Job
@@ -63,7 +63,7 @@ class FullBatch:
         if given:
             torch._foreach_div_(given, count)
         for parameter, value in zip(self._parameters, means, strict=True):
-            parameter.grad = at_cache_line(value)
+            parameter.grad = align_value(value)
         self._fusion.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
         return parts, [value.div_(samples) for value in self._changed(statistics.total())]

@@ -23,9 +23,13 @@ class Learned:
     """What the first step has found out; it outlives the strategy, and workers that join take it over.
 
     ``fusible``: whether neighbouring microbatches may be computed in one pass (``step.fusion``); None: not known yet.
+    ``repeatable``: whether it is known if a microbatch computed twice gives the same (``step.repeatability``).
+    ``warnings``: what its user must know, in sentences.
     """
 
     fusible: bool | None = None
+    repeatable: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,8 @@ class Job:
     of its own. They are saved in checkpoints and sent to workers that join. ``warnings`` are what its user must know
     of it, in sentences. ``given`` are the keys of the settings that somebody has set. ``sparse`` says whether
     gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
-    workers as there may ever be, so that nobody is refused when one joins.
+    workers as there may ever be, so that nobody is refused when one joins. ``replicated``: all workers hold the same
+    state after each step.
     """
 
     compute: Compute
@@ -53,6 +58,7 @@ class Job:
     given: tuple[str, ...] = ()
     sparse: bool = False
     divides_update: bool = False
+    replicated: bool = True
 
 
 @dataclass(frozen=True)

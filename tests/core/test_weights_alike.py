@@ -79,6 +79,54 @@ print("done", flush=True)
         assert "DisagreementError: The parameter '2.weight' on rank 2 differs from rank 0's" in message(one)
 
 
+OWN_SAMPLES = """
+class Observing(nn.Module):
+    # as a fused observer: torch does not count the changes
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+    def forward(self, values):
+        if self.calls > 8:
+            self.largest.data.fill_(max(float(self.largest), float(values.max())))
+        return values
+
+class Leaning(torch.optim.SGD):
+    def step(self, closure=None):
+        super().step(closure)
+        if RANK == 1:
+            self.state[self.param_groups[0]["params"][1]]["momentum_buffer"].mul_(1 + 2**-20)
+
+observer = Observing()
+observer.calls = 0
+model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), observer if OBSERVES else nn.Identity(), nn.Linear(20, 2))
+given["optimizer"] = partial(torch.optim.SGD if OBSERVES else Leaning, lr=0.1, momentum=0.9)
+session = paceline.start(model=model, **given, strategy=STRATEGY, exact=EXACT)
+for batch in session.batches(steps=40):
+    observer.calls = 100 * batch.step
+    session.step(batch)
+    print(batch.step, flush=True)
+print("done", flush=True)
+"""
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("observes", "strategy", "named"),
+    [
+        (True, "allreduce", "The buffer '2.largest' on rank"),
+        (False, "stealing", "The state of the optimizer '3.weight/momentum_buffer' on rank 1 differs from rank 0's"),
+    ],
+)
+def test_workers_whose_states_part_are_stopped(
+    ranks: Run, tmp_path: Path, exact: bool, observes: bool, strategy: str, named: str
+) -> None:
+    body = OWN_SAMPLES.replace("OBSERVES", str(observes)).replace("STRATEGY", repr(strategy))
+    for one in ranks(HEAD + body.replace("EXACT", str(exact)), 2, tmp_path, deadline=60):
+        assert one.code == 3
+        assert len(one.out.splitlines()) < 20  # each tensor has had its turn
+        assert f"DisagreementError: {named}" in message(one)
+
+
 COUPLED = """
 model = nn.Sequential(nn.Embedding(20, 4), nn.Flatten(), nn.Linear(20, 2))
 given["optimizer"] = partial(Normed, lr=0.1)

@@ -25,7 +25,7 @@ from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World
 from paceline.errors import InputError
 from paceline.schedule.tree import Node, total
-from paceline.step.accumulate import Accumulator, Values, add, add_one, at_cache_line
+from paceline.step.accumulate import Accumulator, Values, add, add_one, align_value
 from paceline.step.checks import check_dense
 from paceline.step.job import Job
 
@@ -197,7 +197,7 @@ class Reducer:
     def finish(self) -> None:
         """Wait for the means and put them into ``.grad``."""
         if self._reduction is None:
-            means = [at_cache_line(value) for value in self._means]
+            means = [align_value(value) for value in self._means]
         else:
             self._reduction.finish()
             means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]

@@ -8,6 +8,7 @@ from paceline.comm.all_gather import AllGather, PendingGather
 from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
 from paceline.step.checks import Part
 from paceline.step.job import Job
+from paceline.step.replicas import Replicas
 
 
 class Results:
@@ -21,13 +22,15 @@ class Results:
     def __init__(self, job: Job, most: int) -> None:
         self._job = job
         self._headers = AllGather(job.world, HEADER_TAG, header_bytes(most))
+        self._replicas = Replicas(job)
         self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters))
 
     def send(
         self, step: int, starts: list[int], pairs: list[torch.Tensor], seconds: float = 0.0, missing: bool = True
     ) -> StepHeader:
         """Send the header of this worker; see :class:`StepHeader`."""
-        return StepHeader(self._headers, step, starts, pairs, self._job.world.device, seconds, missing)
+        state = self._replicas.digest()
+        return StepHeader(self._headers, step, starts, pairs, self._job.world.device, seconds, missing, state)
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
         """Send to which parameters this worker's pieces gave no gradient.
@@ -50,7 +53,11 @@ class Results:
             layout: the pieces of each rank.
             header: of the step; it holds the losses.
             missing: which parameters got no gradient; None: each got one from every piece.
+
+        Raises:
+            DisagreementError: the workers do not hold the same state.
         """
+        self._replicas.check(header.state_digests, header.seconds)
         without = _without_gradient(layout, [] if missing is None else missing.wait())
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)

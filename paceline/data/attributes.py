@@ -1,0 +1,211 @@
+"""What Python objects hold besides parameters and buffers: generators, numbers, tensors; seen, and put back."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Iterator
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+import numpy
+import torch
+from torch import nn
+
+from paceline.user_code import is_user_code
+
+Leaf: TypeAlias = (
+    "bool | int | float | torch.Tensor | numpy.ndarray[Any, Any] | torch.Generator | random.Random | "
+    "numpy.random.Generator | numpy.random.RandomState"
+)
+GENERATORS = torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
+_MOST_OBJECTS = 20_000
+_MOST_ENTRIES = 1_000
+_MOST_BYTES = 1 << 28
+"""Of tensors to be copied; of larger ones only changes that torch counts are seen."""
+_SKIPPED = ModuleType, type, BuiltinFunctionType, torch.optim.Optimizer, str, bytes
+_OF_MODULES = "_parameters", "_buffers", "_modules", "training"
+
+
+class Attributes:
+    """What some objects hold now.
+
+    Args:
+        roots: the objects, by the names that they have in messages.
+        known: tensors that somebody else keeps.
+        copies: whether tensors and arrays belong to it.
+
+    Attributes:
+        values: generator states, numbers and tensors, by their names such as ``model.head.rng``.
+    """
+
+    def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
+        self.values: dict[str, Any] = {}
+        self._containers: list[tuple[Any, Any]] = []
+        self._leaves: list[tuple[Any, Any]] = []
+        self._copies = copies
+        self._room = _MOST_BYTES
+        own = (random._inst, torch.default_generator, numpy.random.mtrand._rand)
+        self._seen = {*known, *map(id, own)}
+        waiting = list(roots.items())
+        while waiting and len(self._seen) < _MOST_OBJECTS:
+            name, value = waiting.pop()
+            if isinstance(value, bool | int | float):
+                self.values[name] = value
+            elif value is not None and id(value) not in self._seen and not isinstance(value, _SKIPPED):
+                self._seen.add(id(value))
+                waiting += self._visit(name, value)
+
+    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901 - a case for each type
+        if isinstance(value, GENERATORS):
+            self._keep(name, value, _state_of(value))
+        elif isinstance(value, torch.Tensor | numpy.ndarray):
+            if self._copies and value.nbytes <= self._room:
+                self._room -= value.nbytes
+                self._keep(name, value, value.detach().clone() if isinstance(value, torch.Tensor) else value.copy())
+        elif isinstance(value, list | tuple | set):
+            if len(value) <= _MOST_ENTRIES and not isinstance(value, tuple):
+                self._containers.append((value, value.copy()))
+            yield from ((f"{name}[{place}]", one) for place, one in enumerate([*value][:_MOST_ENTRIES]))
+        elif isinstance(value, dict):
+            if len(value) <= _MOST_ENTRIES:
+                self._containers.append((value, value.copy()))
+                yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
+        elif isinstance(value, CellType):
+            self._containers.append((value, _content_of(value)))
+            yield name, _content_of(value)
+        elif isinstance(value, MethodType):
+            yield from ((name, value.__self__), (name, value.__func__))
+        elif isinstance(value, partial):
+            yield from ((name, value.func), (f"{name} arguments", value.args), (f"{name} arguments", value.keywords))
+        elif isinstance(value, FunctionType):
+            yield from _of_function(name, value)
+        else:
+            yield from self._of_object(name, value)
+
+    def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
+        entries = getattr(value, "__dict__", None)
+        if not isinstance(entries, dict):
+            return
+        if not isinstance(value, nn.Module) and not is_user_code(_file_of(type(value))):
+            own = type(value).__module__.partition(".")[0]
+            if own in ("paceline", "torch") and not isinstance(value, torch.utils.data.Dataset):
+                return
+        self._containers.append((entries, entries.copy()))
+        module = isinstance(value, nn.Module)
+        for key, one in entries.items():
+            if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
+                yield f"{name}.{key}", one
+        for key, one in (entries.get("_modules") or {}).items() if module else ():
+            yield f"{name}.{key}", one
+        for method in ("forward", "__call__", "__getitem__"):
+            function = getattr(type(value), method, None)
+            if isinstance(function, FunctionType) and is_user_code(function.__code__.co_filename):
+                yield name, function
+
+    def _keep(self, name: str, value: Any, state: Any) -> None:
+        self.values[name] = state
+        self._leaves.append((value, state))
+
+    def generators(self) -> Iterator[tuple[str, Any]]:
+        """The names and states of generators."""
+        held = [state for value, state in self._leaves if isinstance(value, GENERATORS)]
+        return ((name, state) for name, state in self.values.items() if any(state is one for one in held))
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
+        for container, before in self._containers:
+            _put_back(container, before)
+        for value, state in self._leaves:
+            if isinstance(value, GENERATORS):
+                _set_state(value, state)
+            elif isinstance(value, torch.Tensor):
+                if not same(value, state):
+                    value.data.copy_(state)
+            elif not same(value, state):
+                value[...] = state
+
+
+def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
+    """Whether two values are the same, as far as that can be said."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        alike = left.shape == right.shape and left.dtype == right.dtype and left.layout == right.layout
+        return alike and torch.allclose(left.detach(), right.detach(), rtol=0.0, atol=0.0, equal_nan=True)
+    if isinstance(left, numpy.ndarray) and isinstance(right, numpy.ndarray):
+        return left.shape == right.shape and left.tobytes() == right.tobytes()
+    if type(left) is not type(right):
+        return False
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(value, right[key]) for key, value in left.items())
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, float):
+        return bool(left == right or (left != left and right != right))
+    if isinstance(left, bool | int | str | bytes):
+        return bool(left == right)
+    return True
+
+
+def _of_function(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """What a function holds: closures, and of a user's function also the globals that it names."""
+    yield from (
+        (key, cell) for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    )
+    yield f"{name} defaults", function.__defaults__
+    if is_user_code(function.__code__.co_filename):
+        for key in function.__code__.co_names:
+            value = function.__globals__.get(key)
+            if isinstance(value, GENERATORS):
+                yield key, value
+
+
+def _file_of(kind: type) -> str:
+    try:
+        return inspect.getfile(kind)
+    except (TypeError, OSError):
+        return "<builtin>"
+
+
+def _content_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None
+
+
+def _put_back(container: Any, before: Any) -> None:
+    if isinstance(container, CellType):
+        if _content_of(container) is not before:
+            container.cell_contents = before
+    elif isinstance(container, dict):
+        if container.keys() != before.keys() or any(container[key] is not value for key, value in before.items()):
+            container.clear()
+            container.update(before)
+    elif isinstance(container, list):
+        if len(container) != len(before) or any(now is not then for now, then in zip(container, before, strict=True)):
+            container[:] = before
+    elif container != before:
+        container.clear()
+        container.update(before)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, numpy.random.RandomState):
+        return generator.get_state()
+    return None if isinstance(generator, random.SystemRandom) else generator.getstate()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, numpy.random.RandomState):
+        generator.set_state(state)
+    elif state is not None:
+        generator.setstate(state)

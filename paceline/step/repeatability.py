@@ -1,0 +1,108 @@
+"""Whether a microbatch computed again gives the same: the first one is, before the first step.
+
+If it does not, the forward pass depends on what was computed before, such as by a generator of its own, and so the
+result on which worker computes what. What it leaves in the model's attributes says so too, and is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from paceline.data.attributes import Attributes, same
+from paceline.data.feed import Piece
+from paceline.data.keys import preserve_generators
+from paceline.errors import InputError
+from paceline.step.job import Job
+
+_log = logging.getLogger("paceline")
+_CURE = (
+    "Each worker computes other microbatches, so the result depends on the number of workers. Draw random numbers from "
+    "the global generators of torch, random or numpy, which are keyed; keep what the forward pass changes in buffers "
+    "(register_buffer); count steps in the loop."
+)
+
+
+def check_repeatable(job: Job, piece: Piece, step: int) -> None:
+    """Compute a microbatch twice, and leave no trace.
+
+    Raises:
+        InputError: with ``exact``, if the two differ; without, there is a warning.
+    """
+    try:
+        text = _trial(job, piece, step)
+    except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
+        _log.debug("a microbatch could not be computed twice: %s", error)
+        return
+    if not text:
+        return
+    text = f"{text}. {_CURE}"
+    if job.settings.exact:
+        raise InputError(f"{text} Without exact=True training goes on with a warning.")
+    _log.warning(text)
+    job.events.mark("note", text=text)
+    job.learned.warnings.append(text)
+
+
+def _trial(job: Job, piece: Piece, step: int) -> str:
+    """What is not as it should be; empty if nothing is."""
+    compute, model = job.compute, job.compute.model
+    parameters = list(model.parameters())
+    gradients = [value.grad for value in parameters]
+    weights = [value.detach().clone() for value in parameters] if compute.may_change_weights else []
+    known = {id(value) for value in [*parameters, *model.buffers()]}
+    roots = {"model": model, "forward": compute.forward}
+    compute.buffers.begin()
+    before = Attributes(roots, known)
+    try:
+        with preserve_generators():
+            first = _computed(job, piece, step)
+            between = Attributes(roots, known)
+            _restore_weights(parameters, weights)
+            second = _computed(job, piece, step)
+            after = Attributes(roots, known)
+        return _verdict(before, between, after, [key for key, value in first.items() if not same(value, second[key])])
+    finally:
+        before.put_back()
+        _restore_weights(parameters, weights)
+        compute.buffers.reset()
+        for value, gradient in zip(parameters, gradients, strict=True):
+            value.grad = gradient
+
+
+def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
+    """The loss of a microbatch, what it makes of the buffers, and the gradients."""
+    for one in job.compute.model.parameters():
+        one.grad = None
+    result = job.compute.forward_pass(piece, step)
+    found: dict[str, Any] = {"the loss": result.pair}
+    for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
+        found[f"the buffer {name!r}"] = value
+    result.total.backward()
+    for name, parameter in job.update.parameters.items():
+        found[f"the gradient of {name!r}"] = parameter.grad
+    return found
+
+
+def _restore_weights(parameters: list[torch.nn.Parameter], weights: list[torch.Tensor]) -> None:
+    for value, kept in zip(parameters, weights, strict=False):
+        if not same(value, kept):
+            value.data.copy_(kept)
+
+
+def _verdict(before: Attributes, between: Attributes, after: Attributes, differ: list[str]) -> str:
+    moved = [name for name, value in after.values.items() if _goes_on(name, value, before, between)]
+    moved.sort(key=lambda name: isinstance(after.values[name], bool | int | float))  # generators, tensors, then numbers
+    named = ", ".join(moved[:3])
+    if differ:
+        because = f": it changes {named}" if moved else ", as it keeps something of its own from pass to pass"
+        return f"The same microbatch computed twice does not give the same: {differ[0]} differs{because}"
+    return f"The forward pass changes {named} each time, which is no buffer of the model" if moved else ""
+
+
+def _goes_on(name: str, value: Any, before: Attributes, between: Attributes) -> bool:
+    """Whether a value was changed by the first pass, and by the second again; what is set anew to the same is not."""
+    known = name in between.values and name in before.values
+    return known and not same(value, between.values[name]) and not same(before.values[name], between.values[name])

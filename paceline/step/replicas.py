@@ -1,0 +1,187 @@
+"""Whether all workers still hold the same state: sums over its bits, compared in each step.
+
+::
+
+    step 1    everything              a worker's header says what its sum over some tensors is; all look at the same
+    step 2    tensors 0 to 3          ones, as many as can be summed in a small part of a step, and go around.
+    step 3    tensors 4 to 6          If a sum differs, all compare each tensor, and name the first one.
+
+All of it is compared where the workers are synchronized: at the end of ``batches``, in ``evaluate`` and ``save``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy
+import torch
+
+from paceline.errors import DisagreementError
+from paceline.step.job import Job
+
+_log = logging.getLogger("paceline")
+_SHARE = 0.003
+"""Of the time of a step, for sums."""
+_SECONDS, _SECONDS_PER_BYTE = 7e-6, 0.15e-9
+"""What the sum of a tensor takes; 20 GB/s if it is in the cache."""
+_WORD = 1 << 64
+
+_CAUSES = {
+    "parameter": (
+        "Look for code that changes weights on some ranks only, or in the forward pass (through .data), where each "
+        "worker has other samples; or an optimizer that does not do the same everywhere."
+    ),
+    "buffer": (
+        "The forward pass changes it behind torch's back (through .data, or as fused quantization observers do), or "
+        "code does on some ranks only, from the samples of each worker. Change it by a plain operation in the forward "
+        "pass, from the first step on, or in the loop in the same way on all workers."
+    ),
+    "optimizer": (
+        "The optimizer does not do the same on all workers: look for a rank, a time, or a generator of its own in it."
+    ),
+}
+
+Fetch = Callable[[], "torch.Tensor | None"]
+
+
+def digest_of(value: torch.Tensor) -> int:
+    """The sum of the 64-bit words of a tensor, modulo 2^64; the same for any strides."""
+    value = value.detach()
+    if value.is_sparse:
+        value = value.to_dense()
+    value = value.contiguous().reshape(-1)
+    if value.device.type != "cpu":
+        return int(value.view(torch.uint8).sum(dtype=torch.int64)) % _WORD
+    data = value.view(torch.uint8).numpy()
+    whole = len(data) & ~7
+    total = int(numpy.add.reduce(data[:whole].view(numpy.uint64), dtype=numpy.uint64)) if whole else 0
+    return (total + int.from_bytes(data[whole:].tobytes(), "little")) % _WORD
+
+
+class Replicas:
+    """Compares the state of this worker with that of the others.
+
+    Args:
+        job: what is trained.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._watches = job.replicated and job.world.size > 1
+        self._credit = 0.0
+        self._fetches: list[tuple[int, Fetch]] = []
+        self._next = 0
+        self._steps = 0
+
+    def digest(self) -> int:
+        """The sum over the tensors whose turn it is, as they were at the beginning of the step."""
+        if not self._watches:
+            return 0
+        self._steps += 1
+        if self._steps == 1:  # the optimizer makes its state in the first step
+            return 0
+        if self._steps == 2:
+            self._fetches = [(place + 1, fetch) for place, fetch in enumerate(_tensors(self._job).values())]
+        return self._sum_of(everything=self._steps == 2)
+
+    def _sum_of(self, everything: bool) -> int:
+        """The sum over the next tensors: everything, or as many as there is time for, and a small one in any case."""
+        total = 0
+        for summed in range(len(self._fetches)):
+            place, fetch = self._fetches[self._next]
+            value = fetch()
+            if value is not None and not everything:
+                cost = _SECONDS + _SECONDS_PER_BYTE * value.numel() * value.element_size()
+                if cost > self._credit and (summed or cost > 2 * _SECONDS):
+                    break
+                self._credit = max(0.0, self._credit - cost)
+            if value is not None:
+                total += (2 * place + 1) * digest_of(value)
+            self._next = (self._next + 1) % len(self._fetches)
+        return total % _WORD
+
+    def check(self, sums: Sequence[int], seconds: Sequence[float]) -> None:
+        """Compare the sums of all workers; all call this at the same place of a step.
+
+        Args:
+            sums: of each rank.
+            seconds: that each rank computed in this step.
+
+        Raises:
+            DisagreementError: some tensor differs.
+        """
+        self._credit += _SHARE * max(seconds)
+        if self._watches and len(set(sums)) > 1 and not compare(self._job, "step"):
+            self._watches = False
+
+
+def compare(job: Job, what: str) -> bool:
+    """Compare all tensors of all workers; returns whether they are alike.
+
+    Raises:
+        DisagreementError: some differ, though all workers compute alike; names the first one.
+    """
+    if job.world.size == 1:
+        return True
+    everyone = job.world.gather((digests(job), _numerics()), what)
+    text = difference([found for found, _ in everyone])
+    if not text:
+        return True
+    if job.settings.exact or all(one == everyone[0][1] for _, one in everyone):
+        raise DisagreementError(text)
+    text += " (The workers have other processors or numbers of threads, so it may be no more than rounding.)"
+    _log.warning(text)
+    job.events.mark("note", text=text)
+    return False
+
+
+def digests(job: Job) -> dict[str, int]:
+    """The sum of each tensor of the state, by its kind and name."""
+    values = {name: fetch() for name, fetch in _tensors(job).items()}
+    return {name: digest_of(value) for name, value in values.items() if value is not None}
+
+
+def difference(everyone: Sequence[dict[str, int]]) -> str:
+    """What differs first, on which ranks, and why; empty if nothing does."""
+    for full in dict.fromkeys(name for found in everyone for name in found):
+        others = [rank for rank, found in enumerate(everyone) if found.get(full) != everyone[0].get(full)]
+        if others:
+            kind, _, name = full.partition(" ")
+            ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+            spelled = "state of the optimizer" if kind == "optimizer" else kind
+            return f"The {spelled} {name!r} on {ranks} differs from rank 0's. {_CAUSES[kind]}"
+    return ""
+
+
+def _tensors(job: Job) -> dict[str, Fetch]:
+    """How to get each tensor of the state, as it was at the beginning of the step."""
+    found: dict[str, Fetch] = {}
+    for name, value in job.compute.model.named_parameters():
+        found[f"parameter {name}"] = partial(_itself, value)
+    for name in job.compute.buffers.every:
+        found[f"buffer {name}"] = partial(job.compute.buffers.at_start, name)
+    if job.divides_update:
+        return found
+    states = job.update.optimizer.state
+    for name, value in job.compute.model.named_parameters():
+        for key, entry in sorted(states.get(value, {}).items()):
+            if isinstance(entry, torch.Tensor | int | float | bool):
+                found[f"optimizer {name}/{key}"] = partial(_entry, states, value, key)
+    return found
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _entry(states: Any, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
+    value = states.get(parameter, {}).get(key)
+    return None if value is None else torch.as_tensor(value)
+
+
+def _numerics() -> list[object]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), gpu]
