@@ -253,10 +253,10 @@ class Checkpointer:
         for name, reason in search.damaged.items():
             try:
                 now = storage.set_aside(name)
+                _log.warning("%s Skipped it, and renamed it to %s.", reason, now)
             except Exception as error:  # noqa: BLE001 - it is in nobody's way
                 now = storage.location(name)
-                _log.warning("%s cannot be renamed: %s", now, files.reason_of(error))
-            _log.warning("%s Skipped it, and renamed it to %s.", reason, now)
+                _log.warning("%s Skipped it; it cannot be renamed: %s.", reason, files.reason_of(error))
             self._events.mark("checkpoint-damaged", path=str(storage.location(name)), reason=reason, now=str(now))
 
     def _refuse_later(self, location: Path | str, there: list[str]) -> None:
