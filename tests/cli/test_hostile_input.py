@@ -66,7 +66,8 @@ def numbers(value: object) -> list[float]:
 
 
 def check(settings: Settings) -> None:
-    assert all(-LARGE <= number < LARGE or number == math.inf for number in numbers(settings.model_dump()))
+    found = numbers(settings.model_dump())
+    assert all(not math.isnan(number) and (isinstance(number, float) or 0 <= number < LARGE) for number in found)
     assert 0.1 <= settings.timeout_seconds <= LONGEST_SECONDS
     assert (settings.threads or 1) <= 1024
     assert settings.workers_per_loader <= 256

@@ -52,7 +52,10 @@ REFUSED = {
         )
     },
     "averages after no step": Bad(
-        "go(strategy='local-sgd', local={'every': 0})", "ConfigError", 2, ["local.every = 0", "greater than 0"]
+        "go(strategy='local-sgd', local={'every': 0})",
+        "ConfigError",
+        2,
+        ["local.every = 0", "greater than or equal to 1"],
     ),
     "a negative start of averages": Bad(
         "go(strategy='local-sgd', local={'after': -3})", "ConfigError", 2, ["local.after = -3"]
