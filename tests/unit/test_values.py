@@ -61,7 +61,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES)
 def test_the_same_comes_out(value: Any) -> None:
     found = decode(encode([value, value]))
     assert found == [value, value]
@@ -86,7 +86,6 @@ def test_bits_of_what_is_no_number() -> None:
         torch.tensor([True, False]),
         torch.nn.Parameter(torch.ones(2)),
     ],
-    ids=repr,
 )
 def test_tensors(tensor: torch.Tensor) -> None:
     found, again = decode(encode((tensor, {"t": tensor})))
