@@ -36,12 +36,12 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 def begin(place: Path | str) -> Storage:
     storage = storage_at(place)
     for step in (2, 4):
-        save(storage, snapshot(step, OLD), OLD, 60)
+        save(storage, snapshot(step, OLD), OLD, 60, None)
     return storage
 
 
 def saves(storage: Storage) -> None:
-    save(storage, snapshot(6, OLD), OLD, 300)
+    save(storage, snapshot(6, OLD), OLD, 300, None)
 
 
 def reads(storage: Storage) -> None:

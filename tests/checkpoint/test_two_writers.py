@@ -54,7 +54,7 @@ class Trial:
         self.draws = random.Random(-seed)
 
     def run(self) -> None:
-        save(storage_at(self.place), snapshot(2, OLD), OLD, 60)  # what both were resumed from
+        save(storage_at(self.place), snapshot(2, OLD), OLD, 60, None)  # what both were resumed from
         work = {
             "old": partial(self._train, OLD, (4, 6, 8)),
             "new": partial(self._train, self.later, (6, 8, 10)),
@@ -76,7 +76,7 @@ class Trial:
         storage = storage_at(self.place)
         for step in steps:
             try:
-                save(storage, snapshot(step, writer), writer, 60)
+                save(storage, snapshot(step, writer), writer, 60, None)
             except FencedError:
                 self.fenced.append(writer)
                 return
@@ -108,7 +108,7 @@ class Trial:
         assert writer.launch > self.later.launch or self.later.generation == 0
         search = read_newest(ALONE, storage, lambda *_: None, 60)
         assert search.content is not None and search.content.manifest.step == self.newest
-        save(storage, snapshot(12, writer), writer, 60)
+        save(storage, snapshot(12, writer), writer, 60, None)
         retain(storage, 12, writer, 1, None)
         assert [split(name)[0] for name in storage.complete()] == ["step-000012"]
         if isinstance(self.place, Path):
