@@ -34,18 +34,33 @@ _LONGEST_NAME = 200
 
 
 def choose(request: Request, now: float | None = None) -> Path:
-    """The directory for this run, absolute; it may exist already when the run resumes.
+    """The directory for this run, absolute; it exists already when the run resumes.
 
     Raises:
         ConfigError: the name is no name of a directory, or is taken.
     """
+    return _old(request) or _new(request, now)
+
+
+def _old(request: Request) -> Path | None:
+    """The directory that is there to resume; on a machine that joins, that of the first machine."""
     runs = request.runs.absolute()
-    if request.first and request.name is not None:  # the first machine chose it
-        return _named(runs, request.name, resumes=True)
     if request.name is not None:
-        return _named(runs, request.name, resumes=request.resume is not None)
-    if request.resume == "auto" and (newest := newest_resumable(runs, request.script)) is not None:
-        return newest
+        run = _named(runs, request.name)
+        return run if request.first or (request.resume is not None and run.exists()) else None
+    return newest_resumable(runs, request.script) if request.resume == "auto" else None
+
+
+def _new(request: Request, now: float | None = None) -> Path:
+    """A directory that is not there."""
+    runs = request.runs.absolute()
+    if request.name is not None:
+        run = _named(runs, request.name)
+        if run.exists():
+            raise ConfigError(
+                f"The run {run} exists already. Continue it with --resume auto, or choose another --name."
+            )
+        return run
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     run = first = runs / f"{_prefix(request.script)}-{stamp}"
     number = 2
@@ -62,18 +77,18 @@ def claim(request: Request) -> Iterator[Path]:
     Raises:
         ConfigError: the name is no name of a directory, or is taken; or the directory cannot be written.
     """
-    run = choose(request)
-    if request.first:  # the first machine has it
-        yield run
-        return
-    while not run.exists():
+    while (run := _old(request)) is None:
+        run = _new(request)
         try:
             _create(run, request)
             break
         except FileExistsError:  # another launcher was quicker
-            run = choose(request)
+            continue
         except OSError as error:
             raise _unwritable(run, error) from None
+    if request.first:  # the first machine has it
+        yield run
+        return
     try:
         lease = Lease(run)
     except OSError as error:
@@ -92,17 +107,14 @@ def _unwritable(run: Path, error: OSError) -> ConfigError:
     return ConfigError(f"The run directory {run} cannot be written: {error.strerror}.")
 
 
-def _named(runs: Path, name: str, resumes: bool) -> Path:
+def _named(runs: Path, name: str) -> Path:
     if not name or name in (".", "..") or "/" in name or not name.isprintable():
         raise ConfigError(
             f"--name {quoted(name)} cannot be the name of a directory; choose its parent with --runs-dir."
         )
     if len(os.fsencode(name)) > _LONGEST_NAME:
         raise ConfigError(f"--name {quoted(name)} is too long: {len(os.fsencode(name))} bytes, of {_LONGEST_NAME}.")
-    run = runs / name
-    if run.exists() and not resumes:
-        raise ConfigError(f"The run {run} exists already. Continue it with --resume auto, or choose another --name.")
-    return run
+    return runs / name
 
 
 def _prefix(script: Path) -> str:

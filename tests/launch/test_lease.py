@@ -102,6 +102,15 @@ def test_unnamed_runs_of_the_same_second_have_other_names(tmp_path: Path, monkey
     assert len(set(names)) == 32
 
 
+def test_a_name_that_is_taken_after_the_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train-now").mkdir()
+    monkeypatch.setattr("time.strftime", lambda *_: "now")
+    exists, first = Path.exists, iter([False])
+    monkeypatch.setattr(Path, "exists", lambda path: next(first, True) and exists(path))
+    with runs.claim(Request(Path("train.py"), runs=tmp_path)) as run:
+        assert run.name == "train-now-2"
+
+
 def test_a_folder_without_locks_is_used_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
