@@ -174,7 +174,7 @@ class TrainingLoop:
                 samples = self._job.order.samples_before(batch.step + 1)
                 self._trace.step(batch.step, result.loss, samples, result.learning_rate)
         if self.position == self.progress.steps and self._checkpointer.due(self.position):
-            self.synchronize()
+            self._retry(self._synchronize)
             self._begin_save()
         self._follow(result.notice)
         return result, seconds
@@ -278,14 +278,19 @@ class TrainingLoop:
         """
 
         def act() -> None:
-            self._activity.begin("synchronizing")
-            self._repeat_lost_steps(self.position)
-            self.strategy.synchronize(self.progress.steps)
-            if self._job.settings.exact:
+            self._synchronize()
+            steps = min(self.position, self._target)
+            if self._job.settings.exact and self.progress.compared < steps:  # else the others are beyond that
                 compare(self._job, "synchronizing")
+                self.progress.compared = steps
 
         self._retry(act)
         self._activity.begin("in the script")
+
+    def _synchronize(self) -> None:
+        self._activity.begin("synchronizing")
+        self._repeat_lost_steps(self.position)
+        self.strategy.synchronize(self.progress.steps)
 
     def save(self) -> Path | str:
         """Save the state after the steps done and wait for it; all call this together."""

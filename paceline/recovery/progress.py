@@ -25,6 +25,8 @@ class Progress:
         left_out: steps whose batch the script did not give to ``step``.
         received: steps done in the state that this worker last received from another one; 0 if it never has. The
             others may be in the middle of what the script does after the last of them.
+        compared: the position in the script at which the workers last compared their states; the same on all after
+            they have re-formed, as each of them compares then, or none.
     """
 
     steps: int = 0
@@ -35,6 +37,7 @@ class Progress:
     repeat_until: int = 0
     left_out: set[int] = field(default_factory=set)
     received: int = 0
+    compared: int = 0
 
     @property
     def key(self) -> tuple[int, int, int]:

@@ -121,6 +121,7 @@ class Recovery:
                         progress = self._catch_up(everyone, progress)
                     else:
                         progress = self._go_back(everyone)
+                    progress.compared = max(one.compared for one in everyone if one is not None)
                     self._share_findings()
             except WorkerLost as lost:
                 planned, ended = False, world.worker_ids(lost.ranks)
