@@ -18,6 +18,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import types
@@ -204,6 +205,7 @@ def _become(command: dict[str, Any]) -> NoReturn:
 def _take(environment: Mapping[str, str], out: int, err: int) -> None:
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # looked up once, by the process that forks
     given = os.open(os.devnull, os.O_RDWR), out, err
     for stream, opened in enumerate(given):
         os.dup2(opened, stream)

@@ -75,7 +75,7 @@ def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
     if file is None and given is not None:
         return Shared(given=secrets.parse(given, env.SECRET))
     if file is None and ipaddress.ip_address(where.address).is_loopback:
-        return Shared(given=secrets.read_or_make(secrets.loopback_file(where.port)))
+        return Shared(given=secrets.read_or_make(secrets.own_file()))
     if file is None:
         raise ConfigError(
             f"--rendezvous {where}: whoever reaches this port could join the run. Give all machines the same secret: "

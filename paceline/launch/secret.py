@@ -121,8 +121,10 @@ def read_or_make(path: Path) -> Secret:
     return found
 
 
-def loopback_file(port: int) -> Path:
-    """The file by which launchers of one user share a secret when they meet on this machine alone.
+def own_file() -> Path:
+    """The file by which all launchers of one user share a secret when they meet on this machine alone.
+
+    It stays: no launcher knows whether another one is about to read it.
 
     Raises:
         ConfigError: the folder for it belongs to another user.
@@ -134,7 +136,7 @@ def loopback_file(port: int) -> Path:
     if not stat.S_ISDIR(about.st_mode):
         raise ConfigError(f"{folder} is not a folder; give the secret with --secret-file.")
     _check_owner(folder, about, "folder")
-    return folder / f"secret-{port}"
+    return folder / "secret"
 
 
 def _check_owner(path: Path, about: os.stat_result, what: str) -> None:
