@@ -6,7 +6,9 @@ result on which worker computes what. What it leaves in the model's attributes s
 
 from __future__ import annotations
 
+import copy
 import logging
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +78,7 @@ def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
     """The loss of a microbatch, what it makes of the buffers, and the gradients."""
     for one in job.compute.model.parameters():
         one.grad = None
-    result = job.compute.forward_pass(piece, step)
+    result = job.compute.forward_pass(replace(piece, data=copy.deepcopy(piece.data)), step)  # which it may change
     found: dict[str, Any] = {"the loss": result.pair}
     for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value

@@ -95,15 +95,15 @@ SOURCES = {"rng": "draws from data.rng", "transforms": "draws from data.transfor
 def start(exact: bool, kind: str = "", source: str = "", **more: Any) -> paceline.Session:
     torch.manual_seed(0)
     values = torch.randn(48, 4)
-    return paceline.start(
-        model=Model(kind),
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        loss=functional.cross_entropy,
-        data=Data(source) if source else TensorDataset(values, (values.sum(1) > 0).long()),
-        batch=16,
-        exact=exact,
-        **more,
-    )
+    given: dict[str, Any] = {
+        "model": Model(kind),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "loss": functional.cross_entropy,
+        "data": Data(source) if source else TensorDataset(values, (values.sum(1) > 0).long()),
+        "batch": 16,
+        "exact": exact,
+    }
+    return paceline.start(**given | more)
 
 
 def train(session: paceline.Session) -> paceline.Report:
@@ -149,3 +149,23 @@ def test_without_exact_it_is_read_as_if_nobody_had_looked(caplog: pytest.LogCapt
 
 def test_what_is_keyed_is_not_refused() -> None:
     assert train(start(True, source="keyed")).step == 1
+
+
+def test_a_microbatch_that_is_changed_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may scale its input in place, and take the target out of a microbatch."""
+
+    def forward(model: nn.Module, data: dict[str, torch.Tensor]) -> torch.Tensor:
+        target = data.pop("target")
+        return functional.cross_entropy(model(data["values"].mul_(2)), target)
+
+    def collate(samples: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        values, targets = zip(*samples, strict=True)
+        return {"values": torch.stack(values), "target": torch.stack(targets)}
+
+    prints = []
+    for _ in range(2):
+        session = start(True, source="keyed", loss=None, forward=forward, collate=collate)
+        train(session)
+        prints.append(session.fingerprint())
+        monkeypatch.setattr("paceline.training_loop.check_repeatable", lambda *_: None)
+    assert prints[0] == prints[1]
