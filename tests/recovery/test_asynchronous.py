@@ -254,7 +254,7 @@ def test_an_update_of_a_worker_that_was_lost_just_after_it_counts_once(run: Run,
     script = AFTER_AN_UPDATE + SCRIPT.replace("sample_counts.start(", "sample_counts.start(hang_seconds=2, ")
     ran = run(script, *ELASTIC, "--grace", 1, SERVER="{}", SLOW="0.002,0.001,0.003", SIGNAL=str(int(number)))
     check(ran, 2)
-    assert ran.memberships() == [[0, 1, 2], [0, 2]], ran.report()
+    assert ran.memberships()[:2] == [[0, 1, 2], [0, 2]], ran.report()  # the lost one may be replaced
 
 
 WAKING = """
