@@ -136,11 +136,15 @@ def _all_text(directory: Path) -> str:
 Run = Callable[..., Ran]
 
 
+_MAY_STAY = ("pymp-", "torchelastic_", "torchinductor_", f"paceline-{os.getuid()}")
+"""Temporary folders: Python's, of killed processes; torchrun's, of logs; torch's cache; the one with the secret."""
+
+
 def check_nothing_is_left(directory: Path) -> None:
     deadline = time.monotonic() + 5
     while (left := processes_in(directory)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left, f"processes that still run: {left}"
-    left = sorted((directory / "tmp").iterdir()) if (directory / "tmp").exists() else []
-    # Python's own, of killed processes, and the one of the user, with the secret for loopback addresses, may stay
-    assert [one for one in left if not one.name.startswith("pymp-") and one.name != f"paceline-{os.getuid()}"] == []
+    names = os.listdir(directory / "tmp") if (directory / "tmp").exists() else []
+    files = [name for name in names if not name.startswith(_MAY_STAY)]
+    assert not files, f"temporary files that are left: {files}"
