@@ -30,7 +30,7 @@ class Watch(ABC):
 
     def __init__(self) -> None:
         self._inside = False
-        self._mode = _Mode(self)
+        self._mode: _Mode | None = None
 
     @abstractmethod
     def on_layer(self, name: str, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -47,10 +47,12 @@ class Watch(ABC):
         for name, module in layers.items():
             module.__dict__[_CALL] = partial(self._layer, name, before[name] or module._call_impl)
         _BELOW.apply = classmethod(partial(_apply, self))  # type: ignore[attr-defined]
+        self._mode = _Mode(self)
         try:
             with self._mode:
                 yield
         finally:
+            self._mode = None  # in a circle with it, the tensors of the pass would live until they are collected
             del _BELOW.apply  # type: ignore[attr-defined]
             for name, module in layers.items():
                 module.__dict__[_CALL] = before[name]
