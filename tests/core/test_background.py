@@ -51,7 +51,8 @@ AUTO = """
 import os
 from subjects import *
 given = CASES["batch norm, dropout, short batch"]()
-session = paceline.start(**given, checkpoint={"directory": os.environ["SAVED"], "every": "auto", "keep": 99})
+saving = {"directory": os.environ["SAVED"], "every": "auto", "keep": 99}
+session = paceline.start(**given, exact=True, checkpoint=saving)
 for batch in session.batches(steps=14):
     session.step(batch)
 tell(position=session.position)
