@@ -51,6 +51,8 @@ class Model(nn.Module):
             self.memory["past"][0].mul_(0.9).add_(values.detach().mean(0))
         elif self.kind == "GLOBAL":
             values = values + float(GLOBAL.random())
+        elif self.kind == "rounding":
+            values = values + 1e-5 * random.SystemRandom().random()
         return self.layer(values)
 
 
@@ -149,6 +151,13 @@ def test_without_exact_it_is_read_as_if_nobody_had_looked(caplog: pytest.LogCapt
 
 def test_what_is_keyed_is_not_refused() -> None:
     assert train(start(True, source="keyed")).step == 1
+
+
+def test_rounding_matters_with_exact_only() -> None:
+    """Atomic additions of a GPU differ in it."""
+    assert not any("computed twice" in note for note in train(start(False, "rounding")).notes)
+    with pytest.raises(InputError, match="computed twice"):
+        train(start(True, "rounding"))
 
 
 def test_a_microbatch_that_is_changed_is_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
