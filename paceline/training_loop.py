@@ -80,7 +80,9 @@ class TrainingLoop:
             self._set_up_strategy()
         else:
             self._recovery = Recovery(job, coordinator, state, checkpointer, self._begin)
-            self._recovery.register(facts, self._status)
+            self._recovery.register(
+                facts, lambda: self._activity.status(0 if self._progress is None else self._progress.steps)
+            )
             self._re_form()
             self._await_process_group()
         self._move_to(self.progress.steps)
@@ -174,7 +176,7 @@ class TrainingLoop:
                 samples = self._job.order.samples_before(batch.step + 1)
                 self._trace.step(batch.step, result.loss, samples, result.learning_rate)
         if self.position == self.progress.steps and self._checkpointer.due(self.position):
-            self._retry(self._synchronize)
+            self._retry(lambda: self._synchronize("synchronizing"))
             self._begin_save()
         self._follow(result.notice)
         return result, seconds
@@ -260,9 +262,7 @@ class TrainingLoop:
 
     def _evaluate(self, steps: int, number: int, forward: Callable[..., Any], data: Any) -> float:
         while number >= len(self.progress.evaluations.get(steps, ())):
-            self._activity.begin("evaluating")
-            self._repeat_lost_steps(self.position)
-            self.strategy.synchronize(self.progress.steps)
+            self._synchronize("evaluating")
             value, notice = evaluation.evaluate(self._job, self.progress.steps, forward, data)
             self.progress.evaluations.setdefault(steps, []).append(value)
             self._follow(notice)
@@ -278,7 +278,7 @@ class TrainingLoop:
         """
 
         def act() -> None:
-            self._synchronize()
+            self._synchronize("synchronizing")
             steps = min(self.position, self._target)
             if self._job.settings.exact and self.progress.compared < steps:  # else the others are beyond that
                 compare(self._job, "synchronizing")
@@ -287,8 +287,8 @@ class TrainingLoop:
         self._retry(act)
         self._activity.begin("in the script")
 
-    def _synchronize(self) -> None:
-        self._activity.begin("synchronizing")
+    def _synchronize(self, doing: str) -> None:
+        self._activity.begin(doing)
         self._repeat_lost_steps(self.position)
         self.strategy.synchronize(self.progress.steps)
 
@@ -330,10 +330,9 @@ class TrainingLoop:
     def _begin(self) -> int:
         """Compare what is to be trained, and load the checkpoint to go on from, if any: nobody has a state yet."""
         check(self._job.world, self._facts)
-        resume = self._resume
-        if resume is None and self._job.world.generation > 0 and self._checkpointer.enabled:
-            resume = "auto"  # all that had a state are lost
-        return self._checkpointer.resume(self._state, resume)
+        # In a later generation all that had a state are lost.
+        again = self._resume is None and self._job.world.generation > 0 and self._checkpointer.enabled
+        return self._checkpointer.resume(self._state, "auto" if again else self._resume)
 
     def _set_up_strategy(self) -> None:
         world = self._job.world
@@ -352,10 +351,6 @@ class TrainingLoop:
                 return
             except WorkerLost as lost:
                 self._re_form(lost=lost)
-
-    def _status(self) -> dict[str, Any]:
-        """Report to the coordinator; called by the thread of its client."""
-        return self._activity.status(0 if self._progress is None else self._progress.steps)
 
     def _retry(self, act: Callable[[], _T]) -> _T:
         """Do what all workers do together; again with those that are left if one is lost meanwhile."""
