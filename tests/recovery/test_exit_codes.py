@@ -141,7 +141,7 @@ def expected(case: Case) -> int:
 def _of_worker(case: Case) -> int:
     way, place, who, start = case
     replaces = start in ("elastic", "standby", "machines") and who == "one"
-    lost = replaces and place not in BEFORE
+    lost = replaces and place not in (*BEFORE, "during")  # the model is built before the workers meet
     interrupted = 0 if replaces and place in BEFORE else INTERRUPTED
     early = 0 if who == "all" or place == "after" else 1
     codes = {
