@@ -16,6 +16,8 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
 _SECONDS_TO_END = 5.0
+_OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
+"""Set when torch is first asked to look for its compiler."""
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
 
 
@@ -46,7 +48,7 @@ def _descendants() -> dict[int, str]:
 
 
 def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in _OF_PYTEST}
+    return {name: value for name, value in os.environ.items() if name not in {*_OF_PYTEST, *_OF_TORCH}}
 
 
 def _process_group() -> bool:

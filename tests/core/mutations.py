@@ -24,6 +24,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -32,7 +33,6 @@ from paceline.checkpoint import resume
 from paceline.checkpoint.manifest import FILE, METADATA, TENSORS
 
 SECONDS = 30
-resume.MISSING_SECONDS = 0.2  # for so long a file that is gone is waited for
 MARKER = "PACELINE_TEST_MARKER"
 
 
@@ -323,7 +323,8 @@ def failures(home: Path, seeds: range, store: str = "", signed: bool = False) ->
             fsspec.filesystem("memory").put(f"{run}/", f"{run}/", recursive=True)
         if signed and mutation.way == mutation.sealed_bomb:
             mutation.positions = {4}
-        wrong = attempt(mutation, directory, key, expected)
+        with mock.patch.object(resume, "MISSING_SECONDS", 0.2):  # for so long a file that is gone is waited for
+            wrong = attempt(mutation, directory, key, expected)
         if wrong:
             found.append(f"{seed} {mutation.what}: {wrong}")
         shutil.rmtree(run)
