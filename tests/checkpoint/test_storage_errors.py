@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interleaving import Interleaving
-from test_two_writers import ALONE, OLD, check_whole, snapshot
+from interleaving import Interleaving, Killed
+from test_two_writers import ALONE, NEXT, OLD, check_whole, snapshot
 
 from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.resume import read_newest
-from paceline.checkpoint.save import save
-from paceline.checkpoint.storage.base import Storage, split
+from paceline.checkpoint.save import retain, save
+from paceline.checkpoint.storage.base import FENCED, Storage, split
 from paceline.checkpoint.storage.retry import is_storage_error, may_pass
 from paceline.errors import CheckpointError
 
@@ -83,6 +83,33 @@ def test_an_error_once_at_any_operation(places: Any, act: Any, first: int, monke
         with monkeypatch.context() as patch:
             run(act, storage, patch, once)
         assert steps(storage) == ["step-000006"] * (act is saves) + ["step-000004", "step-000002"]
+
+
+def removes(storage: Storage) -> None:
+    retain(storage, 4, OLD, 1, None)
+
+
+def test_a_removal_that_was_killed_is_completed(places: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any operation; by the next writer, after its next save."""
+    with monkeypatch.context() as patch:
+        count = len(run(removes, begin(places("whole")), patch, lambda *_: None).operations)
+    assert count > 5
+    for last in range(count):
+        storage, later = begin(places(last)), NEXT["another launch"]
+
+        def kill(number: int, _: float, last: int = last) -> None:
+            if number >= last:
+                raise Killed
+
+        with monkeypatch.context() as patch:
+            run(removes, storage, patch, kill)
+        save(storage, snapshot(6, later), later, 60, None)
+        retain(storage, 6, later, 2, None)
+        assert steps(storage) == ["step-000006", "step-000004"], last
+        left = set(storage.names()) - {"step-000006", "step-000004", "latest", ".writers"}
+        for step in left:  # the mark that a writer may still come back to it
+            (attempt,) = storage.attempts(step)
+            assert storage.files_of(attempt) == [FENCED], last
 
 
 @pytest.mark.parametrize("error", ERRORS)

@@ -150,7 +150,7 @@ scripted.end(session)
 
 def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
     """It comes from the start of the script, where the model still trains; the others have it in evaluation."""
-    settings = "checkpoint.every=4", "checkpoint.background=false", "pipeline.stages=3"
+    settings = "checkpoint.every=4", "checkpoint.background=false", "pipeline.cut=second,third"
     words = [word for setting in settings for word in ("--set", setting)]
     ran = run(MODES, "-n", 3, "--elastic", "2:3", *words, faults=faults.kill(rank=1, step=7))
     assert ran.code == 0, ran.report()

@@ -133,21 +133,29 @@ class ObjectStore(Storage):
         Whether the manifest of a later step is still to come, nobody can know without a conditional put.
         """
         for step in self.steps():
-            for name in self.attempts(step) if step_of(step) < step_of(newest) else ():
-                other, files = writer_of(name), self.files_of(name)
-                if other is None or FILE in files or set(files) <= {FENCED} or not writer.may_remove(other):
+            if step_of(step) >= step_of(newest):
+                continue
+            for name in self.attempts(step):
+                other, files = writer_of(name), set(self.files_of(name))
+                if other is None or FILE in files or files == {FENCED} or not writer.may_remove(other):
                     continue
-                self._files.pipe_file(self._path(name, FENCED), b"")
+                if files:
+                    self._files.pipe_file(self._path(name, FENCED), b"")
                 self._remove_files(name)
+            self._remove_directory(step)
 
     def _remove_files(self, name: str) -> None:
         """Remove the files of a checkpoint that is not complete any more, but for the mark that it was taken away."""
         for file in self.files_of(name):
             if file != FENCED and not writer_of(file):
                 self._remove_file(name, file)
-        for directory in (name, split(name)[0]):  # file systems have directories, and stores have none
-            with contextlib.suppress(OSError, NotImplementedError):
-                self._files.rmdir(self._path(directory))
+        self._remove_directory(name)
+        self._remove_directory(split(name)[0])
+
+    def _remove_directory(self, name: str) -> None:
+        """Remove a directory if it is empty; file systems have directories, and stores have none."""
+        with contextlib.suppress(OSError, NotImplementedError):
+            self._files.rmdir(self._path(name))
 
     def _remove_file(self, *parts: str) -> None:
         with contextlib.suppress(FileNotFoundError):
