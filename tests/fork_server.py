@@ -27,9 +27,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.launch import local, registry
-from paceline.launch.base import WorkerSpec
-from paceline.launch.child import end_with_parent
+from paceline.launchers import local, registry
+from paceline.launchers.base import WorkerSpec
+from paceline.launchers.child import end_with_parent
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent

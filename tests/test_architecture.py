@@ -127,7 +127,7 @@ def test_the_contracts_hold(lint: Callable[[str, str], str]) -> None:
         ("comm/shm/arena.py", f"{TYPES}from paceline.comm.world import World", "No circle in any package"),
         ("errors.py", f"{TYPES}from paceline.session import Session", "Imports point down only"),
         ("comm/world.py", "import paceline.testing", "Training reaches no code for tests"),
-        ("launch/base.py", "import torch", "Torch is not imported before training starts"),
+        ("launchers/base.py", "import torch", "Torch is not imported before training starts"),
     ],
 )
 def test_a_contract_breaks(lint: Callable[[str, str], str], file: str, line: str, contract: str) -> None:

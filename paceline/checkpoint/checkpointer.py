@@ -20,7 +20,7 @@ from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingSt
 from paceline.comm.world import World
 from paceline.errors import CheckpointError, ConfigError
 from paceline.events import EventLog
-from paceline.launch import secret
+from paceline.launchers import secret
 from paceline.settings import CheckpointSettings
 
 _log = logging.getLogger("paceline")

@@ -14,7 +14,7 @@ import typer
 from paceline.cli.options import BEFORE_SCRIPT, Arguments, Plan, Script, Set
 
 if TYPE_CHECKING:
-    from paceline.launch.base import Request
+    from paceline.launchers.base import Request
 
 CONTEXT = BEFORE_SCRIPT
 MORE_HELP = " The script runs up to paceline.start and no further."
@@ -24,8 +24,8 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
     """Show each setting of a script and where it came from."""
     from paceline import config
     from paceline.cli import table
-    from paceline.launch.base import Request
-    from paceline.launch.prepare import check, known_settings
+    from paceline.launchers.base import Request
+    from paceline.launchers.prepare import check, known_settings
 
     request = Request(script, tuple(arguments or ()), settings=config.parse_command_line(set_ or []), plan=plan)
     check(request)
@@ -40,7 +40,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
 def ask_script(request: Request) -> dict[str, dict[str, object]]:
     """Run the script in one process up to ``paceline.start``, which writes the settings and exits."""
     from paceline import env
-    from paceline.launch.base import Launch
+    from paceline.launchers.base import Launch
 
     with tempfile.TemporaryDirectory(prefix="paceline-config-") as directory:
         answer = Path(directory) / "settings.json"

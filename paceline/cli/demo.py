@@ -36,7 +36,7 @@ def command(
 
 def _train(workers: int, directory: Path) -> dict[str, Any]:
     from paceline.cli.run import train
-    from paceline.launch.base import Request
+    from paceline.launchers.base import Request
 
     print(f"training on {workers} worker{'s' if workers != 1 else ''} ...", file=sys.stderr, flush=True)
     directory.mkdir(exist_ok=True)

@@ -65,7 +65,7 @@ def _nothing() -> None:
 
 def _version(wanted: bool) -> None:
     if wanted:
-        from paceline.launch.runs import version
+        from paceline.launchers.runs import version
 
         print(f"paceline {version('paceline') or 'from source, not installed'}")
         raise typer.Exit

@@ -16,7 +16,7 @@ from paceline.cli.options import Arguments, Plan, Script, Set
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from paceline.launch.base import Request
+    from paceline.launchers.base import Request
     from paceline.plan.costs import Profile
     from paceline.schedule.balance import Cut
 
@@ -48,7 +48,7 @@ def command(  # noqa: PLR0913 - each is an option
     """Measure the layers of a model, and find where to cut it into stages."""
     from paceline import config
     from paceline.errors import ConfigError
-    from paceline.launch.base import Request
+    from paceline.launchers.base import Request
     from paceline.plan.costs import plan_text
 
     if stages is not None and stages < 1:
@@ -79,8 +79,8 @@ def _measure(base: Request) -> Profile:
 
     from paceline import env
     from paceline.cli.report import report
-    from paceline.launch.prepare import prepare
-    from paceline.launch.workers import Workers
+    from paceline.launchers.prepare import prepare
+    from paceline.launchers.workers import Workers
     from paceline.plan.costs import read
 
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:

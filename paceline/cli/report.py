@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from paceline.coordinator.monitor import Alert, RunMonitor
     from paceline.failure.coordinator_report import CoordinatorReport
-    from paceline.launch.base import Launch, Request, RunResult
+    from paceline.launchers.base import Launch, Request, RunResult
 
 _PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
@@ -41,7 +41,7 @@ def report(
     from paceline.failure import message
     from paceline.failure.coordinator_report import CoordinatorReport
     from paceline.failure.root_cause import diagnose
-    from paceline.launch.runs import newest_checkpoint
+    from paceline.launchers.runs import newest_checkpoint
 
     coordinator = coordinator or CoordinatorReport()
     failure = diagnose(launch, result, coordinator, seen)
@@ -124,7 +124,7 @@ def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
 def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
     """One line for a person; of a worker that has not come also what can be seen of it from outside."""
     from paceline.failure.worker_report import tail
-    from paceline.launch.kernel import state_of
+    from paceline.launchers.kernel import state_of
 
     if alert.kind == "lost":
         return f"lost: {monitor.exit_texts.get(alert.workers[0], alert.text)}"

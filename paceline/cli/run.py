@@ -15,8 +15,8 @@ from paceline.errors import EXIT_CODES, PREEMPTED
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
-    from paceline.launch.base import Launch, Request
-    from paceline.launch.secret import Secret, Shared
+    from paceline.launchers.base import Launch, Request
+    from paceline.launchers.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
 MORE_HELP = f""" Options go before the script; all that follows it is passed to the script.
@@ -74,7 +74,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     """Train with a script on many workers."""
     from paceline import config
     from paceline.errors import ConfigError
-    from paceline.launch.base import Request
+    from paceline.launchers.base import Request
 
     settings = config.parse_command_line(set_ or [])
     if resume is not None:
@@ -176,9 +176,9 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
     from paceline.coordinator import machines
     from paceline.coordinator.messages import listen
-    from paceline.launch import secret
-    from paceline.launch.base import HOST
-    from paceline.launch.prepare import check, prepare
+    from paceline.launchers import secret
+    from paceline.launchers.base import HOST
+    from paceline.launchers.prepare import check, prepare
 
     check(request)
     if request.rendezvous is None:
@@ -202,8 +202,8 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
 
     from paceline.coordinator.agent import RemoteAgent
     from paceline.coordinator.machines import Applicant, interface_of, join
-    from paceline.launch.prepare import prepare
-    from paceline.launch.workers import Workers
+    from paceline.launchers.prepare import prepare
+    from paceline.launchers.workers import Workers
 
     own = Applicant(request.workers, request.script.name, request.name)
     while True:
@@ -244,7 +244,7 @@ def _coordinate(
     from paceline.coordinator.types import RunInfo
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
-    from paceline.launch.workers import Workers
+    from paceline.launchers.workers import Workers
 
     log = EventLog(launch.run / "events", "launcher")
     run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume)

@@ -29,7 +29,7 @@ def command(
     """Draw a step of a pipeline, predicted above measured."""
     from paceline.cli import table
     from paceline.errors import ConfigError
-    from paceline.launch.runs import found
+    from paceline.launchers.runs import found
     from paceline.observe import summary
     from paceline.observe.comparison import compare
     from paceline.observe.page import html

@@ -13,7 +13,7 @@ import typer
 from paceline.cli.options import Arguments, Plan, Script, Set
 
 if TYPE_CHECKING:
-    from paceline.launch.base import Request
+    from paceline.launchers.base import Request
     from paceline.verify.compare import Comparison
     from paceline.verify.run_trace import RunTrace
 
@@ -45,8 +45,8 @@ def command(
     from dataclasses import replace
 
     from paceline import config
-    from paceline.launch.base import Request
-    from paceline.launch.prepare import check
+    from paceline.launchers.base import Request
+    from paceline.launchers.prepare import check
 
     sizes = _sizes(workers, steps)
     settings = config.parse_command_line(set_ or [])
@@ -77,8 +77,8 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
 
     from paceline import env
     from paceline.cli.report import report
-    from paceline.launch.prepare import prepare
-    from paceline.launch.workers import Workers
+    from paceline.launchers.prepare import prepare
+    from paceline.launchers.workers import Workers
     from paceline.verify.run_trace import read
 
     traces = directory / f"trace-{workers}"

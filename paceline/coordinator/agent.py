@@ -1,6 +1,6 @@
 """The agent of a machine: replaces its workers, and reports to the coordinator what becomes of them.
 
-Both kinds supervise the workers of their machine (:class:`paceline.launch.workers.Supervisor`): one holds the
+Both kinds supervise the workers of their machine (:class:`paceline.launchers.workers.Supervisor`): one holds the
 coordinator, the other reports to it over the network.
 """
 
@@ -14,7 +14,7 @@ from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
 from paceline.failure.worker_report import record_of
-from paceline.launch.base import Launch, Request, WorkerExit
+from paceline.launchers.base import Launch, Request, WorkerExit
 
 _RESTARTS = 100
 """Workers started anew in one run, at most."""

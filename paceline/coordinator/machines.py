@@ -21,8 +21,8 @@ from paceline.coordinator.authentication import AGENT, NotAuthenticated, Refused
 from paceline.coordinator.messages import Connection, connect, decode, encode, listen
 from paceline.coordinator.types import Message
 from paceline.errors import ConfigError, StartError
-from paceline.launch import secret as secrets
-from paceline.launch.secret import Secret, Shared
+from paceline.launchers import secret as secrets
+from paceline.launchers.secret import Secret, Shared
 
 _TRY_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0

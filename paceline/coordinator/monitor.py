@@ -20,8 +20,8 @@ from paceline.coordinator.hang_detection import WorkerStatus, describe
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
-from paceline.launch.base import WorkerExit
-from paceline.launch.kernel import STOPPED, state_of
+from paceline.launchers.base import WorkerExit
+from paceline.launchers.kernel import STOPPED, state_of
 
 _START_SECONDS = 30.0
 _SILENT_SECONDS = 3.0

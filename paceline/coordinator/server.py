@@ -26,8 +26,8 @@ from paceline.coordinator.validation import BLOCK
 from paceline.errors import PREEMPTED
 from paceline.failure.coordinator_report import CoordinatorReport
 from paceline.failure.worker_report import describe_exit
-from paceline.launch.base import WorkerExit
-from paceline.launch.kernel import is_ending
+from paceline.launchers.base import WorkerExit
+from paceline.launchers.kernel import is_ending
 
 _AGENTS_SECONDS = 60.0
 

@@ -25,8 +25,8 @@ from paceline.data.attributes import Attributes, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of
 from paceline.data.order import Order
 from paceline.errors import InputError
-from paceline.launch.child import end_with_parent
-from paceline.launch.kernel import is_ending
+from paceline.launchers.child import end_with_parent
+from paceline.launchers.kernel import is_ending
 
 
 @dataclass(frozen=True)

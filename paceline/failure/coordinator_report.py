@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launch.base import WorkerExit
+from paceline.launchers.base import WorkerExit
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from paceline import errors
 from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import CoordinatorReport, LastSeen
 from paceline.failure.worker_report import WorkerReport, report_of, signal_name
-from paceline.launch.base import Launch, RunResult
+from paceline.launchers.base import Launch, RunResult
 
 _NOTICES = (signal.SIGTERM, signal.SIGUSR1)
 

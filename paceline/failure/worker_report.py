@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
-from paceline.launch.base import Launch, WorkerExit
+from paceline.launchers.base import Launch, WorkerExit
 from paceline.regular_files import open_regular, read_text
 from paceline.user_code import is_user_code
 

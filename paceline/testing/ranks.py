@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline import env
-from paceline.launch.machine import choose_port
+from paceline.launchers.machine import choose_port
 
 _LOOK_SECONDS = 0.01
 _PACKAGES = str(Path(__file__).resolve().parents[2])

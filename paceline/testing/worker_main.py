@@ -22,7 +22,7 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import WorkerLost
-from paceline.launch.child import end_with_parent
+from paceline.launchers.child import end_with_parent
 
 CALL, ARGUMENTS = "call.json", "arguments.pickle"
 PARAMETER = "worker"

@@ -14,7 +14,7 @@ import pytest
 from paceline import env
 from paceline.config import flat_keys, quoted, read_plan, resolve
 from paceline.errors import ConfigError, PacelineError
-from paceline.launch.masking import mask
+from paceline.launchers.masking import mask
 from paceline.settings import LONGEST_SECONDS, Settings
 
 Paceline = Callable[..., Any]

@@ -11,8 +11,8 @@ from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.errors import EXIT_CODES
 from paceline.failure.coordinator_report import CoordinatorReport, LostWorker
-from paceline.launch.base import Launch, Request
-from paceline.launch.runs import newest_checkpoint
+from paceline.launchers.base import Launch, Request
+from paceline.launchers.runs import newest_checkpoint
 
 PLAIN = Request(Path("train.py"), workers=3)
 START = "paceline run -n 3 --name one --resume auto"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch import kernel
+from paceline.launchers import kernel
 
 Script = Callable[..., Path]
 Paceline = Callable[..., Any]

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 
-from paceline.launch.base import Launcher, WorkerProcess, WorkerSpec
+from paceline.launchers.base import Launcher, WorkerProcess, WorkerSpec
 
 
 class SpawnedWorker:

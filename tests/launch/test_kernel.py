@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch import kernel
-from paceline.launch.kernel import STOPPED, OutOfMemory, own_counters, state_of
+from paceline.launchers import kernel
+from paceline.launchers.kernel import STOPPED, OutOfMemory, own_counters, state_of
 
 
 def test_each_process_that_the_kernel_ended_counts_once(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.base import Launch, Machine, Request, bind, lay_out
+from paceline.launchers.base import Launch, Machine, Request, bind, lay_out
 from paceline.settings import Settings
 
 A, B, C, D = (frozenset({first, first + 1}) for first in (0, 2, 4, 6))

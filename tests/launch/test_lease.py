@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launch import runs
-from paceline.launch.base import Request
-from paceline.launch.lease import Lease
+from paceline.launchers import runs
+from paceline.launchers.base import Request
+from paceline.launchers.lease import Lease
 
 HOLD = """
 import sys
 from pathlib import Path
-from paceline.launch import runs
-from paceline.launch.base import Request
+from paceline.launchers import runs
+from paceline.launchers.base import Request
 
 folder, *resume = sys.argv[1:]
 request = Request(Path("train.py"), runs=Path(folder), name="mine", settings={"resume": "auto"} if resume else {})

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import StartError
-from paceline.launch import prepare as preparation
-from paceline.launch.base import Launch, Request, RunResult
-from paceline.launch.child import command_of
-from paceline.launch.workers import Workers
+from paceline.launchers import prepare as preparation
+from paceline.launchers.base import Launch, Request, RunResult
+from paceline.launchers.child import command_of
+from paceline.launchers.workers import Workers
 
 
 @pytest.fixture
@@ -110,9 +110,9 @@ def test_signal_handlers_are_put_back(prepare: Callable[..., Launch]) -> None:
 LAUNCHER = """
 import signal, sys
 from pathlib import Path
-from paceline.launch.base import Request
-from paceline.launch.workers import Workers
-from paceline.launch.prepare import prepare
+from paceline.launchers.base import Request
+from paceline.launchers.workers import Workers
+from paceline.launchers.prepare import prepare
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
 request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]))
@@ -179,9 +179,9 @@ def test_nothing_outlives_a_killed_launcher(launcher: Callable[[str], "subproces
 STARTS = """
 import os, sys
 from pathlib import Path
-from paceline.launch.base import Request
-from paceline.launch.prepare import prepare
-from paceline.launch.workers import Workers
+from paceline.launchers.base import Request
+from paceline.launchers.prepare import prepare
+from paceline.launchers.workers import Workers
 
 os.register_at_fork(before=lambda: print("forked", flush=True))
 request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import StartError
-from paceline.launch import machine
+from paceline.launchers import machine
 
 
 def test_this_machine() -> None:

@@ -11,7 +11,7 @@ from spawn_launcher import SpawnLauncher
 
 from paceline.cli.main import main
 from paceline.errors import ConfigError
-from paceline.launch import registry
+from paceline.launchers import registry
 
 TRAIN = """
 from functools import partial

@@ -1,6 +1,6 @@
 import pytest
 
-from paceline.launch.output import Lines
+from paceline.launchers.output import Lines
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])

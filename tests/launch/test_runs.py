@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.launch import runs
-from paceline.launch.base import Request
+from paceline.launchers import runs
+from paceline.launchers.base import Request
 
 NOON = time.mktime((2030, 1, 2, 12, 0, 0, 0, 0, -1))
 

@@ -21,7 +21,7 @@ from paceline.coordinator.authentication import AGENT, Challenge, NotAuthenticat
 from paceline.coordinator.messages import LONGEST_MESSAGE, Connection, connect, decode, encode, listen
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds, RunInfo
-from paceline.launch import secret as secrets
+from paceline.launchers import secret as secrets
 
 SECRET = secrets.make()
 RUN = RunInfo("this run", SECRET, "train.py", "job")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import InputError
-from paceline.launch import runs
+from paceline.launchers import runs
 from paceline.observe import ledger, records
 from paceline.regular_files import NotRegularError, open_regular, read_text
 

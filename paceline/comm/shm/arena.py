@@ -32,7 +32,7 @@ from paceline.comm.shm.lock import Lock, Look
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
 from paceline.errors import WorkerLost, WorkerSilent, name_ranks
-from paceline.launch.kernel import is_ending
+from paceline.launchers.kernel import is_ending
 
 if TYPE_CHECKING:
     import torch

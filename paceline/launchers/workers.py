@@ -15,9 +15,9 @@ from types import FrameType, TracebackType
 from typing import Protocol, TypeAlias
 
 from paceline.errors import StartError
-from paceline.launch.base import Launch, RunResult, WorkerExit, WorkerProcess
-from paceline.launch.output import Show, Stream
-from paceline.launch.registry import launcher_named
+from paceline.launchers.base import Launch, RunResult, WorkerExit, WorkerProcess
+from paceline.launchers.output import Show, Stream
+from paceline.launchers.registry import launcher_named
 
 _POLL_SECONDS = 0.02
 _AT_ONCE = ((0.0, signal.SIGKILL),)

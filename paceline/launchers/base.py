@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline import env
-from paceline.launch.secret import Secret
+from paceline.launchers.secret import Secret
 from paceline.settings import Settings
 
 HOST = "127.0.0.1"

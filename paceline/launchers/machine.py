@@ -9,7 +9,7 @@ from pathlib import Path
 from random import SystemRandom
 
 from paceline.errors import StartError
-from paceline.launch.base import Machine
+from paceline.launchers.base import Machine
 
 _NODES = Path("/sys/devices/system/node")
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.errors import ConfigError
-from paceline.launch.base import Launcher
-from paceline.launch.local import LocalLauncher
+from paceline.launchers.base import Launcher
+from paceline.launchers.local import LocalLauncher
 
 LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from paceline import config, env
 from paceline.config import quoted
 from paceline.errors import ConfigError
-from paceline.launch import machine, runs
-from paceline.launch.base import Launch, Request
-from paceline.launch.registry import launcher_named
+from paceline.launchers import machine, runs
+from paceline.launchers.base import Launch, Request
+from paceline.launchers.registry import launcher_named
 from paceline.settings import LONGEST_SECONDS, Settings
 
 _MOST_HERE = 512

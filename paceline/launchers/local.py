@@ -11,9 +11,9 @@ import os
 import signal
 import subprocess
 
-from paceline.launch.base import Launcher, WorkerProcess, WorkerSpec
-from paceline.launch.child import command_of
-from paceline.launch.kernel import OutOfMemory
+from paceline.launchers.base import Launcher, WorkerProcess, WorkerSpec
+from paceline.launchers.child import command_of
+from paceline.launchers.kernel import OutOfMemory
 
 _REAPER = """
 while read -r line; do

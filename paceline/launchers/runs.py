@@ -24,9 +24,9 @@ from pathlib import Path
 
 from paceline.config import quoted
 from paceline.errors import ConfigError
-from paceline.launch.base import Launch, Machine, Request
-from paceline.launch.lease import Lease
-from paceline.launch.masking import mask
+from paceline.launchers.base import Launch, Machine, Request
+from paceline.launchers.lease import Lease
+from paceline.launchers.masking import mask
 from paceline.regular_files import read_text
 
 _LONGEST_NAME = 200
