@@ -8,8 +8,8 @@ Challenge and response, in lines of text::
 
 A proof is the HMAC-SHA256, by the key of the role, of the protocol, who proves, the role, and both nonces: it is good
 for this connection, this direction and this role alone, so that it can be neither replayed nor reflected. The key of a
-worker is bound to its number and to the run (:mod:`paceline.launchers.secret`). Whoever has no key learns nothing but that
-something of Paceline listens.
+worker is bound to its number and to the run (:mod:`paceline.launchers.secret`). Whoever has no key learns nothing but
+that something of Paceline listens.
 """
 
 from __future__ import annotations
