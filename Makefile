@@ -14,12 +14,13 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-all check bench docs format clean
+.PHONY: help demo test test-slow test-places test-all check bench docs format clean
 
 help:
 	@echo 'make demo     train a small model on 1, 2 and more workers and compare the results'
 	@echo 'make test     run the tests but the slow ones'
 	@echo 'make test-all run all tests'
+	@echo 'make test-places run those that need an engine: Slurm, MPI, ...'
 	@echo 'make check    formatting, lint, types, import rules'
 	@echo 'make bench    measure against other libraries'
 	@echo 'make docs     build the documentation into site/'
@@ -30,12 +31,16 @@ demo: $(VENV)/.installed-demo
 	$(BIN)/paceline demo
 
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -m 'not slow and not place'
 
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m 'slow and not place'
 
-test-all: test test-slow
+# Slurm, MPI and others where they are installed; the rest is skipped.
+test-places: $(VENV)/.installed-dev
+	$(PYTEST) -n 2 -m place
+
+test-all: test test-slow test-places
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,28 @@
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from slurm_cluster import SlurmCluster, missing
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Every test in this folder needs an engine."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.place)
+
+
+@pytest.fixture
+def slurm(no_temporary_files: None) -> Iterator[SlurmCluster]:
+    """A Slurm of two nodes, for one test."""
+    if reason := missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
+        cluster = SlurmCluster(Path(folder))
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()
