@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from paceline.launch.machine import choose_port
+from paceline.launchers.machine import choose_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 NODES = ("n1", "n2")
@@ -132,7 +132,9 @@ class SlurmCluster:
                 self.run("scancel", "--state=PENDING", "-u", "root", check=False)
                 self.run("scancel", "--signal=KILL", "--full", "-u", "root", check=False)
                 self.run("scancel", "-u", "root", check=False)
-                self._until(lambda: self.run("squeue", "-h", check=False) == "", "the end of all jobs")
+                self._until(
+                    lambda: self.run("squeue", "-h", "-t", "pending,running", check=False) == "", "the end of all jobs"
+                )
         for process in self._clients:
             if process.poll() is None:
                 process.kill()
