@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import socket
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,6 +18,7 @@ from paceline.errors import EXIT_CODES, PREEMPTED
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
     from paceline.launchers.base import Launch, Request
+    from paceline.launchers.places.base import Options
     from paceline.launchers.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
@@ -69,19 +72,46 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")
     ] = 25.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
+    on: Annotated[
+        str | None,
+        typer.Option(
+            help="Where: local, or a place of docs/places.", metavar="PLACE", show_default="where this process is"
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started or submitted.")] = False,
+    hosts: Annotated[
+        str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")
+    ] = None,
+    hostfile: Annotated[Path | None, typer.Option(help="ssh, mpi: a file of hosts: lines such as h1 slots=4.")] = None,
+    time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None,
+    partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None,
+    gpus: Annotated[int | None, typer.Option(help="slurm, ray, kubernetes: GPUs of each machine.")] = None,
+    image: Annotated[str | None, typer.Option(help="kubernetes: the image of the container.")] = None,
+    namespace: Annotated[str | None, typer.Option(help="kubernetes: the namespace.")] = None,
+    kind: Annotated[str | None, typer.Option(help="kubernetes: job, jobset or trainjob.")] = None,
+    address: Annotated[str | None, typer.Option(help="ray: the cluster.")] = None,
+    master: Annotated[str | None, typer.Option(help="spark: the cluster, as in spark://host:7077.")] = None,
+    detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
     from paceline import config
     from paceline.errors import ConfigError
     from paceline.launchers.base import Request
+    from paceline.launchers.places.base import Options
+    from paceline.launchers.places.registry import LOCAL
 
     settings = config.parse_command_line(set_ or [])
     if resume is not None:
         settings["resume"] = resume
-    least, most = bounds(elastic, workers, standby)
-    machines = node_range(nodes, rendezvous)
-    if secret_file is not None and rendezvous is None:
+    least, most = bounds(elastic, workers, standby, several=nodes is not None)
+    options = Options(
+        hosts, hostfile, time, partition, account, gpus, image, namespace, kind, address, master, detach=detach
+    )
+    place = chosen_place(on, options, rendezvous, quiet)
+    machines = node_range(nodes, rendezvous, place == LOCAL)
+    if secret_file is not None and rendezvous is None and place == LOCAL:
         raise ConfigError("--secret-file is for runs on several machines: give --rendezvous and --nodes, too.")
     request = Request(
         script=script,
@@ -103,7 +133,53 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         secret_file=secret_file,
         launcher=launcher,
     )
+    if place != LOCAL or dry_run:
+        raise typer.Exit(train_on(place, request, options, dry_run))
     raise typer.Exit(train(request, quiet=quiet))
+
+
+def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
+    """The place that was asked for, or in which this process is.
+
+    Raises:
+        ConfigError: there is no such place, or it does not read an option.
+    """
+    from paceline import env
+    from paceline.errors import ConfigError
+    from paceline.launchers.places import base, registry
+
+    place = on or ("ssh" if options.hosts or options.hostfile else None)
+    if place is None and rendezvous is None and (found := registry.find(env.inherited())):
+        place, reason = found
+        if not quiet:
+            say(f"--on {place}: {reason}")
+    place = place or registry.LOCAL
+    if place == registry.LOCAL and options.given():
+        raise ConfigError(f"--{options.given()[0]} says something about a place; name that with --on.")
+    if place != registry.LOCAL:
+        base.check_options(place, registry.place_named(place), options)
+    return place
+
+
+def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
+    """Train in a place, or print what would be started there; gives the exit code."""
+    from paceline import env
+    from paceline.launchers.places.registry import LOCAL, place_named
+    from paceline.launchers.prepare import check, known_settings
+
+    check(request)
+    known_settings(request)
+    if name == LOCAL:
+        print(
+            f"on this machine: {request.workers} x {sys.executable} -u {request.script} {shlex.join(request.arguments)}"
+        )
+        return 0
+    place = place_named(name)()
+    placement = place.decide(request, options, env.inherited())
+    if dry_run:
+        print(placement.text)
+        return 0
+    return place.carry_out(placement, request)
 
 
 def permissions(mode: str) -> int:
@@ -123,8 +199,8 @@ def permissions(mode: str) -> int:
     return int(mode, 8)
 
 
-def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None, int | None]:
-    """Parse ``--elastic MIN:MAX``; with standbys alone both are the number of workers.
+def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:
+    """Parse ``--elastic MIN:MAX``; with standbys alone both are the number of workers, those of one machine.
 
     Raises:
         ConfigError: that is no such pair, or the number of workers is not between the two.
@@ -140,7 +216,7 @@ def bounds(elastic: str | None, workers: int, standby: int) -> tuple[int | None,
     if not colon or (found := _range(first, last)) is None:
         raise ConfigError(f"--elastic {quoted(elastic)}: give the fewest and the most workers, as in --elastic 2:8.")
     least, most = found
-    if not least <= workers <= most:
+    if workers > most or (workers < least and not several):
         raise ConfigError(f"--elastic {elastic}: the number of workers to start with, {workers}, is not in between.")
     return least, most
 
@@ -152,16 +228,20 @@ def _range(first: str, last: str) -> tuple[int, int] | None:
     return int(first), int(last)
 
 
-def node_range(nodes: str | None, rendezvous: str | None) -> tuple[int, int] | None:
-    """Parse ``--nodes``: the fewest and the most machines.
+def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
+    """Parse ``--nodes``: the fewest and the most machines; a place knows where they meet.
 
     Raises:
-        ConfigError: that is no such range, or only one of the two options is given.
+        ConfigError: that is no such range, or one of the two options is missing.
     """
     from paceline.config import quoted
     from paceline.errors import ConfigError
 
-    if (nodes is None) != (rendezvous is None):
+    if rendezvous is not None and not local:
+        raise ConfigError(
+            "--rendezvous is for machines on which you start paceline run yourself: leave it or --on out."
+        )
+    if local and (nodes is None) != (rendezvous is None):
         raise ConfigError("--nodes and --rendezvous belong together: how many machines, and where they meet.")
     if nodes is None:
         return None

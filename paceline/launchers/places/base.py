@@ -1,0 +1,203 @@
+"""What a place is: an engine or a list of hosts that gives machines; on each of them an agent starts the workers.
+
+::
+
+    Request ── decide ──> Placement ── carry_out ──> exit code
+    and Options           which command runs on which machine, and what --dry-run prints
+
+An agent is ``paceline run --on local`` with ``--nodes`` and ``--rendezvous``: the first machine holds the coordinator,
+the others join it, workers that are lost are replaced, and machines may go and come. A place only starts agents and
+says how they ended.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import ClassVar
+
+from paceline import env
+from paceline.config import quoted
+from paceline.errors import ConfigError
+from paceline.launchers.base import Request
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said about the place; None: nothing. Each place reads some of them."""
+
+    hosts: str | None = None  # host1:4,host2:2
+    hostfile: Path | None = None
+    time: str | None = None  # as Slurm reads it
+    partition: str | None = None
+    account: str | None = None
+    gpus: int | None = None  # for each machine
+    image: str | None = None
+    namespace: str | None = None
+    kind: str | None = None  # of the Kubernetes object
+    address: str | None = None  # of a Ray cluster
+    master: str | None = None  # of a Spark cluster
+    detach: bool = False  # submit, and do not wait for the end
+
+    def given(self) -> list[str]:
+        """The names of those that are set."""
+        return [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
+
+
+@dataclass(frozen=True)
+class Agent:
+    """The launcher on one machine.
+
+    Attributes:
+        machine: its name, as the engine or the user calls it.
+        command: what runs there.
+        environment: variables besides those that are there; the secret of the run is one.
+    """
+
+    machine: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What is started in a place.
+
+    Attributes:
+        place: its name.
+        agents: one for each machine, the one with the coordinator first.
+        text: for ``--dry-run``: what is submitted or executed, as a person would write it; no secret.
+    """
+
+    place: str
+    agents: tuple[Agent, ...]
+    text: str
+
+
+class Place(ABC):
+    """One kind of place: a file of this folder and a line in ``registry.py``."""
+
+    reads: ClassVar[frozenset[str]] = frozenset()
+    """The options that it reads."""
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str]) -> str | None:
+        """Say in words how this process can tell that it is in such a place; None: it is not."""
+        return None
+
+    @abstractmethod
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
+        """Decide what to start; nothing is touched yet.
+
+        Raises:
+            ConfigError: the options cannot be used.
+            StartError: the place is not there, or its engine is not installed.
+        """
+
+    @abstractmethod
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        """Start the agents, show what the first one prints, wait until they end, and give the exit code of the run.
+
+        SIGINT and SIGTERM stop the run after a checkpoint, as they do in ``paceline run`` on one machine.
+
+        Raises:
+            StartError: an agent could not be started.
+        """
+
+
+def check_options(name: str, place: type[Place], options: Options) -> None:
+    """Refuse options of other places.
+
+    Raises:
+        ConfigError: one of them has no effect here.
+    """
+    for option in options.given():
+        if option not in place.reads:
+            raise ConfigError(f"--{option} has no effect with --on {name}; leave it out.")
+
+
+def agent_command(
+    request: Request, workers: int, total: int, nodes: tuple[int, int], rendezvous: str, python: str = sys.executable
+) -> list[str]:
+    """Write the command line of an agent.
+
+    Args:
+        request: what the user asked for.
+        workers: of this machine.
+        total: of all machines.
+        nodes: the fewest and the most machines.
+        rendezvous: ``host:port`` of the first machine.
+        python: the interpreter on the machine.
+    """
+    words = [python, "-m", "paceline", "run", "--on", "local", "--workers", str(workers)]
+    words += ["--nodes", f"{nodes[0]}:{nodes[1]}", "--rendezvous", rendezvous]
+    words += ["--elastic", f"{request.least or total}:{request.most or total}"]
+    words += ["--patience", f"{request.patience_seconds:g}", "--grace", f"{request.grace_seconds:g}"]
+    words += ["--runs-dir", str(request.runs), "--runs-mode", f"{request.runs_mode:o}"]
+    for option, value in (
+        ("--standby", request.standby or None),
+        ("--name", request.name),
+        ("--plan", request.plan),
+        ("--secret-file", request.secret_file),
+    ):
+        if value is not None:
+            words += [option, str(value)]
+    for key, setting in request.settings.items():
+        words += ["--set", f"{key}={setting}"]
+    return [*words, str(request.script), *request.arguments]
+
+
+def secret_environment(request: Request) -> dict[str, str]:
+    """The variable by which the agents of a run share a secret: the user's, or a new one; none if a file holds it."""
+    return {} if request.secret_file is not None else {env.SECRET: env.secret() or secrets.token_hex(32)}
+
+
+def parse_hosts(text: str, slots: int) -> list[tuple[str, int]]:
+    """Parse ``-H host1:4,host2:2``: hosts and their workers.
+
+    Args:
+        text: as given.
+        slots: workers of a host without a number.
+
+    Raises:
+        ConfigError: a number is none, or a host is named twice.
+    """
+    found: dict[str, int] = {}
+    for part in text.split(","):
+        name, colon, count = part.strip().partition(":")
+        if not name or name.startswith("-") or (colon and not (count.isdecimal() and 0 < int(count) < 10_000)):
+            raise ConfigError(f"-H {quoted(text)}: give hosts and their numbers of workers, as in -H host1:4,host2:2.")
+        if name in found:
+            raise ConfigError(f"-H {quoted(text)}: {name} is there twice; give the sum of its workers once.")
+        found[name] = int(count) if colon else slots
+    return list(found.items())
+
+
+def read_hostfile(path: Path, slots: int) -> list[tuple[str, int]]:
+    """Read the hosts of a file: lines ``host slots=4`` (Open MPI, Horovod), ``host:4`` (MPICH, Intel), or ``host``.
+
+    Raises:
+        ConfigError: it cannot be read, a line is of no such form, or it names no host.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--hostfile {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from None
+    found: dict[str, int] = {}
+    for number, line in enumerate(lines, 1):
+        name, *words = line.partition("#")[0].split() or [""]
+        if not name:
+            continue
+        host, colon, count = name.partition(":")
+        given = [word.partition("=")[2] for word in words if word.startswith("slots=")]
+        count = count if colon else given[0] if given else str(slots)
+        if not (count.isdecimal() and 0 < int(count) < 10_000):
+            raise ConfigError(f"{path}, line {number}: {quoted(line)} has no number of slots such as slots=4.")
+        found[host] = found.get(host, 0) + int(count)
+    if not found:
+        raise ConfigError(f"--hostfile {path} names no host.")
+    return list(found.items())

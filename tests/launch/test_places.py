@@ -1,0 +1,159 @@
+"""What all places share: options, hosts, the command of an agent, the processes that stand for it here."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline import env
+from paceline.cli.main import main
+from paceline.errors import ConfigError
+from paceline.launchers.base import Request
+from paceline.launchers.places import registry
+from paceline.launchers.places.base import (
+    Agent,
+    Options,
+    Place,
+    Placement,
+    agent_command,
+    parse_hosts,
+    read_hostfile,
+    secret_environment,
+)
+from paceline.launchers.places.clients import Client, follow
+
+FORMATS = "h1 slots=4\nh2:2  # the small one\n\n# none\nh3\nh1 max_slots=9 slots=1\n"
+
+
+def test_hosts() -> None:
+    assert parse_hosts("h1:4,h2", slots=2) == [("h1", 4), ("h2", 2)]
+
+
+@pytest.mark.parametrize("text", ["", "h1:", "h1:0", "h1:x", "h1,,h2", "-oProxyCommand=x:1", "h1:2,h1:2", "h1:99999"])
+def test_what_are_no_hosts(text: str) -> None:
+    with pytest.raises(ConfigError, match="-H"):
+        parse_hosts(text, slots=1)
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(FORMATS)
+    assert read_hostfile(tmp_path / "hosts", slots=3) == [("h1", 5), ("h2", 2), ("h3", 3)]
+
+
+@pytest.mark.parametrize("text", ["", "# none\n", "h1 slots=many\n", "h1:0\n"])
+def test_what_is_no_hostfile(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(ConfigError, match="hosts"):
+        read_hostfile(tmp_path / "hosts", slots=3)
+
+
+def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.setitem(registry.PLACES, "here", f"{TwoAgents.__module__}:TwoAgents")
+    monkeypatch.setattr(registry, "place_named", lambda name: TwoAgents if name == "here" else None)
+    assert "--image says something about a place" in refusal(["--image", "x", str(script)], capsys)
+    assert "--image has no effect with --on here" in refusal(["--on", "here", "--image", "x", str(script)], capsys)
+    both = ["--on", "here", "--nodes", "2", "--rendezvous", "h:1", str(script)]
+    assert "leave it or --on out" in refusal(both, capsys)
+
+
+def test_a_place_that_does_not_exist(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--on nowhere: there is no such place. The places are: local" in refusal(["--on", "nowhere", "x.py"], capsys)
+
+
+class TwoAgents(Place):
+    """Two agents on this machine."""
+
+    port = 0
+
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
+        where = f"127.0.0.1:{self.port}"
+        counts = (2, 1)
+        commands = [tuple(agent_command(request, count, sum(counts), (2, 2), where)) for count in counts]
+        known = secret_environment(request)
+        return Placement("here", tuple(Agent(f"m{n}", one, known) for n, one in enumerate(commands)), "two agents")
+
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        clients = [Client(one.machine, one.command, one.environment) for one in placement.agents]
+        return follow(clients, env.inherited(), request.grace_seconds, lambda client, code: True)
+
+
+SCRIPT = """
+from functools import partial
+import torch
+import paceline
+
+torch.manual_seed(0)
+data = torch.utils.data.TensorDataset(torch.randn(48, 4), torch.randn(48, 1))
+session = paceline.start(
+    model=torch.nn.Linear(4, 1), optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.mse_loss,
+    data=data, batch=12, exact=True,
+)
+for batch in session.batches(epochs=2):
+    session.step(batch)
+print("fingerprint", session.fingerprint())
+"""
+
+
+def test_agents_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.launchers.machine import choose_port
+
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    alone = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout.split()[-1]
+    place = TwoAgents()
+    place.port = choose_port(None)
+    request = Request(script, workers=2, runs=tmp_path / "runs", name="one", patience_seconds=60)
+    placement = place.decide(request, Options(), {})
+    assert env.SECRET not in repr(placement)
+    assert place.carry_out(placement, request) == 0, capsys.readouterr()
+    assert f"fingerprint {alone}" in capsys.readouterr().out
+    launched = json.loads((tmp_path / "runs" / "one" / "launch.json").read_text())
+    assert launched
+
+
+def test_one_that_cannot_be_started(capfd: pytest.CaptureFixture[str]) -> None:
+    assert follow([Client("m", ["/no/such/program"])], {}, 1.0, lambda client, code: False) == 127
+    assert "/no/such/program cannot be started" in capfd.readouterr().err
+
+
+def test_the_end_of_one_may_end_all(capfd: pytest.CaptureFixture[str]) -> None:
+    waits = Client("first", ["sh", "-c", "trap 'echo stopped; exit 7' TERM; echo up; while :; do sleep 0.1; done"])
+    fails = Client("second", ["sh", "-c", "sleep 1; echo no >&2; exit 9"])
+    seen: list[tuple[str, int]] = []
+
+    def ended(client: Client, code: int) -> bool:
+        seen.append((client.name, code))
+        return False
+
+    assert follow([waits, fails], env.inherited(), 20.0, ended) == 7
+    assert seen[0] == ("second", 9)
+    shown = capfd.readouterr()
+    assert shown.out == "up\nstopped\n" and shown.err == "[second] no\n"
+
+
+@pytest.mark.parametrize("by_signal", [True, False])
+def test_a_signal_stops_all(by_signal: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """By SIGTERM, or by the end of the standard input."""
+    trap, wait = ("trap 'exit 75' TERM", "while :; do sleep 0.1; done") if by_signal else (":", "cat; exit 75")
+    first = Client("first", ["sh", "-c", f"{trap}; kill -INT {os.getpid()}; {wait}"], stop_by_signal=by_signal)
+    second = replace(first, name="second", command=["sh", "-c", f"{trap}; {wait}"])
+    before = signal.getsignal(signal.SIGINT)
+    assert follow([first, second], env.inherited(), 20.0, lambda client, code: True) == 75
+    assert signal.getsignal(signal.SIGINT) is before
