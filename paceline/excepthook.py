@@ -21,7 +21,11 @@ _LONGEST = 20_000
 
 
 def install(
-    who: Callable[[], tuple[int | str, int]], path: Path | None, step: Callable[[], int], close: Callable[[], None]
+    who: Callable[[], tuple[int | str, int]],
+    path: Path | None,
+    step: Callable[[], int],
+    close: Callable[[], None],
+    explain: Callable[[str], str],
 ) -> None:
     """Report an exception that nobody catches, and end the process at once.
 
@@ -32,6 +36,7 @@ def install(
         path: where to leave the record; the launcher then prints. None: print here.
         step: the step that was being done.
         close: called before the end, to write out events.
+        explain: says more of an error that is printed here, if it can.
     """
     before = getattr(sys.excepthook, "before_paceline", sys.excepthook)
 
@@ -56,6 +61,8 @@ def install(
             sys.stderr.write(f"paceline: {name}{type(error).__name__}: {_message_of(error)}{where}\n")
         else:
             before(kind, error, trace)
+        if path is None and (more := explain(f"{kind.__name__}: {_message_of(error)}")):
+            sys.stderr.write(f"paceline: {more}\n")
         close()
         sys.stdout.flush()
         sys.stderr.flush()

@@ -29,6 +29,7 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.events import EventLog
+from paceline.failure import known_errors
 from paceline.recovery.preemption import catch_notices
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.forward import loss_of
@@ -120,7 +121,7 @@ def start(
     launched = env.launch_info()
     name = launched.name if launched else f"rank-{who.rank}"
     path = run / "errors" / f"{name}.json" if run else None
-    excepthook.install(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log))
+    excepthook.install(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log), known_errors.explain)
     resolved = config.resolve_here(settings)
     report_to = env.config_report()
     if report_to is not None:

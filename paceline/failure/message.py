@@ -10,6 +10,7 @@ from typing import Any
 
 from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import CoordinatorReport
+from paceline.failure.known_errors import LESS_TO_HOLD
 from paceline.failure.root_cause import Failure
 from paceline.failure.worker_report import WorkerReport
 
@@ -17,19 +18,14 @@ _LONGEST = 400
 """Characters of the first line."""
 _WORTH_TELLING = 1.0
 """Seconds that others have waited."""
-_MEMORY = (
-    "give each worker less to hold: more microbatches, recompute=True, fewer processes in workers_per_loader, or fewer "
-    "workers on this machine"
-)
 _CURES = {
     "killed": "find out who ended it: the scheduler, the limits of the container, `dmesg`, or somebody with `kill`",
-    "out-of-memory": _MEMORY,
+    "out-of-memory": LESS_TO_HOLD,
     "crashed": "native code crashed: PYTHONFAULTHANDLER=1 prints the line of the script",
     "exit": "the script ended itself (sys.exit or os._exit): see its last output",
     "ended-early": "all workers must take the same batches: look for a loop that some ranks leave before the others",
     "not-started": "look at what the script does before paceline.start; timeout_seconds is how long the others wait",
     "lost-connection": "look at that machine and at the network, and start it there again",
-    "port": "another program has the port: start again, or choose another one with --port",
 }
 
 
@@ -58,11 +54,12 @@ def short(failure: Failure, context: Context) -> list[str]:
     """Say in at most ten lines what happened to whom, what was done, and what to do."""
     lines = [_first_line(failure, context)]
     if failure.cause is not None:
+        lines += [failure.cause.known.paragraph] if failure.cause.known else []
         lines += [f"who: {_who(failure)}", *_when(failure), *_others(failure, context)]
     lines.append(f"done: {_done(failure, context)}")
     lines += _checkpoint(failure, context)
     cure = _cure(failure, context)
-    if cure:
+    if cure and not (failure.cause and failure.cause.known):
         lines.append(f"fix: {cure}")
     if context.checkpoint is not None:
         lines.append(f"resume with: {context.resume}")
@@ -95,6 +92,7 @@ def record(failure: Failure, context: Context) -> dict[str, Any]:
         if exception
         else None,
         "traceback": cause.details if cause and exception else None,
+        "known_error": cause.known.name if cause and cause.known else None,
         "step": _step(failure, context.coordinator),
         "operation": last_seen.doing or None,
         "line": last_seen.line or (exception.line if exception else "") or None,

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline import errors
+from paceline.failure import known_errors
+from paceline.failure.known_errors import KnownError
 from paceline.launchers.base import Launch, WorkerExit
 from paceline.regular_files import open_regular, read_text
 from paceline.user_code import is_user_code
@@ -20,8 +22,6 @@ _TAIL_LINES = 30
 _LONGEST_TRACEBACK = 500
 _TAIL_BYTES = 64 * 1024
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
-_PORT_TAKEN = ("eaddrinuse", "address already in use")
-_NO_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory")
 _CUT_OFF = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
 _KINDS = {
     "ConfigError": "settings",
@@ -78,6 +78,7 @@ class WorkerReport:
         self_reported: whether the worker itself wrote it.
         consequence: it only lost another worker.
         last_line: that it printed, when it did not report.
+        known: the row of the table of errors that it matches, if any.
     """
 
     worker: int
@@ -95,6 +96,7 @@ class WorkerReport:
     self_reported: bool = False
     consequence: bool = False
     last_line: str = ""
+    known: KnownError | None = None
 
     def same_cause(self, other: WorkerReport) -> bool:
         """Whether both seem to have failed for the same reason."""
@@ -172,14 +174,13 @@ def _by_itself(plain: WorkerReport, record: Mapping[str, Any], out_of_memory: bo
 
 
 def _by_exception(plain: WorkerReport, exception: UncaughtException) -> WorkerReport:
-    kind = _KINDS.get(exception.type, "exception")
-    text = f"{exception.type}: {exception.message}".lower()
+    known = known_errors.find(f"{exception.type}: {exception.message}")
+    kind = (known and known.kind) or _KINDS.get(exception.type, "exception")
     message = exception.short
-    if exception.type in ("MemoryError", "OutOfMemoryError") or any(words in text for words in _NO_MEMORY):
-        kind, message = "out-of-memory", f"ran out of {'GPU ' if 'cuda' in text else ''}memory: {message}"
-    elif any(words in text for words in _PORT_TAKEN):
-        kind = "port"
-    return replace(plain, kind=kind, message=message, exception=exception)
+    if kind == "out-of-memory":
+        gpu = "GPU " if "cuda" in f"{exception.type}: {exception.message}".lower() else ""
+        message = f"ran out of {gpu}memory: {message}"
+    return replace(plain, kind=kind, message=message, exception=exception, known=known)
 
 
 def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: int | None) -> WorkerReport:
@@ -190,11 +191,11 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
     lines = lines[-_TAIL_LINES:]
     details = "the last lines it printed:\n" + "\n".join(lines) if lines and ended.worker != seen else ""
     plain = replace(plain, details=details, last_line=last_line)
+    known = known_errors.find_printed([*lines, plain.message])
     if ended.code >= 0:
-        taken = any(words in "\n".join(lines).lower() for words in _PORT_TAKEN)
-        return replace(plain, kind="port") if taken else plain
+        return replace(plain, kind=(known and known.kind) or plain.kind, known=known)
     if -ended.code in _CRASHES:
-        return replace(plain, kind="crashed")
+        return replace(plain, kind="crashed", known=known)
     if ended.code == -signal.SIGINT:
         return replace(plain, kind="killed")
     plain = replace(plain, code=errors.WorkerLost.exit_code)
