@@ -12,7 +12,7 @@ import paceline
 
 PACKAGE = Path(paceline.__file__).parent
 ROOT = PACKAGE.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 RENAMED = "renamed.md"  # the page that lists the old names
 
 ALWAYS = {

@@ -16,7 +16,7 @@ from paceline import config, errors
 from paceline.cli.main import COMMANDS
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -24,6 +24,10 @@ FENCE = re.compile(r"^ *```.*?^ *```$", re.MULTILINE | re.DOTALL)
 NOT_RUN = re.compile(r"<!-- not run: .+ -->\s*$")
 LINK = re.compile(r"(?<!!)\[[^\]]+\]\(([^)\s]+)\)")
 OPTION = re.compile(r"(?<![\w-])--?[a-z][a-z-]*")
+
+
+def _name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
 
 
 def snippets(page: Path) -> list[tuple[int, str]]:
@@ -58,7 +62,7 @@ def anchors(page: Path) -> set[str]:
 WITH_SNIPPETS = [page.name for page in PAGES if snippets(page)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=_name_of)
 def test_snippets_run(page: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     """All of a page in one process and in one namespace, in the lines in which they stand on the page."""
     lines = [""] * len(page.read_text().splitlines())
@@ -76,27 +80,30 @@ def test_pages_with_snippets_are_found() -> None:
     assert {"README.md", "train.md", "data.md", "batch-size.md", "evaluate.md", "api.md"} <= set(WITH_SNIPPETS)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=_name_of)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in LINK.findall(FENCE.sub("", page.read_text())):
         if re.match(r"[a-z]+:", link):
             continue
         path, _, anchor = link.partition("#")
         target = (page.parent / path).resolve() if path else page
-        assert target.exists(), f"{page.name}: {link} does not exist"
+        assert target.exists(), f"{_name_of(page)}: {link} does not exist"
         if anchor:
-            assert anchor in anchors(target), f"{page.name}: {target.name} has no heading for #{anchor}"
+            assert anchor in anchors(target), f"{_name_of(page)}: {target.name} has no heading for #{anchor}"
 
 
 def test_pages_link_inside_docs_only() -> None:
     for page in DOCS:
         for link in LINK.findall(FENCE.sub("", page.read_text())):
-            assert not link.startswith(("/", "../")), f"{page.name}: {link} is not part of the built pages"
+            inside = (page.parent / link).resolve().is_relative_to(ROOT / "docs")
+            assert inside or ":" in link, f"{_name_of(page)}: {link} is not part of the built pages"
 
 
 def test_every_page_is_in_the_navigation() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {page.name for page in DOCS}
+    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {
+        _name_of(page).removeprefix("docs/") for page in DOCS
+    }
 
 
 def test_every_public_name_is_in_the_reference() -> None:
