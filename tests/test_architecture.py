@@ -55,6 +55,10 @@ OPTIONS = {
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
     "timeline": {"--step", "--output", "--runs-dir"},
     "demo": {"--workers", "-n"},
+    "doctor": {
+        *("--workers", "-n", "-np", "--nodes", "--nnodes", "--rendezvous", "--secret-file", "--data", "--checkpoints"),
+        *("--runs-dir", "--patience", "--verbose", "-v", "--json"),
+    },
 }
 
 

@@ -13,6 +13,7 @@ from paceline.errors import PacelineError
 COMMANDS = {
     "run": "Train with a script on many workers.",
     "config": "Show each setting of a script and where it came from.",
+    "doctor": "Find what would go wrong, before a run starts.",
     "verify": "Check that a script trains the same on any number of workers.",
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",

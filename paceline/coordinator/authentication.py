@@ -97,6 +97,25 @@ def authenticate(connection: socket.socket, role: str, key: bytes, seconds: floa
         raise NotAuthenticated(f"it does not answer within {seconds:.0f} s") from None
 
 
+def admit(connection: socket.socket, keys: Keys, seconds: float) -> str:
+    """Have whoever has just connected prove who it is, and prove it to it; gives its role.
+
+    Raises:
+        NotAuthenticated: it does not know the key of the role that it claims.
+        OSError: the connection has ended, or nothing came in time.
+    """
+    challenge = Challenge()
+    connection.settimeout(seconds)
+    connection.sendall(challenge.line)
+    try:
+        role, welcome = challenge.check(_read_line(connection, time.monotonic() + seconds), keys)
+    except NotAuthenticated:
+        connection.sendall(challenge.refusal)
+        raise
+    connection.sendall(welcome)
+    return role
+
+
 def _authenticate(connection: socket.socket, role: str, key: bytes, deadline: float) -> None:
     challenge = _CHALLENGE.fullmatch(_read_line(connection, deadline))
     if challenge is None:

@@ -13,14 +13,14 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.coordinator.authentication import LONGEST_LINE, Challenge, Keys, NotAuthenticated
 from paceline.coordinator.messages import LONGEST_MESSAGE, Connection, decode, encode, keep_alive
 from paceline.coordinator.types import Message
-from paceline.coordinator.validation import check
+from paceline.coordinator.validation import KINDS, Kind, check
 
 TICK_SECONDS = 0.5
 _GREET_SECONDS = 10.0
@@ -112,6 +112,7 @@ class Connections:
         receiver: what the messages mean.
         lock: held whenever the receiver is called, or a peer is sent something.
         record: called with each event.
+        kinds: the messages that peers may send.
     """
 
     def __init__(
@@ -121,7 +122,9 @@ class Connections:
         receiver: Receiver,
         lock: threading.RLock,
         record: Callable[..., None],
+        kinds: Mapping[str, Kind] = KINDS,
     ) -> None:
+        self._kinds = kinds
         self._listener = listener
         self._keys = keys
         self._receiver = receiver
@@ -236,7 +239,7 @@ class Connections:
                     self._authenticate(peer, line)
                 elif not peer.connection.closed:
                     message = decode(line)
-                    check(message, peer.role.partition(" ")[0])
+                    check(message, peer.role.partition(" ")[0], self._kinds)
                     self._receiver.handle(peer, message)
         except NotAuthenticated as error:
             peer.connection.send(Challenge.refusal)

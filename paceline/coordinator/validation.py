@@ -162,13 +162,20 @@ KINDS: Mapping[str, Kind] = {
 }
 
 
-def check(message: Message, role: str) -> None:
+DOCTOR_KINDS: Mapping[str, Kind] = {
+    "machine": Kind("agent", {"host": _text}),
+    "answer": Kind("agent", {"value": _mapping}),
+}
+"""What the machines say to the one that holds the doctor."""
+
+
+def check(message: Message, role: str, kinds: Mapping[str, Kind] = KINDS) -> None:
     """Check a message of a worker or an agent.
 
     Raises:
         ValueError: it may not send that, or a field is missing, superfluous or wrong.
     """
-    kind = KINDS.get(message["type"])
+    kind = kinds.get(message["type"])
     if kind is None or kind.sender != role:
         raise ValueError(f"a message that no {role} sends")
     fields = {name: value for name, value in message.items() if name != "type"}

@@ -19,7 +19,7 @@ _LOWEST_PORT, _DRAWS = 10_000, 100
 def look() -> Machine:
     """The cores this process may use, grouped by memory domain."""
     cores = _usable_cores()
-    domains = [_core_list(path.read_text()) & cores for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]
+    domains = [core_list(path.read_text()) & cores for path in sorted(_NODES.glob("node[0-9]*/cpulist"))]
     return Machine(cores, tuple(domain for domain in domains if domain))
 
 
@@ -29,8 +29,8 @@ def _usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def _core_list(text: str) -> frozenset[int]:
-    """``0-3,8`` as a set."""
+def core_list(text: str) -> frozenset[int]:
+    """Read ``0-3,8`` as a set."""
     cores: set[int] = set()
     for part in text.strip().split(","):
         if part:

@@ -16,7 +16,7 @@ def test_this_machine() -> None:
 
 @pytest.mark.parametrize(("text", "cores"), [("0-2,8\n", {0, 1, 2, 8}), ("5", {5}), ("\n", set())])
 def test_core_lists(text: str, cores: set[int]) -> None:
-    assert machine._core_list(text) == cores
+    assert machine.core_list(text) == cores
 
 
 def test_a_port_in_use_is_refused() -> None:

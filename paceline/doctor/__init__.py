@@ -1,0 +1,1 @@
+"""What would go wrong, before a run starts: here, on each machine, and between machines."""

@@ -1,0 +1,1 @@
+"""What the facts mean: pure functions from facts to findings."""

@@ -1,0 +1,181 @@
+"""What this process may use: cores, memory, files; also inside a container or a job, where the machine has more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launchers import machine
+
+_PROC = Path("/proc")
+_CGROUPS = Path("/sys/fs/cgroup")
+_SHARED = Path("/dev/shm")
+_RDMA = Path("/sys/class/infiniband")
+_UNLIMITED = 1 << 60
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What there is on this machine, and what of it this process may use; None: no limit, or unknown.
+
+    Attributes:
+        cores: that this process may run on.
+        all_cores: of the machine.
+        domains: memory domains that those cores belong to.
+        near_memory: whether the domains of those cores may give memory.
+        quota: cores' worth of time that the control group gives.
+        memory: bytes of the machine.
+        available: bytes of it that are free, as the kernel sees it.
+        memory_limit: bytes that the control group may use ...
+        memory_used: ... and does use, without what is only cached.
+        shared_size: bytes of ``/dev/shm`` ...
+        shared_free: ... and those that are free.
+        files: open files of a process.
+        locked: bytes that cannot be swapped.
+        rdma: network cards that need locked memory.
+    """
+
+    cores: int = 1
+    all_cores: int = 1
+    domains: int = 1
+    near_memory: bool = True
+    quota: float | None = None
+    memory: int = 0
+    available: int = 0
+    memory_limit: int | None = None
+    memory_used: int = 0
+    shared_size: int | None = None
+    shared_free: int = 0
+    files: int | None = None
+    locked: int | None = None
+    rdma: tuple[str, ...] = ()
+
+
+def look() -> Limits:
+    """Read the limits of this process."""
+    here = machine.look()
+    memory = dict(_memory())
+    limit, used = _memory_limit()
+    shared = _room(_SHARED)
+    return Limits(
+        cores=len(here.cores),
+        all_cores=os.cpu_count() or 1,
+        domains=max(1, len(here.domains)),
+        near_memory=_near_memory(),
+        quota=_quota(),
+        memory=memory.get("MemTotal", 0),
+        available=memory.get("MemAvailable", 0),
+        memory_limit=limit,
+        memory_used=used,
+        shared_size=shared[0] if shared else None,
+        shared_free=shared[1] if shared else 0,
+        files=_soft(resource.RLIMIT_NOFILE),
+        locked=_soft(resource.RLIMIT_MEMLOCK),
+        rdma=tuple(sorted(path.name for path in _RDMA.glob("*"))),
+    )
+
+
+def _soft(what: int) -> int | None:
+    soft = resource.getrlimit(what)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _room(folder: Path) -> tuple[int, int] | None:
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return None
+    return about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
+
+
+def _memory() -> Iterator[tuple[str, int]]:
+    with contextlib.suppress(OSError):
+        for line in (_PROC / "meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            yield name, int(rest.split()[0]) * 1024
+
+
+def control_chain(controller: str) -> list[Path]:
+    """Find the folders of the control groups that this process is in, from its own up to the outermost it can see.
+
+    Both versions of control groups: one tree for all, or one for each controller. Inside a container the path that the
+    kernel gives may not be there; what is mounted is then the container's own group.
+    """
+    try:
+        lines = (_PROC / "self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[Path] = []
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        root = _CGROUPS / controller if controller in names.split(",") else _CGROUPS if not names else None
+        if root is None or not root.is_dir():
+            continue
+        own = root / path.lstrip("/")
+        chain = [own, *own.parents] if own.is_dir() and ".." not in own.parts else [root]
+        found += [folder for folder in chain if folder == root or root in folder.parents]
+    return found
+
+
+def _number(file: Path, place: int = 0) -> int | None:
+    try:
+        return int(file.read_text().split()[place])
+    except (OSError, ValueError, IndexError):  # ``max`` is no number
+        return None
+
+
+def _quota() -> float | None:
+    found = []
+    for folder in control_chain("cpu"):
+        for quota, period in (
+            (_number(folder / "cpu.max"), _number(folder / "cpu.max", 1)),
+            (_number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")),
+        ):
+            if quota is not None and period and quota > 0:
+                found.append(quota / period)
+    return min(found, default=None)
+
+
+def _memory_limit() -> tuple[int | None, int]:
+    """The tightest limit, and how much of it is used: of the group that has the least left."""
+    tightest: tuple[int, int] | None = None
+    for folder in control_chain("memory"):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            most = _number(folder / limit)
+            if most is None or most >= _UNLIMITED:
+                continue
+            now = max(0, (_number(folder / used) or 0) - _cached(folder))
+            if tightest is None or most - now < tightest[0] - tightest[1]:
+                tightest = most, now
+    return tightest or (None, 0)
+
+
+def _cached(folder: Path) -> int:
+    try:
+        rows = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(rows.get("total_inactive_file", rows.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
+
+
+def _near_memory() -> bool:
+    """Whether memory may come from a domain whose cores this process uses; true if there is one domain alone."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (_PROC / "self/status").read_text().splitlines():
+            if line.startswith("Mems_allowed_list:"):
+                allowed = machine.core_list(line.partition(":")[2])
+                return bool(allowed & _own_domains())
+    return True
+
+
+def _own_domains() -> set[int]:
+    cores = machine.look().cores
+    found = set()
+    for path in Path("/sys/devices/system/node").glob("node[0-9]*/cpulist"):
+        if machine.core_list(path.read_text()) & cores:
+            found.add(int(path.parent.name[4:]))
+    return found or {0}

@@ -1,0 +1,95 @@
+"""Whether a port of another machine can be reached, and if not, who says no: nobody, that machine, or a firewall."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Kind = Literal["connected", "refused", "rejected", "no answer", "no machine", "no route", "failed"]
+
+CONNECT_SECONDS = 4.0
+"""Two repeats of a lost SYN."""
+_NEIGHBOURS = Path("/proc/net/arp")
+_IP_RECVERR = 11
+_FROM_ICMP = 2
+_UNREACHABLE = 3
+_PROHIBITED = {9, 10, 13}
+"""Codes by which a firewall says that it does not want this."""
+CAUSES = {
+    "refused": "connection refused: the machine answers, but no program listens on this port",
+    "rejected": "connection rejected by a firewall (it answers with ICMP)",
+    "no answer": "no answer: a firewall drops what is sent, or the address is wrong",
+    "no machine": "no machine answers at this address: it is off, its cable is out, or the address is wrong",
+    "no route": "this machine has no route to that network",
+}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """How a connection was tried: what became of it, and the socket if it was opened."""
+
+    kind: Kind
+    seconds: float
+    detail: str = ""
+    socket: socket.socket | None = None
+
+    @property
+    def cause(self) -> str:
+        """Say why it failed."""
+        return CAUSES.get(self.kind, self.detail)
+
+
+def attempt(address: str, port: int, seconds: float = CONNECT_SECONDS) -> Attempt:
+    """Open a connection; the caller closes it."""
+    started = time.monotonic()
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setsockopt(socket.IPPROTO_IP, _IP_RECVERR, 1)
+        connection.settimeout(seconds)
+        connection.connect((address, port))
+    except OSError as error:
+        kind = _kind(error, connection, address)
+        connection.close()
+        return Attempt(kind, time.monotonic() - started, error.strerror or str(error))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Attempt("connected", time.monotonic() - started, socket=connection)
+
+
+def _kind(error: OSError, connection: socket.socket, address: str) -> Kind:
+    if isinstance(error, TimeoutError) or error.errno == errno.ETIMEDOUT:
+        return "no machine" if _nobody_has(address) else "no answer"
+    if _rejected(connection) or error.errno == errno.EACCES:
+        return "rejected"
+    if error.errno == errno.ECONNREFUSED:
+        return "refused"
+    if error.errno == errno.EHOSTUNREACH:
+        return "no machine"
+    return "no route" if error.errno in (errno.ENETUNREACH, errno.EPERM) else "failed"
+
+
+def _rejected(connection: socket.socket) -> bool:
+    """Whether a firewall has answered: a closed port ends a connection with TCP's reset, a REJECT with ICMP."""
+    connection.setblocking(False)  # nothing waits there if it was not a firewall
+    try:
+        _, ancillary, _, _ = connection.recvmsg(512, 512, socket.MSG_ERRQUEUE)
+    except OSError:
+        return False
+    for level, kind, data in ancillary:
+        if level == socket.IPPROTO_IP and kind == _IP_RECVERR and len(data) >= 7:
+            origin, icmp, code = data[4], data[5], data[6]
+            if origin == _FROM_ICMP and icmp == _UNREACHABLE and (code == 3 or code in _PROHIBITED):
+                return True
+    return False
+
+
+def _nobody_has(address: str) -> bool:
+    """Whether this machine has asked its own network in vain who has an address."""
+    try:
+        rows = [line.split() for line in _NEIGHBOURS.read_text().splitlines()[1:]]
+    except OSError:
+        return False
+    return any(row[0] == address and row[2] == "0x0" for row in rows)
