@@ -49,7 +49,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     from paceline.doctor.examine import Wanted
     from paceline.errors import ConfigError
 
-    machines = node_range(nodes, rendezvous)
+    machines = node_range(nodes, rendezvous, local=True)
     if workers < 1:
         raise ConfigError(f"--workers {workers}: at least one worker must train.")
     if not 0 <= patience <= 1e6:
