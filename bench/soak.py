@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +61,8 @@ print("fingerprint", session.fingerprint(), flush=True)
 TOKEN = "PACELINE_SOAK"
 LOST = 5
 """The exit code when a worker was lost and nobody could go on."""
+PREEMPTED = 75
+"""That of a run of which too few are left after one was told to leave; it is resumed."""
 LOOK_SECONDS = 0.02
 OF_PYTHON_AND_TORCH = ("pymp-", "torchinductor_")
 """A folder for a socket, of each loader process that was killed, and a cache."""
@@ -173,20 +175,32 @@ def soak(name: str, number: int, home: Path, wanted: set[str], options: argparse
     before, outcome = set(os.listdir("/dev/shm")), Outcome()
     token = f"{os.getpid()}-{number}"
     environment = os.environ | {TOKEN: token, "TMPDIR": str(temporary)}
-    with (home / f"output-{number}.txt").open("w+") as output:
+    output, chance = home / f"output-{number}.txt", random.Random(f"{options.seed} {number}")
+    code, said = launched(words, environment, output, lambda one: disturb(one, token, folder, chance, options, outcome))
+    if code == PREEMPTED and outcome.done["leave"]:
+        outcome.done["resumed"] += 1
+        resume = [*words[:-2], "--resume", "auto", *words[-2:]]
+        code, said = launched(resume, environment, output, lambda one: one.wait(options.deadline))
+    check(case, code, said, folder, wanted, options.steps, outcome)
+    left(token, before, temporary, outcome)
+    return outcome
+
+
+def launched(
+    words: list[str], environment: dict[str, str], path: Path, act: Callable[[subprocess.Popen[bytes]], object]
+) -> tuple[int, str]:
+    """Start a run, do something to it, and return its exit code and what it said."""
+    with path.open("w+") as output:
         launcher = subprocess.Popen(
             words, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
         )
         try:
-            disturb(launcher, token, folder, random.Random(f"{options.seed} {number}"), options, outcome)
+            act(launcher)
         finally:
             launcher.kill()
             code = launcher.wait()
         output.seek(0)
-        said = output.read()
-    check(case, code, said, folder, wanted, options.steps, outcome)
-    left(token, before, temporary, outcome)
-    return outcome
+        return code, output.read()
 
 
 def disturb(

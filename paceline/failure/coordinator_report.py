@@ -90,4 +90,4 @@ class CoordinatorReport:
 
     def replaced(self) -> set[int]:
         """Workers whose loss did not end the run."""
-        return {loss.worker for loss in self.lost} - self.ranks.keys()
+        return {loss.worker for loss in self.lost} - self.ranks.keys() if self.elastic else set()

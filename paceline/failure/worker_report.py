@@ -35,6 +35,8 @@ _KINDS = {
 }
 _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+)')
+_RANK = re.compile(r"^\[rank\d+\]: ")
+"""What torch writes before each line of a traceback."""
 _HEADER = "Traceback (most recent call last):"
 _WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 
@@ -136,7 +138,8 @@ def report_of(
     try:
         if record:
             return _by_itself(plain, record, ended.out_of_memory)
-        return _unreported(plain, ended, tail(launch, ended.worker, _LONGEST_TRACEBACK), seen)
+        lines = [_RANK.sub("", line) for line in tail(launch, ended.worker, _LONGEST_TRACEBACK)]
+        return _unreported(plain, ended, lines, seen)
     except (ValueError, KeyError, TypeError):
         return plain
 
@@ -187,7 +190,9 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
     last_line = lines[-1] if lines else ""
     if ended.code == 1 and (found := exception_in(lines)) is not None:
         exception, text = found
-        return replace(_by_exception(plain, exception), details=text)
+        report = _by_exception(plain, exception)
+        after = lines[len(lines) - lines[::-1].index(text.rpartition("\n")[2]) - 1 :]  # NCCL's last line says most
+        return replace(report, details=text, known=known_errors.find_printed(after))
     lines = lines[-_TAIL_LINES:]
     details = "the last lines it printed:\n" + "\n".join(lines) if lines and ended.worker != seen else ""
     plain = replace(plain, details=details, last_line=last_line)

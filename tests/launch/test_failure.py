@@ -279,6 +279,21 @@ def test_preemption(scenario: Scenario, number: int | None, code: int, says: str
     assert scenario.failure(coordinator, number).code == code
 
 
+def test_a_standby_that_was_killed_is_no_cause_of_a_preemption(scenario: Scenario) -> None:
+    scenario.ends(0, 75, 2.0).ends(1, 75, 2.0).ends(2, -9, 1.0)
+    coordinator = CoordinatorReport(75, "preempted", elastic=True, ranks=BOTH, step=109, leaving=(1,))
+    assert scenario.lines(coordinator)[0] == "preempted at step 109: rank 1 was asked to end"
+    assert scenario.failure(coordinator).code == 75
+
+
+def test_a_failure_before_the_workers_met_is_a_cause(scenario: Scenario) -> None:
+    scenario.ends(0, -6, 1.0).ends(
+        1, 1, 2.0, "Traceback (most recent call last):\nRuntimeError: Connection reset by peer\n"
+    )
+    failure = scenario.failure(CoordinatorReport(5, "worker 0 was killed", lost=(LostWorker(0, None, 1.0),)))
+    assert (failure.workers, failure.kind) == ((0,), "crashed")
+
+
 def test_a_signal_that_no_worker_heeds_is_no_preemption(scenario: Scenario) -> None:
     scenario.ends(0, -9, 1.0, stopped=True)
     assert (scenario.lines(number=15)[0], scenario.failure(number=15).code) == ("stopped by SIGTERM", 143)
