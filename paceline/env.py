@@ -1,7 +1,4 @@
-"""The only reader of ``os.environ``: who this process is, and what the launcher asked for.
-
-A worker is known by torchrun's variables.
-"""
+"""The only reader of ``os.environ``: what the launcher asked for; who this process is, ``engines/`` decides."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.errors import ConfigError
+from paceline.engines.find import find_start
+from paceline.engines.start import Identity, Start, number
 
 RUN_DIRECTORY = "PACELINE_RUN"
 SETTINGS = "PACELINE_SET"
@@ -28,21 +26,8 @@ WORKER_SECRET = "PACELINE_WORKER_SECRET"
 SECRET = "PACELINE_SECRET"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
-MOST_WORKERS = 65_536
-"""Of a run, on all its machines."""
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
 _RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, SECRET, LARGEST, *_ASKED}
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Who this process is among the workers."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    generation: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,38 +39,17 @@ class Trace:
 
 
 def _number(name: str, default: int) -> int:
-    try:
-        return int(os.environ.get(name, default))
-    except ValueError:
-        raise ConfigError(f"{name}={os.environ[name]!r} in the environment is not a whole number.") from None
+    return number(os.environ, name, default)
 
 
 def identity() -> Identity:
-    """Who this process is; one worker of one when no launcher started it."""
-    world_size = _number("WORLD_SIZE", 1)
-    rank = _number("RANK", 0)
-    if world_size > MOST_WORKERS:
-        raise ConfigError(f"WORLD_SIZE={world_size} in the environment: a run has at most {MOST_WORKERS} workers.")
-    if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is not below the world size {world_size}; check RANK and WORLD_SIZE.")
-    return Identity(
-        rank=rank,
-        world_size=world_size,
-        local_rank=_number("LOCAL_RANK", 0),
-        local_world_size=_number("LOCAL_WORLD_SIZE", world_size),
-        generation=_number("TORCHELASTIC_RESTART_COUNT", 0),
-    )
+    """Who this process is; one worker of one when nothing has started it among others."""
+    return started_by().identity
 
 
-def rendezvous_address(who: Identity) -> str:
-    """The ``host:port`` where the workers meet, from the variables of torch's ``env://`` rendezvous."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if name not in os.environ:
-            raise ConfigError(
-                f"WORLD_SIZE is {who.world_size} but {name} is not set: start the script with "
-                f"`paceline run -n {who.world_size}` or `torchrun`, or set MASTER_ADDR and MASTER_PORT."
-            )
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+def started_by() -> Start:
+    """How this process was started, and where it meets the others."""
+    return find_start(os.environ)
 
 
 def is_loopback(host: str) -> bool:
@@ -101,6 +65,16 @@ def keep_inside(host: str) -> None:
     if is_loopback(host) and "lo" in [name for _, name in socket.if_nameindex()]:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             os.environ.setdefault(name, "lo")
+
+
+def use_interface(name: str) -> None:
+    """Let gloo use a network interface, unless the user has chosen one."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+
+
+def master_port_is_set() -> bool:
+    """Whether the user, or torchrun, has chosen a port."""
+    return bool(os.environ.get("MASTER_PORT"))
 
 
 def has_agent_store() -> bool:

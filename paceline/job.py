@@ -25,6 +25,7 @@ from paceline.comm.world import World
 from paceline.config import Resolved
 from paceline.data.feed import Feed
 from paceline.data.order import Order
+from paceline.engines.start import Identity
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
@@ -64,7 +65,7 @@ def report_config(resolved: Resolved, path: Path) -> None:
 def build(
     given: Components,
     resolved: Resolved,
-    who: env.Identity,
+    who: Identity,
     events: EventLog,
     coordinator: CoordinatorClient | None = None,
     largest: int = 0,
@@ -244,7 +245,7 @@ def _forward(given: Components) -> Forward:
     return loss_of(given.loss)
 
 
-def _threads(settings: Settings, who: env.Identity) -> int:
+def _threads(settings: Settings, who: Identity) -> int:
     """Return the threads of this worker; they change the bits, so with ``exact`` they do not depend on the workers."""
     if settings.threads:
         return settings.threads

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import env
 from paceline.comm.desync import patch
 from paceline.comm.desync.board import Board, SharedMemoryBoard, StoreBoard
 from paceline.comm.desync.recorder import CallRecorder
@@ -22,6 +21,7 @@ from paceline.comm.shm.ring import Rings, can_have
 from paceline.comm.values import decode, encode
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
+from paceline.engines.start import Identity
 from paceline.errors import (
     DisagreementError,
     InputError,
@@ -57,7 +57,7 @@ class World(Waiting):
     recorder: CallRecorder | None = None
     shared_memory: SharedMemory | None = None
 
-    def __init__(self, who: env.Identity, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
+    def __init__(self, who: Identity, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
         super().__init__(who.rank, who.world_size, timeout, coordinator)
         self.local_rank = who.local_rank
         self.local_size = who.local_world_size
@@ -371,7 +371,7 @@ def _written(value: object, what: str) -> bytes:
         raise InputError(f"Not all that belongs to {what!r} can be sent to other workers: {error}.") from error
 
 
-def _device(who: env.Identity) -> torch.device:
+def _device(who: Identity) -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
     if torch.cuda.device_count() < who.local_world_size:

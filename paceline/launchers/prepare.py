@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline import config, env
 from paceline.config import quoted
+from paceline.engines.start import MOST_WORKERS
 from paceline.errors import ConfigError
 from paceline.launchers import machine, runs
 from paceline.launchers.base import Launch, Request
@@ -52,11 +53,11 @@ def check(request: Request) -> None:
     here, least, most = request.workers + request.standby, request.least or 1, request.most or 1
     if request.workers < 1:
         raise ConfigError(f"--workers {quoted(request.workers)}: at least one worker must train.")
-    if here > _MOST_HERE or max(least, most) > env.MOST_WORKERS:
+    if here > _MOST_HERE or max(least, most) > MOST_WORKERS:
         wanted = f"--workers {quoted(request.workers)}" if here > _MOST_HERE else f"--elastic {least}:{quoted(most)}"
         raise ConfigError(
             f"{wanted}: a machine starts at most {_MOST_HERE} workers, with those that stand by, and a run has at most "
-            f"{env.MOST_WORKERS}. For more workers take more machines, with --nodes and --rendezvous."
+            f"{MOST_WORKERS}. For more workers take more machines, with --nodes and --rendezvous."
         )
     if request.port is not None and not 1 <= request.port <= 65535:
         raise ConfigError(f"--port {quoted(request.port)}: a port is a number from 1 to 65535.")

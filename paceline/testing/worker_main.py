@@ -21,6 +21,7 @@ from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
 from paceline import env
+from paceline.engines.start import Identity
 from paceline.errors import WorkerLost
 from paceline.launchers.child import end_with_parent
 
@@ -182,7 +183,7 @@ def _set_up(instance: object) -> Iterator[None]:
         instance.doCleanups()
 
 
-def _report(who: env.Identity, error: BaseException) -> Report:
+def _report(who: Identity, error: BaseException) -> Report:
     skipped = isinstance(error, unittest.SkipTest) or type(error).__name__ == "Skipped"  # the second one is pytest's
     lines = "".join(traceback.format_exception(_own_part(error)))
     message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

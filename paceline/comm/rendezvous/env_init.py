@@ -1,14 +1,10 @@
-"""Rendezvous of workers that another launcher has started, at an address from the environment."""
+"""Rendezvous of workers that another launcher has started, at an address that follows from the environment."""
 
 from __future__ import annotations
 
 import atexit
-import errno
 import re
-import socket
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -16,11 +12,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
+from paceline.comm.rendezvous.address import Address, find_address, listen, within
+from paceline.comm.rendezvous.networks import interface_towards
+from paceline.engines.start import Identity, Start
 from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
-_GRACE_SECONDS = 1.0
-"""For torch to notice by itself that the time is up."""
+_NO_ANSWER = "what listens there does not answer as rank 0 would; is the port used by another program?"
 
 
 class EnvRendezvous:
@@ -31,7 +29,7 @@ class EnvRendezvous:
         timeout: seconds to wait for the others.
     """
 
-    def __init__(self, who: env.Identity, timeout: float) -> None:
+    def __init__(self, who: Identity, timeout: float) -> None:
         self.rank = who.rank
         self.size = who.world_size
         self.timeout = timeout
@@ -43,11 +41,11 @@ class EnvRendezvous:
         Raises:
             StartError: somebody did not come, or the address cannot be reached.
         """
-        who = self._who
-        address = env.rendezvous_address(who)
-        store = self._open_store(address, who)
-        self._await_everyone(store, address, who)
-        env.keep_inside(address.rpartition(":")[0])
+        who, start = self._who, env.started_by()
+        with find_address(start, self.timeout) as where:
+            store = self._open_store(where, start)
+            self._await_everyone(store, str(where), who)
+        _choose_interface(where.host)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
@@ -58,38 +56,34 @@ class EnvRendezvous:
         )
         atexit.register(_leave)
 
-    def _open_store(self, address: str, who: env.Identity) -> Store:
-        host, _, port = address.rpartition(":")
+    def _open_store(self, where: Address, start: Start) -> Store:
         opens = self.rank == 0 and not env.has_agent_store()
         try:
-            return _within(self.timeout, lambda: self._store(host, int(port), opens))
+            return within(self.timeout, _NO_ANSWER, lambda: self._store(where, opens))
         except (dist.DistError, RuntimeError, ValueError, OSError) as error:
             if opens and "in use" in str(error):
-                raise StartError(
-                    f"Port {port} on {host} is in use by another process; choose another one "
-                    f"(MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
-                ) from None
+                raise StartError(_in_use(where, start)) from None
             reason = str(error).splitlines()[0]
             doing = "open the store" if opens else "reach rank 0"
             raise StartError(
-                f"Rank {self.rank} could not {doing} at {address} in {self.timeout:.0f} s: {reason}"
+                f"Rank {self.rank} could not {doing} at {where} in {self.timeout:.0f} s: {reason}"
             ) from None
 
-    def _store(self, host: str, port: int, opens: bool) -> Store:
-        limit, listener = timedelta(seconds=self.timeout), None
+    def _store(self, where: Address, opens: bool) -> Store:
+        limit, port, listener = timedelta(seconds=self.timeout), where.port, None
         if opens:
-            listening = _listen(host, port)
+            listening = where.listener or listen(where.host, port)
             port = int(listening.getsockname()[1])
             listener = listening.detach()  # the store closes it
         return TCPStore(
-            *(host, port, self.size),
+            *(where.host, port, self.size),
             is_master=opens,
             timeout=limit,
             wait_for_workers=False,
             master_listen_fd=listener,
         )
 
-    def _await_everyone(self, store: Store, address: str, who: env.Identity) -> None:
+    def _await_everyone(self, store: Store, address: str, who: Identity) -> None:
         """Wait until each rank has said that it is here; name those that have not."""
         keys = [f"paceline/{who.generation}/here/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self.timeout
@@ -111,40 +105,19 @@ class EnvRendezvous:
             ) from error
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Listen at an address alone; torch would at all that the machine has.
-
-    At all if the name stands for none by which others reach this machine, but for a service, or for loopback, as in
-    the file of hosts of many systems.
-    """
-    for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if env.is_loopback(host) or not env.is_loopback(str(address[0])):
-            try:
-                return socket.create_server((str(address[0]), port), family=family)
-            except OSError as error:
-                if error.errno != errno.EADDRNOTAVAIL:
-                    raise
-    return socket.create_server(("", port))
+def _in_use(where: Address, start: Start) -> str:
+    if start.engine == "Slurm" and not env.master_port_is_set():
+        cure = "It follows from the numbers of the job and of the step: set MASTER_PORT to another one."
+    else:
+        cure = "Choose another one (MASTER_PORT, or --port of the launcher), or leave it out to get a free one."
+    return f"Port {where.port} on {where.host} is in use by another process. {cure}"
 
 
-def _within(seconds: float, connect: Callable[[], Store]) -> Store:
-    """Connect; torch would wait without end for another program that listens there but does not answer."""
-    found: list[Store | Exception] = []
-
-    def connecting() -> None:
-        try:
-            found.append(connect())
-        except (RuntimeError, ValueError, OSError) as error:
-            found.append(error)
-
-    thread = threading.Thread(target=connecting, daemon=True)
-    thread.start()
-    thread.join(seconds + _GRACE_SECONDS)
-    if not found:
-        raise ValueError("what listens there does not answer as rank 0 would; is the port used by another program?")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+def _choose_interface(host: str) -> None:
+    """Let gloo reach the others the way that this worker has reached rank 0, unless the user has chosen."""
+    env.keep_inside(host)
+    if not env.is_loopback(host) and (name := interface_towards(host)) is not None:
+        env.use_interface(name)
 
 
 def _leave() -> None:

@@ -1,0 +1,88 @@
+"""How processes that mpiexec has started on several machines learn where rank 0 listens: by MPI itself.
+
+MPI runs for this exchange alone, unless the script has initialized it: from then on the loss of a process is a matter
+of the workers and of mpiexec. MPI cannot be initialized twice, so a script that uses MPI imports ``mpi4py.MPI`` first.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from paceline.comm.rendezvous.networks import networks, shared_address
+from paceline.errors import StartError
+
+_BYTES = 4096
+"""Of the list of a machine's addresses."""
+
+
+def exchange(engine: str, size: int, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:
+    """Learn where rank 0 listens, and on rank 0 listen.
+
+    Args:
+        engine: the name of the MPI that started this process.
+        size: how many processes it has started.
+        listen: opens a socket at an address.
+
+    Raises:
+        StartError: mpi4py is missing or is for another MPI, or no address is reached by all.
+    """
+    mpi = _import(engine)
+    if mpi.Is_finalized():
+        raise StartError(
+            "The script has finalized MPI, by which the processes would learn where rank 0 is: call paceline.start "
+            "before that, or set MASTER_ADDR and MASTER_PORT."
+        )
+    ours = not mpi.Is_initialized()
+    if ours:
+        mpi.Init_thread(mpi.THREAD_FUNNELED)
+    try:
+        if (seen := mpi.COMM_WORLD.Get_size()) != size:
+            raise StartError(
+                f"mpi4py finds {seen} of the {size} processes that {engine} started: it is built for "
+                f"{mpi.Get_library_version().splitlines()[0]}. Install mpi4py for {engine}, or set MASTER_ADDR and "
+                f"MASTER_PORT."
+            )
+        return _exchange(mpi.COMM_WORLD, listen)
+    finally:
+        if ours:
+            mpi.Finalize()
+
+
+def _import(engine: str) -> Any:
+    try:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # the second one: there is no library of MPI
+        raise StartError(
+            f"{engine} has started workers on several machines, and they learn by mpi4py where rank 0 is, which cannot "
+            f"be imported: {error}. Install it with `pip install 'paceline[mpi]'`, or set MASTER_ADDR to the machine "
+            f"of rank 0 and MASTER_PORT to a free port of it."
+        ) from None
+    return MPI
+
+
+def _exchange(comm: Any, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:
+    mine = json.dumps(networks()).encode()[:_BYTES].ljust(_BYTES)
+    theirs = bytearray(_BYTES * comm.Get_size())
+    comm.Allgather(mine, theirs)
+    ranks = [json.loads(theirs[start : start + _BYTES]) for start in range(0, len(theirs), _BYTES)]
+    address, listener, failure = shared_address(ranks), None, ""
+    port = bytearray(2)
+    if comm.Get_rank() == 0 and address is not None:
+        try:
+            listener = listen(address)
+            port = bytearray(listener.getsockname()[1].to_bytes(2))
+        except OSError as error:
+            failure = f": {error}"
+    comm.Bcast(port)  # also of a failure, so that nobody waits for it
+    if address is None or not any(port):
+        raise StartError(
+            f"Rank 0 can listen at no address that all machines reach{failure}. Rank 0 has "
+            f"{', '.join(ranks[0]) or 'none but loopback'}. Set MASTER_ADDR and MASTER_PORT."
+        )
+    return address, int.from_bytes(port), listener

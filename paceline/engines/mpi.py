@@ -1,0 +1,34 @@
+"""The variables of mpiexec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.engines.start import LOOPBACK, Identity, Start, number, read_identity
+
+
+def open_mpi(environment: Mapping[str, str]) -> Start | None:
+    """By mpiexec of Open MPI 4 or 5."""
+    rank, size, local_rank, local_size = (
+        f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+    )
+    if not {rank, size} <= environment.keys():
+        return None
+    parts = [environment.get(name, "") for name in ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR")]
+    return _of_mpi(
+        "Open MPI", read_identity(environment, rank, size, local_rank, local_size), " ".join(filter(None, parts))
+    )
+
+
+def hydra(environment: Mapping[str, str]) -> Start | None:
+    """By mpiexec of MPICH or Intel MPI, which is Hydra; srun sets variables of PMI, too, but not the local ones."""
+    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if not {*names} <= environment.keys():
+        return None
+    engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environment) else "MPICH"
+    manager = number(environment, "PMI_FD", -1) if "PMI_FD" in environment else None
+    return _of_mpi(engine, read_identity(environment, *names), environment.get("PMI_PORT", ""), manager)
+
+
+def _of_mpi(engine: str, who: Identity, job: str, manager: int | None = None) -> Start:
+    return Start(engine, who, LOOPBACK if who.local_world_size == who.world_size else None, None, job, manager)

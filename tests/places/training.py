@@ -1,0 +1,52 @@
+"""The script that the engines start, and the fingerprint that all of them must end with."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import os, signal
+from functools import partial
+from pathlib import Path
+import torch
+import paceline
+
+torch.manual_seed(0)
+inputs = torch.randn(96, 8)
+session = paceline.start(
+    model=torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4)),
+    optimizer=partial(torch.optim.AdamW, lr=1e-2),
+    loss=torch.nn.functional.cross_entropy,
+    data=torch.utils.data.TensorDataset(inputs, inputs[:, :4].argmax(1)),
+    batch=12,
+    exact=True,
+    timeout_seconds=120,
+    **({"resume": "auto", "checkpoint": {"directory": "saved", "every": 2}} if os.environ.get("SAVE") else {}),
+)
+print("rank", session.rank, "of", session.workers, "from step", session.position, flush=True)
+for batch in session.batches(epochs=2):
+    session.step(batch)
+    if session.rank == 1 and session.position == 7 and os.environ.get("KILL") and not Path("killed").exists():
+        Path("killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+print("fingerprint", session.fingerprint(), flush=True)
+"""
+
+
+def write_script(folder: Path) -> Path:
+    """The script in a folder."""
+    path = folder / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def fingerprints(said: str) -> list[str]:
+    """Each fingerprint in an output."""
+    return re.findall(r"fingerprint ([0-9a-f]{64})", said)
+
+
+def alone(script: Path) -> str:
+    """The fingerprint of one process."""
+    ended = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, timeout=120)
+    return fingerprints(ended.stdout)[0]
