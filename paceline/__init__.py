@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.cli.launch import launch
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
         InputError,
         NonFiniteLoss,
         PacelineError,
+        RunFailed,
         StartError,
         WorkerLost,
         WorkerSilent,
@@ -32,11 +34,13 @@ _HOMES = {
     "NonFiniteLoss": "errors",
     "PacelineError": "errors",
     "Report": "session",
+    "RunFailed": "errors",
     "Session": "session",
     "Settings": "settings",
     "StartError": "errors",
     "WorkerLost": "errors",
     "WorkerSilent": "errors",
+    "launch": "cli.launch",
     "start": "session",
 }
 
@@ -50,11 +54,13 @@ __all__ = [
     "NonFiniteLoss",
     "PacelineError",
     "Report",
+    "RunFailed",
     "Session",
     "Settings",
     "StartError",
     "WorkerLost",
     "WorkerSilent",
+    "launch",
     "start",
 ]
 

@@ -9,6 +9,7 @@
     ├── StartError                      the workers could not be brought together
     │   └── DisagreementError           workers differ in code, configuration, versions, weights or step
     ├── CheckpointError                 a checkpoint could not be written, read or matched
+    ├── RunFailed                       the workers that ``paceline.launch`` started have failed
     └── WorkerLost                      another worker went away
         └── WorkerSilent                it is there, but stayed silent past the deadline
 
@@ -70,6 +71,10 @@ class StartError(PacelineError):
 
 class DisagreementError(StartError):
     """The workers do not agree on what they train, or on what they have come to."""
+
+
+class RunFailed(PacelineError):
+    """The workers that :func:`paceline.launch` started have failed, not by an exception of the function."""
 
 
 class CheckpointError(PacelineError):

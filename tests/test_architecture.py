@@ -22,7 +22,7 @@ MOST_MODULES = 14
 NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
-    *("CheckpointError", "WorkerLost", "WorkerSilent"),
+    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch"),
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),
@@ -48,7 +48,9 @@ OPTIONS = {
         *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
         "--runs-mode",
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
-        *("--secret-file", "--patience", "--grace", "--launcher"),
+        *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
+        *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),
+        *("--kind", "--address", "--master"),
     },
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
@@ -179,6 +181,8 @@ UNSAFE = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "TCPS
 ALLOWED = {
     "testing/decorator.py": {"pickle"},  # a test hands its arguments to its own processes, in its own folder
     "testing/worker_main.py": {"pickle"},
+    "cli/launch.py": {"cloudpickle"},  # a function and its results, in a folder of the user's own
+    "launchers/call_worker.py": {"cloudpickle"},
     "checkpoint/files.py": {"pickle"},  # writes the index of torch.distributed.checkpoint, and never reads it
     "comm/rendezvous/env_init.py": {"TCPStore"},  # the store that torchrun or the user has asked for
 }

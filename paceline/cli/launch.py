@@ -1,0 +1,151 @@
+"""``paceline.launch``: ``paceline run`` for a function, from Python and notebooks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline import config
+from paceline.cli import run
+from paceline.errors import ConfigError, RunFailed
+from paceline.launchers import call_worker
+from paceline.launchers.base import Request
+from paceline.launchers.call_worker import CALL, ERROR, RESULT
+from paceline.launchers.places.base import Options
+from paceline.launchers.places.registry import LOCAL
+
+_T = TypeVar("_T")
+
+
+def launch(  # noqa: PLR0913 - each argument is an option of the command line
+    function: Callable[..., _T],
+    *arguments: Any,
+    workers: int = 1,
+    on: str = "local",
+    settings: Mapping[str, Any] | None = None,
+    elastic: str | None = None,
+    nodes: str | int | None = None,
+    name: str | None = None,
+    runs_dir: str | Path = "runs",
+    **place: Any,
+) -> list[_T]:
+    """Call a function on many workers, each a process of its own, and return what it returned on each.
+
+    The function is sent to the workers by cloudpickle, so it may be defined in a notebook. It sees what any script
+    under ``paceline run`` sees: :func:`paceline.start` trains on all workers. The run has a directory, as with
+    ``paceline run``, and Ctrl-C stops it after a checkpoint. On several machines ``runs_dir`` must be a folder that all
+    of them see.
+
+    Args:
+        function: what each worker calls.
+        *arguments: for the function, the same on all workers; sent with it.
+        workers: of each machine.
+        on: ``"local"``; ``"debug"``: this process itself is the one worker, for a debugger; or a place, as ``--on``.
+        settings: as ``--set``, such as ``{"exact": True}``; they win over the arguments of :func:`paceline.start`.
+        elastic: ``"MIN:MAX"``: the run goes on when a worker is lost.
+        nodes: how many machines, or ``"MIN:MAX"``.
+        name: of the run; by default the function's, with date and time.
+        runs_dir: where the directories of the runs are.
+        **place: the options of the place, as on the command line: ``hosts="h1:4,h2:4"``, ``partition="gpu"``.
+
+    Returns:
+        the results of the workers that came to the end, in the order of their ranks.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+        RunFailed: the run failed without an exception of the function. Otherwise that exception itself is raised: the
+            first one, if several workers failed.
+    """
+    if on == "debug":
+        if workers != 1 or nodes is not None:
+            raise ConfigError(
+                f"on='debug' calls the function in this process, as the only worker, and workers is {workers}: leave "
+                f"it out. With exact the result is that of any number of workers."
+            )
+        return [function(*arguments)]
+    options = _options(place)
+    if (found := run.chosen_place(on, options, None, quiet=False)) != LOCAL and workers < 1:
+        raise ConfigError(f"workers = {workers}: at least one worker must train.")
+    least, most = run.bounds(elastic, workers, 0, several=nodes is not None)
+    own = getattr(function, "__name__", type(function).__name__).strip("<>")
+    runs = Path(runs_dir).absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".call-", dir=runs) as folder:
+        request = Request(
+            script=Path(call_worker.__file__),
+            arguments=(folder,),
+            workers=workers,
+            settings=config.parse_command_line(_as_on_the_command_line(settings or {})),
+            runs=runs,
+            name=name or f"{own}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
+            least=least,
+            most=most,
+            nodes=run.node_range(None if nodes is None else str(nodes), None, found == LOCAL),
+        )
+        _write(Path(folder), function, arguments)
+        code = run.train(request) if found == LOCAL else run.train_on(found, request, options, dry_run=False)
+        if code:
+            raise _failure(runs / str(request.name), Path(folder), code)
+        return _results(Path(folder))
+
+
+def _options(place: Mapping[str, Any]) -> Options:
+    known = {one.name for one in fields(Options)}
+    if unknown := sorted(set(place) - known):
+        raise ConfigError(f"launch has no argument {unknown[0]!r}. Of places it knows: {', '.join(sorted(known))}.")
+    return Options(**place)
+
+
+def _as_on_the_command_line(settings: Mapping[str, Any]) -> list[str]:
+    """``{"exact": True, "checkpoint": {"every": 3}}`` as ``exact=true``, ``checkpoint.every=3``."""
+    words = []
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            words += [f"{key}.{word}" for word in _as_on_the_command_line(value)]
+        else:
+            words.append(f"{key}={'none' if value is None else value if isinstance(value, str) else json.dumps(value)}")
+    return words
+
+
+def _write(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import cloudpickle
+
+    try:
+        sent = cloudpickle.dumps((function, arguments))
+    except Exception as error:  # noqa: BLE001 - whatever an object's own code raises
+        raise ConfigError(
+            f"The function or its arguments cannot be sent to the workers: {error}. Make what cannot be pickled "
+            f"(files, locks, sessions) inside the function."
+        ) from None
+    (folder / CALL).write_bytes(cloudpickle.dumps({"path": sys.path, "function": sent}))
+
+
+def _results(folder: Path) -> list[Any]:
+    import cloudpickle
+
+    found = sorted(folder.glob(f"{RESULT}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    return [cloudpickle.loads(path.read_bytes()) for path in found]
+
+
+def _failure(run: Path, folder: Path, code: int) -> Exception:
+    """The exception of the worker that failed first, if it is one of the function."""
+    import cloudpickle
+
+    try:
+        known = json.loads((run / "failure.json").read_text())
+        text = (run / "failure.txt").read_text()
+    except (OSError, ValueError):
+        return RunFailed(f"The run {run.name} ended with exit code {code}; {run} holds what is known of it.")
+    kept = folder / f"{ERROR}-{known.get('worker')}"
+    if not kept.exists():
+        return RunFailed(text)
+    error: Exception = cloudpickle.loads(kept.read_bytes())
+    error.add_note(text)
+    return error
