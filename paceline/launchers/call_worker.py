@@ -4,6 +4,7 @@ In the folder that it is given: ``call`` (the path of modules, the function, its
 ``error-<number of the worker>``. The folder is the launching user's own; nobody else's is ever read.
 """
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -20,23 +21,22 @@ def main(folder: Path) -> None:
     sys.path[:] = call["path"]
     function, arguments = cloudpickle.loads(call["function"])
     try:
-        result = function(*arguments)
+        _write(folder, f"{RESULT}-{env.identity().rank}", function(*arguments))
     except Exception as error:
-        if (launched := env.launch_info()) is not None:
-            _keep(folder, f"{ERROR}-{launched.worker}", error)
+        launched = env.launch_info()
+        assert launched is not None
+        with contextlib.suppress(Exception):  # one that cannot be pickled is told by the worker's log alone
+            _write(folder, f"{ERROR}-{launched.worker}", error)
         raise
-    _keep(folder, f"{RESULT}-{env.identity().rank}", result)
 
 
-def _keep(folder: Path, name: str, value: object) -> None:
-    """Write a value as a whole, or not at all; an error that cannot be pickled is told by its worker's log alone."""
+def _write(folder: Path, name: str, value: object) -> None:
+    """Write a value as a whole, or not at all."""
     import cloudpickle
 
     try:
         data = cloudpickle.dumps(value)
     except Exception as error:  # noqa: BLE001 - whatever an object's own code raises
-        if isinstance(value, Exception):
-            return
         raise TypeError(f"What the function returned, a {type(value).__name__}, cannot be sent back: {error}") from None
     (folder / f".{name}").write_bytes(data)
     (folder / f".{name}").rename(folder / name)
