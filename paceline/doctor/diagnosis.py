@@ -13,7 +13,7 @@ from paceline.coordinator.machines import Rendezvous, is_here, parse_rendezvous,
 from paceline.coordinator.messages import listen
 from paceline.doctor import network
 from paceline.doctor.checks import comparison
-from paceline.doctor.checks.links import better, check_links, suspicious
+from paceline.doctor.checks.links import better, check_links, large_packets, suspicious
 from paceline.doctor.examine import Answer, Examiner, Wanted
 from paceline.doctor.finding import Finding, from_json, ok
 from paceline.doctor.folders import check_shared
@@ -24,6 +24,8 @@ from paceline.launchers.secret import Shared
 
 _CLOCK_LOOKS = 5
 _SECOND_LOOKS = 16
+_LARGE, _LARGE_SECONDS = 20_000, 15.0
+"""Characters that fill several packets, and how long a slow line and a busy machine may need for them."""
 
 Say = Callable[[str], None]
 
@@ -192,6 +194,7 @@ class First:
         mark = token()
         self._say("examining " + ", ".join(one.name for one in self._machines))
         offsets = self._clocks()
+        self._try_large_messages()
         facts = self._ask("facts", lambda number: {"token": mark, "number": number})
         for one in list(self._machines):
             self._findings += _of_machine(facts[one.name], one.name)
@@ -241,6 +244,18 @@ class First:
                 offsets[one.name] = min(found)[1]
         return offsets
 
+    def _try_large_messages(self) -> None:
+        """Leave out machines that only small messages reach: what else they are asked would wait in vain."""
+        for one in list(self._machines):
+            one.start("echo", text="x" * _LARGE)
+            try:
+                one.finish("echo", _LARGE_SECONDS)
+            except GoneError:
+                self._machines.remove(one)
+                interface = network.interface_at(self._where.address)
+                ends = f"{self._machines[0].name} - {one.name}"
+                self._findings.append(large_packets(False, interface.mtu if interface else 0, ends))
+
     def _see(self, mark: str) -> None:
         """Compare what the machines see of each other."""
         names = [one.name for one in self._machines]
@@ -260,27 +275,21 @@ class First:
         links: dict[tuple[str, str], Link] = {}
         for pairs in rounds(len(self._machines)):
             named = [(self._machines[first], self._machines[second]) for first, second in pairs]
-            links |= self._pairs("measure", named, ports)
-            back = self._pairs("knock", [(second, first) for first, second in named], ports)
-            links |= {ends: link for ends, link in back.items() if link.problem}
+            links |= self._pairs(named, ports)
+            links |= self._pairs([(second, first) for first, second in named], ports)
         machines = {one.name: one for one in self._machines}
-        again = [ends for ends, link in links.items() if suspicious(link)][:_SECOND_LOOKS]
-        for here, other in again:
-            links |= {
-                ends: better(links[ends], link)
-                for ends, link in self._pairs("measure", [(machines[here], machines[other])], ports).items()
-            }
+        for here, other in suspicious(links)[:_SECOND_LOOKS]:
+            again = self._pairs([(machines[here], machines[other])], ports)
+            links |= {ends: better(links[ends], link) for ends, link in again.items()}
         return links
 
-    def _pairs(
-        self, question: str, pairs: Sequence[tuple[Asked, Asked]], ports: dict[str, int]
-    ) -> dict[tuple[str, str], Link]:
+    def _pairs(self, pairs: Sequence[tuple[Asked, Asked]], ports: dict[str, int]) -> dict[tuple[str, str], Link]:
         for here, other in pairs:
-            here.start(question, address=other.address, port=ports[other.name])
+            here.start("measure", address=other.address, port=ports[other.name])
         links = {}
         for here, other in pairs:
             try:
-                links[here.name, other.name] = Link(**here.finish(question))
+                links[here.name, other.name] = Link(**here.finish("measure"))
             except GoneError as error:
                 links[here.name, other.name] = Link(problem=str(error))
         return links

@@ -13,7 +13,7 @@ from paceline.doctor import folders, identity, limits, network
 from paceline.doctor.checks import gpu
 from paceline.doctor.checks.limits import check_limits
 from paceline.doctor.finding import Finding, to_json
-from paceline.doctor.links import Listener, knock, measure
+from paceline.doctor.links import Listener, measure
 from paceline.launchers.secret import Secret
 
 Answer = dict[str, Any]
@@ -74,10 +74,10 @@ class Examiner:
         """
         known: dict[str, Callable[..., Answer]] = {
             "clock": lambda: {"time": time.time()},
+            "echo": lambda text: {"text": text},
             "facts": self._facts,
             "look": self._look,
             "measure": self._measure,
-            "knock": self._knock,
         }
         return known[question](**given)
 
@@ -137,10 +137,6 @@ class Examiner:
     def _measure(self, address: str, port: int) -> Answer:
         assert self._secret is not None
         return asdict(measure(address, port, self._secret))
-
-    def _knock(self, address: str, port: int) -> Answer:
-        assert self._secret is not None
-        return asdict(knock(address, port, self._secret))
 
 
 def _described(path: Path | None, describe: Callable[[Path], Answer]) -> Answer | None:

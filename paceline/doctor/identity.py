@@ -105,7 +105,10 @@ def _folder_facts(path: Path) -> dict[str, Any]:
 def _files(path: Path) -> Iterator[tuple[str, int]]:
     count = 0
     for file in path.rglob("*"):
-        about = file.stat()
+        try:
+            about = file.stat()
+        except OSError:  # a link to nothing
+            continue
         if stat.S_ISREG(about.st_mode) and count < _MOST_FILES:
             count += 1
             yield str(file.relative_to(path)), about.st_size

@@ -1,22 +1,22 @@
-"""Measure the link between two machines: each listens on a port of its own, as workers do, and the other connects.
+"""Measure the link from one machine to another: each listens on a port of its own, as workers do, and all connect.
 
 ::
 
-    client   connect ── 400 small messages, 16 on their way ──> their median time, and how many were sent again
+    sender   connect ── 400 small messages, 16 on their way ──> the time of a round trip, and how many were sent again
              connect ── as much as goes in a second ──────────> bytes a second
-                     <── as much as goes in a second ──
 """
 
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
-import statistics
 import struct
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.coordinator.authentication import AGENT, NotAuthenticated, admit, authenticate
 from paceline.doctor.reach import attempt
@@ -27,10 +27,14 @@ _BURST_BYTES, _BURST_SECONDS = 64 << 20, 0.7
 _CHUNK = 1 << 18
 _PATIENCE = 5.0
 _MESSAGES_SECONDS = 4.0
+_LOOK_SECONDS = 0.05
+_FEW_REPEATS = 3
+_MOST_STARVED = 4.0
 _IP_MTU = 14
-_SENT_AGAIN, _SENT = 100, 136
-"""Where the kernel's ``tcp_info`` has the segments that were repeated, and all."""
-_ECHO, _TAKE, _GIVE = b"e", b"t", b"g"
+_SENT_AGAIN, _SENT, _ROUND_TRIP = 100, 136, 148
+"""Where the kernel's ``tcp_info`` has the repeated segments, all segments, and the shortest round trip (µs)."""
+_ECHO, _TAKE = b"e", b"t"
+_STARVED = Path("/proc/thread-self/schedstat")
 
 
 @dataclass(frozen=True)
@@ -40,22 +44,18 @@ class Link:
     Attributes:
         problem: why there is none; empty if there is.
         firewall: what refused the connection is a firewall, not a machine without a listener.
-        latency: median seconds of a round trip.
-        loss: the share of small messages, both ways, that had to be sent again.
-        there: bytes a second towards the other machine.
-        back: and from it.
+        latency: seconds of the shortest round trip, as the kernel saw it: a busy processor makes longer ones.
+        loss: the share of small messages that had to be sent again.
+        speed: bytes a second; 0 if small messages pass, and large ones do not.
         mtu: bytes of a packet on the way.
-        blocked: small messages pass, and large ones do not.
     """
 
     problem: str = ""
     firewall: bool = False
     latency: float = 0.0
     loss: float = 0.0
-    there: float = 0.0
-    back: float = 0.0
+    speed: float = 0.0
     mtu: int = 0
-    blocked: bool = False
 
 
 class Listener:
@@ -92,15 +92,12 @@ class Listener:
             connection.settimeout(_PATIENCE)
             wanted = connection.recv(1)
             if wanted == _ECHO:
-                _echo(connection)
+                while data := connection.recv(_CHUNK):
+                    connection.sendall(data)
             elif wanted == _TAKE:
-                count, seconds = _receive(connection)
-                connection.sendall(struct.pack("!Qd", count, seconds))
-                with contextlib.suppress(OSError):
-                    while connection.recv(_CHUNK):
-                        pass
-            elif wanted == _GIVE:
-                _send(connection)
+                connection.sendall(struct.pack("!Qdd", *_receive(connection)))
+                while connection.recv(_CHUNK):
+                    pass
 
 
 def measure(address: str, port: int, secret: Secret) -> Link:
@@ -113,19 +110,9 @@ def measure(address: str, port: int, secret: Secret) -> Link:
     except OSError as error:
         return Link(problem=f"the connection broke while small messages were sent: {error.strerror or error}")
     try:
-        there, back = _take(address, port, secret), _give(address, port, secret)
-    except OSError as error:
-        return Link(problem=f"the connection broke under load: {error.strerror or error}", latency=latency, mtu=mtu)
-    return Link("", False, latency, loss, there, back, mtu, blocked=not (there and back))
-
-
-def knock(address: str, port: int, secret: Secret) -> Link:
-    """Only try whether a machine that listens can be reached."""
-    try:
-        with _connected(address, port, secret):
-            return Link()
-    except _NoConnectionError as error:
-        return Link(problem=str(error), firewall=error.firewall)
+        return Link("", False, latency, loss, _speed(address, port, secret), mtu)
+    except (OSError, _NoConnectionError) as error:
+        return Link(problem=f"the connection broke under load: {error}")
 
 
 class _NoConnectionError(Exception):
@@ -151,90 +138,65 @@ def _connected(address: str, port: int, secret: Secret) -> Iterator[socket.socke
 def _small_messages(connection: socket.socket) -> tuple[float, float, int]:
     """Send small messages, a few at once, and have them sent back; gives latency, loss, and the MTU."""
     connection.sendall(_ECHO)
-    started, times, came = time.monotonic(), list[float](), 0
-    until = started + _MESSAGES_SECONDS
-    for number in range(10):  # one at a time: the time of a round trip
+    began, came, fastest = time.monotonic(), 0, 1e9
+    while came < _MESSAGES and time.monotonic() < began + _MESSAGES_SECONDS:
         at = time.monotonic()
-        connection.sendall(bytes(_MESSAGE))
-        _read(connection, _MESSAGE)
-        times.append(time.monotonic() - at)
-        if number >= 2 and time.monotonic() - started > _MESSAGES_SECONDS / 4:
-            break
-    while came < _MESSAGES and time.monotonic() < until:
         for _ in range(_WINDOW):
             connection.sendall(bytes(_MESSAGE))
         _read(connection, _MESSAGE * _WINDOW)
+        fastest = min(fastest, time.monotonic() - at)
         came += _WINDOW
-    again, sent = _repeated(connection)
-    connection.sendall(b"\x01")
-    theirs_again, theirs_sent = struct.unpack("!QQ", _read(connection, 16))
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    again, sent, shortest = (
+        struct.unpack_from("=I", info, place)[0] if place + 4 <= len(info) else 0
+        for place in (_SENT_AGAIN, _SENT, _ROUND_TRIP)
+    )
     mtu = connection.getsockopt(socket.IPPROTO_IP, _IP_MTU)
-    lost = again + theirs_again
-    return statistics.median(times), lost / max(1, sent + theirs_sent) if lost > 2 else 0.0, mtu
+    latency = shortest * 1e-6 if 0 < shortest < 1e8 else fastest
+    return latency, again / sent if again >= _FEW_REPEATS else 0.0, mtu
 
 
-def _echo(connection: socket.socket) -> None:
-    while data := connection.recv(_CHUNK):
-        if data.endswith(b"\x01"):
-            connection.sendall(struct.pack("!QQ", *_repeated(connection)))
-            return
-        connection.sendall(data)
-
-
-def _take(address: str, port: int, secret: Secret) -> float:
-    """Send as much as goes; gives the bytes a second that the other machine received."""
+def _speed(address: str, port: int, secret: Secret) -> float:
+    """Send as much as goes; gives the bytes a second that the other machine received, while both had a processor."""
     with _connected(address, port, secret) as connection:
         connection.sendall(_TAKE)
-        with contextlib.suppress(OSError):
-            _send(connection, until_answer=True)
-        count, seconds = struct.unpack("!Qd", _read(connection, 16))
-        return float(count / seconds)
-
-
-def _give(address: str, port: int, secret: Secret) -> float:
-    """Receive as much as goes; gives the bytes a second."""
-    with _connected(address, port, secret) as connection:
-        connection.sendall(_GIVE)
-        count, seconds = _receive(connection)
-        return count / seconds
-
-
-def _send(connection: socket.socket, until_answer: bool = False) -> None:
-    """Send until enough was sent, or the other end has had its time."""
-    data, sent, until = bytes(_CHUNK), 0, time.monotonic() + 2 * _BURST_SECONDS
-    connection.settimeout(0.05)
-    view = memoryview(data)
-    while sent < _BURST_BYTES and time.monotonic() < until:
-        with contextlib.suppress(TimeoutError):
-            sent += connection.send(view)
-        if until_answer and _has_answer(connection):
-            break
-    connection.settimeout(_PATIENCE)
-    if not until_answer:
-        connection.shutdown(socket.SHUT_WR)
+        until, sent, starved = time.monotonic() + 2 * _BURST_SECONDS, 0, _starved()
+        connection.settimeout(_LOOK_SECONDS)
+        data = memoryview(bytes(_CHUNK))
+        while sent < _BURST_BYTES and time.monotonic() < until and not _has_answer(connection):
+            with contextlib.suppress(TimeoutError):
+                sent += connection.send(data)
+        starved = _starved() - starved
+        connection.settimeout(_PATIENCE)
+        count, seconds, theirs = struct.unpack("!Qdd", _read(connection, 24))
+        return float(count / max(seconds - starved - theirs, seconds / _MOST_STARVED))
 
 
 def _has_answer(connection: socket.socket) -> bool:
-    connection.setblocking(False)
-    try:
-        return bool(connection.recv(1, socket.MSG_PEEK))
-    except BlockingIOError:
-        return False
-    finally:
-        connection.settimeout(0.05)
+    return bool(select.select([connection], [], [], 0)[0])
 
 
-def _receive(connection: socket.socket) -> tuple[int, float]:
-    """Receive for a while, or until enough has come; gives bytes, and seconds since the first of them."""
-    count, started, buffer = 0, time.monotonic(), bytearray(_CHUNK)
+def _receive(connection: socket.socket) -> tuple[int, float, float]:
+    """Receive for a while, or until enough has come; gives bytes, seconds, and how many of those it was starved."""
+    count, buffer = 0, bytearray(_CHUNK)
+    began, starved = time.monotonic(), _starved()
     connection.settimeout(_BURST_SECONDS)
     with contextlib.suppress(TimeoutError):
         while count < _BURST_BYTES and (got := connection.recv_into(buffer)):
             count += got
-            if time.monotonic() - started > _BURST_SECONDS:
+            if time.monotonic() - began > _BURST_SECONDS:
                 break
+    seconds = time.monotonic() - began
     connection.settimeout(_PATIENCE)
-    return count, max(time.monotonic() - started, 1e-6)
+    return count, max(seconds, 1e-6), _starved() - starved
+
+
+def _starved() -> float:
+    """Seconds that this thread was ready to run, and had to wait for a processor."""
+    try:
+        return int(_STARVED.read_text().split()[1]) * 1e-9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def _read(connection: socket.socket, count: int) -> bytes:
@@ -245,14 +207,6 @@ def _read(connection: socket.socket, count: int) -> bytes:
             raise ConnectionResetError(104, "closed by the other machine")
         data += got
     return data
-
-
-def _repeated(connection: socket.socket) -> tuple[int, int]:
-    """How many segments this end has sent again, and all that it sent, as the kernel counts them."""
-    with contextlib.suppress(OSError, struct.error):
-        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return struct.unpack_from("=I", info, _SENT_AGAIN)[0], struct.unpack_from("=I", info, _SENT)[0]
-    return 0, 0
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:

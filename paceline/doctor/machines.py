@@ -4,7 +4,7 @@
 
     machine h2                          h1, with the address of --rendezvous
     machine (its name)        ->
-                              <-        ask facts / look / measure / knock
+                              <-        ask clock / echo / facts / look / measure
     answer                    ->
                               <-        report (exit code)
 """
@@ -65,16 +65,16 @@ class Asked:
             target=lambda: self.answers.put(examiner.answer(question, given)), name="paceline-doctor", daemon=True
         ).start()
 
-    def finish(self, what: str) -> Answer:
+    def finish(self, what: str, seconds: float = _ANSWER_SECONDS) -> Answer:
         """Wait for the answer.
 
         Raises:
             GoneError: the machine has ended, or takes too long.
         """
         try:
-            answer = self.answers.get(timeout=_ANSWER_SECONDS)
+            answer = self.answers.get(timeout=seconds)
         except queue.Empty:
-            raise GoneError(f"{self.name} did not answer within {_ANSWER_SECONDS:.0f} s ({what})") from None
+            raise GoneError(f"{self.name} did not answer within {seconds:.0f} s ({what})") from None
         if answer is None:
             self.answers.put(None)
             raise GoneError(f"the connection to {self.name} ended ({what})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
+from dataclasses import replace
 
 from paceline.doctor.finding import Finding, ok, size
 from paceline.doctor.links import Link
@@ -14,42 +15,44 @@ _HIGH_LATENCY = 5e-3
 _LOSS = 0.004
 
 Links = Mapping[tuple[str, str], Link]
-"""By the names of the machines: who measured, and whom."""
+"""By the names of the machines: who sent, and to whom."""
 
 
 def check_links(links: Links) -> list[Finding]:
-    """Check every link in each way."""
+    """Check every link in each direction."""
+    usual = statistics.median([one.speed for one in links.values() if not one.problem] or [0.0])
     found = []
-    usual = statistics.median([min(one.there, one.back) for one in links.values() if one.there] or [0.0])
     for (here, other), link in links.items():
         place = f"{here} -> {other}"
         found.append(connection(link, place))
-        if not link.problem and link.latency:
-            found += [latency(link, place), loss(link, place), large_packets(link, place)]
-            if not link.blocked:
-                found.append(speed(link, (here, other), usual))
+        if not link.problem:
+            found += [loss(link, place), large_packets(link.speed > 0, link.mtu, place)]
+        back = links.get((other, here))
+        if here < other and back is not None and not link.problem and not back.problem:
+            found.append(latency(min(link.latency, back.latency), f"{here} - {other}"))
+            if link.speed and back.speed:
+                found.append(speed(link.speed, back.speed, (here, other), usual))
     return found
 
 
-def suspicious(link: Link) -> bool:
-    """Whether a link deserves a second look: a busy machine can make any of them seem slow."""
-    slower, faster = sorted((link.there, link.back))
-    return not link.problem and bool(
-        slower < _FAST_ENOUGH or faster > _ASYMMETRIC * slower or link.latency > _HIGH_LATENCY
-    )
+def suspicious(links: Links) -> list[tuple[str, str]]:
+    """Find links that deserve a second look: a busy machine can make any of them seem slow."""
+    return [
+        ends
+        for ends, link in links.items()
+        if not link.problem and (link.speed < _FAST_ENOUGH or link.latency > _HIGH_LATENCY or link.loss > _LOSS)
+    ]
 
 
 def better(first: Link, second: Link) -> Link:
     """The best of two measurements of one link."""
     if first.problem or second.problem:
         return first if second.problem else second
-    return Link(
+    return replace(
+        second,
         latency=min(first.latency, second.latency),
         loss=min(first.loss, second.loss),
-        there=max(first.there, second.there),
-        back=max(first.back, second.back),
-        mtu=second.mtu,
-        blocked=first.blocked and second.blocked,
+        speed=max(first.speed, second.speed),
     )
 
 
@@ -71,11 +74,11 @@ def connection(link: Link, place: str) -> Finding:
     )
 
 
-def latency(link: Link, place: str) -> Finding:
+def latency(seconds: float, place: str) -> Finding:
     """Every message of a collective waits for a round trip."""
     check = "latency"
-    values = f"{1000 * link.latency:.3g} ms for a round trip"
-    if link.latency <= _HIGH_LATENCY:
+    values = f"{1000 * seconds:.3g} ms for a round trip"
+    if seconds <= _HIGH_LATENCY:
         return ok(check, values).at(place)
     return Finding(
         check,
@@ -104,16 +107,15 @@ def loss(link: Link, place: str) -> Finding:
     )
 
 
-def large_packets(link: Link, place: str) -> Finding:
-    """Small messages pass also where large packets do not."""
+def large_packets(passed: bool, mtu: int, place: str) -> Finding:
+    """A path that is narrower than its ends believe loses only what fills a packet."""
     check = "large packets"
-    if not link.blocked:
-        return ok(check, f"pass; MTU {link.mtu}").at(place)
+    if passed:
+        return ok(check, f"pass; MTU {mtu}").at(place)
     return Finding(
         check,
         "failure",
-        f"small messages pass and large ones do not: the MTU on the way is smaller than {link.mtu}, as the machines "
-        "believe",
+        f"small messages pass and large ones do not: the MTU on the way is smaller than {mtu}, as the machines believe",
         "Connections open, and workers hang at the first gradient until the timeout.",
         "set the MTU of the interfaces to that of the network between (often 1500, in a VPN or overlay 1400 to 1450), "
         "and let ICMP 'fragmentation needed' through the firewall",
@@ -121,11 +123,11 @@ def large_packets(link: Link, place: str) -> Finding:
     )
 
 
-def speed(link: Link, ends: tuple[str, str], usual: float) -> Finding:
+def speed(there: float, back: float, ends: tuple[str, str], usual: float) -> Finding:
     """Gradients cross every link each step."""
-    check, (here, other), place = "link speed", ends, " -> ".join(ends)
-    each = f"{_rate(link.there)} from {here} to {other}, {_rate(link.back)} from {other} to {here}"
-    slower, faster = sorted((link.there, link.back))
+    check, (here, other), place = "link speed", ends, " - ".join(ends)
+    each = f"{_rate(there)} from {here} to {other}, {_rate(back)} from {other} to {here}"
+    slower, faster = sorted((there, back))
     why = f"{size(4e8)} of gradients (100 million parameters) take {4e8 / max(slower, 1.0):.1f} s there each step."
     cure = (
         "look at the negotiated speed (ethtool), the cable, traffic shaping (tc qdisc), the kind of the cloud machine"
