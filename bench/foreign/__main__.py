@@ -4,7 +4,8 @@ Each subject trains a few steps with ``exact`` in one process, on several worker
 of each ``ok`` (one fingerprint), ``refused`` (by an error, before which how many steps were done, and its text), or
 ``DIFFERENT``, which must never happen; a subject that cannot be trained by a plain loop either is ``broken``.
 
-    python bench/foreign                                  # needs pytorch_optimizer and torch_optimizer
+    pip install timm transformers pytorch_optimizer torch_optimizer
+    python bench/foreign                                  # all
     python bench/foreign --only optimizer --only Shampoo  # those with all these texts in their names
     python bench/foreign --workers 1,3 --no-pipeline --list
 """

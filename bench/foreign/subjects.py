@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import models
 import torch
 from torch import nn
 from torch.nn import functional
@@ -18,11 +19,6 @@ SUBJECTS: dict[str, Callable[[], Arguments]] = {}
 def features(samples: int = 96) -> TensorDataset:
     values = torch.randn(samples, 12, generator=torch.Generator().manual_seed(1))
     return TensorDataset(values, values[:, :4].argmax(1))
-
-
-def images(size: int, samples: int = 48) -> TensorDataset:
-    values = torch.randn(samples, 3, size, size, generator=torch.Generator().manual_seed(2))
-    return TensorDataset(values, torch.arange(samples) % 4)
 
 
 def small_model() -> nn.Module:
@@ -40,6 +36,7 @@ def optimized(optimizer: Callable[..., Any]) -> Arguments:
 
 def prepare() -> None:
     """Import the packages, and fill ``SUBJECTS``."""
+    SUBJECTS.update(models.subjects())
     for package in (_torch_optimizers, _pytorch_optimizer, _torch_optimizer):
         package()
 

@@ -35,6 +35,7 @@ class KnownError:
         cure: what to do.
         transport: only if the text also names a transport.
         kind: of the failure, if this decides it.
+        doctor: the check of ``paceline doctor`` that finds it before the start, if any.
     """
 
     name: str
@@ -44,11 +45,13 @@ class KnownError:
     cure: str
     transport: bool = False
     kind: str = ""
+    doctor: str = ""
 
     @property
     def paragraph(self) -> str:
         """All of it in one line."""
-        return f"What it means: {self.means}. Usual causes: {'; '.join(self.causes)}. What to do: {self.cure}."
+        check = f" `paceline doctor` tests it before the start ({self.doctor})." if self.doctor else ""
+        return f"What it means: {self.means}. Usual causes: {'; '.join(self.causes)}. What to do: {self.cure}.{check}"
 
 
 def find(text: str) -> KnownError | None:
@@ -83,6 +86,7 @@ KNOWN_ERRORS = (
         ),
         "leave the device to paceline.start, or take LOCAL_RANK, never the global rank; start at most as many workers "
         "on a machine as `nvidia-smi -L` lists GPUs",
+        doctor="visible GPUs",
     ),
     KnownError(
         "Invalid device ordinal",
@@ -95,6 +99,7 @@ KNOWN_ERRORS = (
         ),
         "compare `nvidia-smi -L` and CUDA_VISIBLE_DEVICES of the worker with the number of workers on its machine; use "
         "LOCAL_RANK, and --gpus-per-node rather than --gpus-per-task",
+        doctor="visible GPUs",
     ),
     KnownError(
         "PyTorch without CUDA",
@@ -106,6 +111,7 @@ KNOWN_ERRORS = (
         ),
         "look at `python -c 'import torch; print(torch.__version__, torch.version.cuda)'` on each machine, and install "
         "the CUDA wheel there; or train with gloo on the CPU",
+        doctor="visible GPUs",
     ),
     KnownError(
         "CUDA driver too old",
@@ -117,6 +123,7 @@ KNOWN_ERRORS = (
         ),
         "compare the CUDA version in `nvidia-smi` with torch.version.cuda; update the driver, or take a PyTorch built "
         "for an older CUDA",
+        doctor="driver version",
     ),
     KnownError(
         "NCCL version mismatch",
@@ -130,6 +137,7 @@ KNOWN_ERRORS = (
         "print torch.cuda.nccl.version() on each machine, and install the same PyTorch; take libnccl out of "
         "LD_LIBRARY_PATH",
         transport=True,
+        doctor="NCCL version",
     ),
     KnownError(
         "CUDA out of memory",
@@ -159,6 +167,7 @@ KNOWN_ERRORS = (
         ),
         "look at `df -h /dev/shm`; give the container --shm-size=8g, --ipc=host or in Kubernetes an emptyDir with "
         "medium: Memory; or take fewer workers_per_loader",
+        doctor="/dev/shm",
     ),
     KnownError(
         "No space left on device",
@@ -167,6 +176,7 @@ KNOWN_ERRORS = (
         ("checkpoints of earlier runs", "a full /tmp or home directory", "no inodes left: see `df -i`"),
         "look at `df -h` and `quota` for that path; remove old runs, keep fewer checkpoints (checkpoint.keep), or "
         "point checkpoint.directory and TMPDIR elsewhere",
+        doctor="run directory",
     ),
     KnownError(
         "Too many open files",
@@ -179,6 +189,7 @@ KNOWN_ERRORS = (
         ),
         "raise the limit where the workers start (`ulimit -n 65536`, LimitNOFILE= of systemd, --ulimit nofile= of a "
         "container); for batches that are kept torch.multiprocessing.set_sharing_strategy('file_system')",
+        doctor="open files",
     ),
     KnownError(
         "Locked memory",
@@ -187,6 +198,7 @@ KNOWN_ERRORS = (
         ("a small limit of locked memory (`ulimit -l`)", "a container without the device or the right IPC_LOCK"),
         "`ulimit -l unlimited` where the workers start (limits.conf, LimitMEMLOCK= of slurmd, --ulimit memlock=-1 of a "
         "container); NCCL_IB_DISABLE=1 tells whether TCP works",
+        doctor="locked memory",
     ),
     KnownError(
         "Out of memory",
@@ -199,6 +211,7 @@ KNOWN_ERRORS = (
         ),
         LESS_TO_HOLD + "; read the data from files that all can map",
         kind="out-of-memory",
+        doctor="memory",
     ),
     KnownError(
         "Address already in use",
@@ -212,6 +225,7 @@ KNOWN_ERRORS = (
         "`ss -ltnp` names the process: end it, or choose another port (--port, MASTER_PORT, --rdzv-endpoint of "
         "torchrun, where 0 takes a free one)",
         kind="port",
+        doctor="rendezvous port",
     ),
     KnownError(
         "Unable to find address for an interface",
@@ -225,6 +239,7 @@ KNOWN_ERRORS = (
         "compare with `ip -brief address` on each machine; set both variables to what is there, or leave them unset: "
         "paceline run takes the interface that leads to the rendezvous",
         transport=True,
+        doctor="network interface",
     ),
     KnownError(
         "A machine gives its loopback address",
@@ -238,6 +253,7 @@ KNOWN_ERRORS = (
         "`getent hosts $(hostname)` must give an address that the others reach; else mend /etc/hosts, or set "
         "GLOO_SOCKET_IFNAME to the interface between the machines",
         transport=True,
+        doctor="own name",
     ),
     KnownError(
         "Name or service not known",
@@ -250,6 +266,7 @@ KNOWN_ERRORS = (
         ),
         "try `getent hosts NAME` on this machine; give an address instead, or the full name with its domain",
         transport=True,
+        doctor="rendezvous name",
     ),
     KnownError(
         "No route to host",
@@ -264,6 +281,7 @@ KNOWN_ERRORS = (
         'NCCL_SOCKET_IFNAME (the address that PyTorch 2.13 prints after "failed to connect to" may be garbled: that '
         "in brackets is right)",
         transport=True,
+        doctor="rendezvous port",
     ),
     KnownError(
         "Mismatch of collectives",
@@ -317,6 +335,7 @@ KNOWN_ERRORS = (
         "read the log of the rank at that address; see with `ss -ltn` there whether something listens, and on which "
         "address",
         transport=True,
+        doctor="ports",
     ),
     KnownError(
         "Connection timed out",
@@ -330,6 +349,7 @@ KNOWN_ERRORS = (
         "look at the log of rank 0 first; then try `nc -zv ADDRESS PORT` from this machine while it runs, and open all "
         "TCP ports between the machines of the run",
         transport=True,
+        doctor="ports",
     ),
     KnownError(
         "Connection reset or closed by peer",
@@ -368,6 +388,7 @@ KNOWN_ERRORS = (
         ),
         'read "Last error" below it; NCCL_DEBUG=INFO says which call; name the interface in NCCL_SOCKET_IFNAME; look '
         "at `df -h /dev/shm`, `ulimit -n` and `ulimit -l`",
+        doctor="ports",
     ),
 )
 """What is more special comes first."""

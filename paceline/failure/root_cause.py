@@ -73,8 +73,8 @@ def diagnose(
     stopped = {one.worker for one in result.exits if one.stopped}
     alone = {number: one for number, one in reports.items() if one.self_reported or number not in stopped}
     causes = _causes([one for one in alone.values() if not one.consequence], coordinator)
-    if coordinator.code == errors.PREEMPTED:
-        causes = [one for one in causes if one.self_reported or one.worker in coordinator.ranks]  # no standby
+    if coordinator.code == errors.PREEMPTED and coordinator.elastic:  # who was killed would have been replaced
+        causes = [one for one in causes if one.self_reported]
     if coordinator.code == 0:
         went_on = {loss.worker for loss in coordinator.lost} if coordinator.elastic else set()
         causes = [one for one in causes if one.exit_code and one.worker not in went_on]  # who was killed was at the end

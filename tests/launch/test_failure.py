@@ -279,10 +279,11 @@ def test_preemption(scenario: Scenario, number: int | None, code: int, says: str
     assert scenario.failure(coordinator, number).code == code
 
 
-def test_a_standby_that_was_killed_is_no_cause_of_a_preemption(scenario: Scenario) -> None:
-    scenario.ends(0, 75, 2.0).ends(1, 75, 2.0).ends(2, -9, 1.0)
-    coordinator = CoordinatorReport(75, "preempted", elastic=True, ranks=BOTH, step=109, leaving=(1,))
-    assert scenario.lines(coordinator)[0] == "preempted at step 109: rank 1 was asked to end"
+@pytest.mark.parametrize("killed", [1, 2])  # a member, a standby
+def test_who_was_killed_is_no_cause_of_a_preemption(scenario: Scenario, killed: int) -> None:
+    scenario.ends(0, 75, 2.0).ends(3 - killed, 75, 2.0).ends(killed, -9, 1.0)
+    coordinator = CoordinatorReport(75, "preempted", elastic=True, ranks=BOTH, step=109, leaving=(0,))
+    assert scenario.lines(coordinator)[0] == "preempted at step 109: rank 0 was asked to end"
     assert scenario.failure(coordinator).code == 75
 
 

@@ -37,7 +37,8 @@ def section(one: KnownError) -> str:
     """How the page tells a row of the table."""
     causes = "\n".join(f"{number}. {cause}" for number, cause in enumerate(one.causes, 1))
     means, cure = f"**What it means:** {one.means}.", f"**What to do:** {one.cure}."
-    return f"{means}\n\nUsual causes, the most frequent first:\n\n{causes}\n\n{cure}\n"
+    check = f" [`paceline doctor`](doctor.md) tests it before the start ({one.doctor})." if one.doctor else ""
+    return f"{means}\n\nUsual causes, the most frequent first:\n\n{causes}\n\n{cure}{check}\n"
 
 
 def test_the_page_and_the_table_are_the_same() -> None:
@@ -51,3 +52,9 @@ def test_the_page_and_the_table_are_the_same() -> None:
         assert shown
         for text in shown:
             assert find(" ".join(text.split())) is one, text
+
+
+def test_the_checks_of_the_doctor_have_these_names() -> None:
+    page = PAGE.with_name("doctor.md").read_text()
+    checks = {name for row in re.findall(r"^\| (.+?) \|", page, re.MULTILINE) for name in row.split(", ")}
+    assert {one.doctor for one in KNOWN_ERRORS} - {""} <= checks
