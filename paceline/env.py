@@ -197,6 +197,11 @@ def secret() -> str | None:
     return os.environ.get(SECRET)
 
 
+def in_indexed_job() -> bool:
+    """Whether this is a pod of an Indexed Job of Kubernetes."""
+    return "JOB_COMPLETION_INDEX" in os.environ
+
+
 def replace(variables: Mapping[str, str]) -> None:
     """Put other variables in the place of all: for a copy of a process that becomes a worker."""
     os.environ.clear()

@@ -50,6 +50,7 @@ OPTIONS = {
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
         *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
         *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),
+        "--volume",
         *("--kind", "--address", "--master"),
     },
     "config": {"--set", "--plan"},

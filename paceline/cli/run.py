@@ -90,6 +90,9 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     image: Annotated[str | None, typer.Option(help="kubernetes: the image of the container.")] = None,
     namespace: Annotated[str | None, typer.Option(help="kubernetes: the namespace.")] = None,
     kind: Annotated[str | None, typer.Option(help="kubernetes: job, jobset or trainjob.")] = None,
+    volume: Annotated[
+        str | None, typer.Option(help="kubernetes: a PersistentVolumeClaim for the run directories.", metavar="CLAIM")
+    ] = None,
     address: Annotated[str | None, typer.Option(help="ray: the cluster.")] = None,
     master: Annotated[str | None, typer.Option(help="spark: the cluster, as in spark://host:7077.")] = None,
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
@@ -107,7 +110,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         settings["resume"] = resume
     least, most = bounds(elastic, workers, standby, several=nodes is not None)
     options = Options(
-        hosts, hostfile, time, partition, account, gpus, image, namespace, kind, address, master, detach=detach
+        hosts, hostfile, time, partition, account, gpus, image, namespace, kind, volume, address, master, detach=detach
     )
     place = chosen_place(on, options, rendezvous, quiet)
     machines = node_range(nodes, rendezvous, place == LOCAL)
@@ -254,6 +257,7 @@ def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
+    from paceline import env
     from paceline.coordinator import machines
     from paceline.coordinator.messages import listen
     from paceline.launchers import secret
@@ -264,7 +268,8 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     if request.rendezvous is None:
         listener, known = listen((HOST, request.port or 0)), secret.make()
     else:
-        where = machines.parse_rendezvous(request.rendezvous)
+        names_come = env.in_indexed_job()  # that of a pod comes with the pod
+        where = machines.parse_rendezvous(request.rendezvous, request.patience_seconds if names_come else 0.0)
         shared = machines.shared_secret(where, request.secret_file)
         found = machines.listen_if_here(where)
         if found is None:
@@ -292,7 +297,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         mine = replace(request, first=client.first, name=client.name, settings=settings)
         try:
             with prepare(mine, interface_of(client.address)) as prepared:
-                launch = replace(prepared, coordinator=f"{where.address}:{where.port}", secret=secret.of_run(client.id))
+                launch = replace(prepared, coordinator=client.coordinator, secret=secret.of_run(client.id))
             with Workers(launch, lambda *_: None, RemoteAgent(launch, mine, client)) as workers:  # rank 0 is elsewhere
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)

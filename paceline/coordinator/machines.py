@@ -7,6 +7,7 @@ any more who trains: the other agents end their workers and wait until it is bac
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import select
@@ -42,8 +43,12 @@ class Rendezvous:
         return f"{self.name}:{self.port}"
 
 
-def parse_rendezvous(text: str) -> Rendezvous:
+def parse_rendezvous(text: str, patience_seconds: float = 0.0) -> Rendezvous:
     """Resolve ``host:port``.
+
+    Args:
+        text: as given.
+        patience_seconds: to wait for the name to have an address.
 
     Raises:
         ConfigError: it is no such pair.
@@ -52,15 +57,33 @@ def parse_rendezvous(text: str) -> Rendezvous:
     name, _, port = text.rpartition(":")
     if not name or not port.isdecimal() or len(port) > 5 or not 1 <= int(port) <= 65535:
         raise ConfigError(f"--rendezvous {text}: give the name and a port of the first machine, as in node1:29500.")
-    try:
-        found = socket.getaddrinfo(name, int(port), socket.AF_INET, socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError) as error:  # the latter: a name that cannot be one
-        why = getattr(error, "strerror", None) or error
-        raise StartError(
-            f"--rendezvous {text}: the name {name!r} has no address ({why}). Check the spelling, or give "
-            f"the address itself; `getent hosts {name}` shows what this machine knows."
-        ) from None
-    return Rendezvous(name, str(found[0][4][0]), int(port))
+    deadline = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return Rendezvous(name, _address_of(name), int(port))
+        except (socket.gaierror, UnicodeError) as error:  # the latter: a name that cannot be one
+            why = getattr(error, "strerror", None) or error
+        if time.monotonic() >= deadline:
+            raise StartError(
+                f"--rendezvous {text}: the name {name!r} has no address ({why}). Check the spelling, or give "
+                f"the address itself; `getent hosts {name}` shows what this machine knows."
+            )
+        time.sleep(_TRY_SECONDS)
+
+
+def _address_of(name: str) -> str:
+    """The address of a machine; its own one it knows before the name service does, and after a change."""
+    own = socket.gethostname()
+    if name.partition(".")[0] == own:
+        with contextlib.suppress(socket.gaierror):
+            address = _resolve(own)
+            if is_here(address) and not ipaddress.ip_address(address).is_loopback:
+                return address
+    return _resolve(name)
+
+
+def _resolve(name: str) -> str:
+    return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
 
 
 def shared_secret(where: Rendezvous, file: Path | None) -> Shared:
@@ -127,6 +150,7 @@ class AgentClient:
         id: tells the run from all others.
         resume: the checkpoint to start from.
         address: of this machine, as the coordinator reaches it.
+        coordinator: its ``host:port``.
         over: how the run ended, if it has: ``code`` and ``reason``.
         not_joined: whether a worker of this machine has failed before it took part.
     """
@@ -138,6 +162,7 @@ class AgentClient:
         self.id = str(run_info["id"])
         self.resume: str | None = run_info["resume"]
         self.address = str(connection.socket.getsockname()[0])
+        self.coordinator = "{}:{}".format(*connection.socket.getpeername())
         self.over: Message | None = None
         self.not_joined = False
 
@@ -230,6 +255,8 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
         except OSError as error:
             reason = error.strerror or str(error)
             time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
+            with contextlib.suppress(StartError):  # the first machine may have come back with another address
+                where = parse_rendezvous(str(where))
     raise StartError(
         f"{socket.gethostname()} could not reach the run at {where} in {seconds:.0f} s: {reason}. Is paceline run "
         f"started on {where.name} with this --rendezvous, and does a firewall let port {where.port} through?"

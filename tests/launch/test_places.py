@@ -65,8 +65,8 @@ def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "train.py"
     script.write_text("")
-    monkeypatch.setitem(registry.PLACES, "here", f"{TwoAgents.__module__}:TwoAgents")
-    monkeypatch.setattr(registry, "place_named", lambda name: TwoAgents if name == "here" else None)
+    known = registry.place_named
+    monkeypatch.setattr(registry, "place_named", lambda name: TwoAgents if name == "here" else known(name))
     assert "--image says something about a place" in refusal(["--image", "x", str(script)], capsys)
     assert "--image has no effect with --on here" in refusal(["--on", "here", "--image", "x", str(script)], capsys)
     both = ["--on", "here", "--nodes", "2", "--rendezvous", "h:1", str(script)]

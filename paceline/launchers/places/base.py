@@ -39,6 +39,7 @@ class Options:
     image: str | None = None
     namespace: str | None = None
     kind: str | None = None  # of the Kubernetes object
+    volume: str | None = None  # a claim of Kubernetes, for the runs
     address: str | None = None  # of a Ray cluster
     master: str | None = None  # of a Spark cluster
     detach: bool = False  # submit, and do not wait for the end

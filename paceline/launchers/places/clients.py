@@ -61,7 +61,7 @@ def follow(clients: Sequence[Client], inherited: Mapping[str, str], grace_second
     Raises:
         StartError: one could not be started; those before it are ended.
     """
-    with _signals() as signals:
+    with stop_signals() as signals:
         started = _Started(clients, grace_seconds, ended)
         try:
             started.start(inherited)
@@ -168,7 +168,7 @@ def _print(lines: list[str], to: IO[str], prefix: str) -> None:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def stop_signals() -> Iterator[list[int]]:
     """The signals to this process that ask for the end, as they come."""
     found: list[int] = []
 
