@@ -85,6 +85,7 @@ class SlurmCluster:
         self._daemon("munged", "munged", "--foreground", "--force", *options)
         self._until((self.folder / "munge.sock").exists, "munged")
         self._daemon("slurmctld", "slurmctld", "-D", "-i")
+        self._until(lambda: "is UP" in self.run("scontrol", "ping", check=False), "slurmctld")
         for node in NODES:
             self.start_node(node)
         self._until(lambda: self.run("sinfo", "-h", "-p", "low", "-o", "%T%D", check=False) == "idle2\n", "Slurm")

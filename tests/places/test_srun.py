@@ -3,9 +3,11 @@
 import sys
 from pathlib import Path
 
+import pytest
 from slurm_cluster import SlurmCluster
 from training import alone, fingerprints, write_script
 
+pytestmark = pytest.mark.timeout(600)
 SRUN = ("srun", "-N", "2", "-n", "3", "-l", "-u", sys.executable)
 
 
