@@ -33,13 +33,15 @@ class Client:
         name: of the machine; before each line that it prints, except for the first client.
         command: what is executed here.
         environment: more variables.
-        stop_by_signal: whether it passes SIGTERM on; else the end of its standard input stops what it runs.
+        stop_by_signal: whether it passes a signal on; else the end of its standard input stops what it runs.
+        stop: that signal.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     stop_by_signal: bool = True
+    stop: signal.Signals = signal.SIGTERM
 
 
 Ended = Callable[[Client, int], bool]
@@ -111,7 +113,7 @@ class _Started:
         for place, process in self.running.items():
             if self._clients[place].stop_by_signal:
                 with contextlib.suppress(ProcessLookupError):
-                    process.send_signal(signal.SIGTERM)
+                    process.send_signal(self._clients[place].stop)
             else:
                 _close_input(process)
 
