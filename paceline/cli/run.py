@@ -287,10 +287,11 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
 
     from paceline.coordinator.agent import RemoteAgent
     from paceline.coordinator.machines import Applicant, interface_of, join
+    from paceline.doctor import start
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
 
-    own = Applicant(request.workers, request.script.name, request.name)
+    own = Applicant(request.workers, request.script.name, request.name, start.about(request.script))
     while True:
         client, secret = join(where, own, shared, request.patience_seconds)
         settings = {**request.settings, **({"resume": client.resume} if client.resume else {})}
@@ -327,12 +328,14 @@ def _coordinate(
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
     from paceline.coordinator.server import Coordinator
     from paceline.coordinator.types import RunInfo
+    from paceline.doctor import start
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
     from paceline.launchers.workers import Workers
 
     log = EventLog(launch.run / "events", "launcher")
-    run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume)
+    compared = start.Comparison(start.about(request.script) if request.nodes else {}).differences
+    run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume, compared)
     coordinator = Coordinator(listener, bounds_of(request), log.mark, run, request.workers)
     launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()), secret=secret.of_run(run.id))
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)

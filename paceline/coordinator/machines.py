@@ -207,11 +207,13 @@ class Applicant:
         workers: how many it starts.
         script: the name of the script's file.
         name: of the run, if it was given.
+        about: what is compared with the coordinator's machine.
     """
 
     workers: int
     script: str
     name: str | None
+    about: Message
 
 
 def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float) -> tuple[AgentClient, Secret]:
@@ -265,7 +267,8 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
 
 def _register(connection: Connection, applicant: Applicant, where: Rendezvous) -> Message:
     """Ask to join; gives what the coordinator says of the run."""
-    connection.send(encode({"type": "agent", "host": socket.gethostname(), **vars(applicant)}))
+    about = {**applicant.about, "time": time.time()}
+    connection.send(encode({"type": "agent", "host": socket.gethostname(), **vars(applicant), "about": about}))
     deadline = time.monotonic() + _ANSWER_SECONDS
     lines: list[bytes] = []
     while not lines:

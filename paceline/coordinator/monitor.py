@@ -32,7 +32,7 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class Alert:
-    """One thing that happened: ``late``, ``absent``, ``lost``, ``short`` or ``joined``; and to which workers."""
+    """What happened: ``late``, ``absent``, ``lost``, ``short``, ``joined``, ``unlike`` (a machine); to whom."""
 
     kind: str
     text: str

@@ -20,7 +20,7 @@ from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
-from paceline.coordinator.monitor import RunMonitor
+from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.coordinator.types import Bounds, Message, RunInfo
 from paceline.coordinator.validation import BLOCK
 from paceline.errors import PREEMPTED
@@ -288,6 +288,9 @@ class Coordinator:
         run = {"id": self._run.id, "name": self._run.name, "resume": self._run.resume}
         self._connections.send(peer, {"type": "run", "first": number * BLOCK, **run})
         self._record("agent-joined", agent=number, host=message["host"])
+        self.monitor.alerts.extend(
+            Alert("unlike", line) for line in self._run.differences(message["host"], message["about"])
+        )
         self._count_machines()
 
     def _count_machines(self) -> None:

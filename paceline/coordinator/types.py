@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ class RunInfo:
         script: the name of the script's file.
         name: of the run.
         resume: the checkpoint to start from.
+        differences: says in a line each how a machine that joins, of this name, is unlike that of the coordinator.
     """
 
     id: str
@@ -29,6 +30,7 @@ class RunInfo:
     script: str
     name: str
     resume: str | None = None
+    differences: Callable[[str, Message], list[str]] = lambda *_: []
 
     def difference(self, script: str, name: str | None) -> str:
         """Say why a launcher with this script, and this name if it was given one, starts another run; else empty."""

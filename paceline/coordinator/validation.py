@@ -148,7 +148,10 @@ KINDS: Mapping[str, Kind] = {
             "expected": _stored,
         },
     ),
-    "agent": Kind("agent", {"workers": _whole(1, BLOCK), "host": _text, "script": _text, "name": _optional(_text)}),
+    "agent": Kind(
+        "agent",
+        {"workers": _whole(1, BLOCK), "host": _text, "script": _text, "name": _optional(_text), "about": _mapping},
+    ),
     "started": Kind("agent", {"worker": _worker}),
     "ended": Kind(
         "agent",

@@ -19,7 +19,7 @@ FORGED = [
     {"type": "ready", "progress": None, "arena": None, "leaving": True, "planned": False, "ended": [0, 1]},
     {"type": "ending"},
     {"type": "finished"},
-    {"type": "agent", "workers": 1, "host": "b", "script": "train.py", "name": None},
+    {"type": "agent", "workers": 1, "host": "b", "script": "train.py", "name": None, "about": {}},
     {"type": "started", "worker": 0},
     {"type": "ended", "worker": 0, "code": 0, "out_of_memory": False, "report": {}},
     {"type": "change", "generation": 1, "urgent": True, "why": "", "lost": [0]},

@@ -21,10 +21,11 @@ from paceline.coordinator.authentication import AGENT, Challenge, NotAuthenticat
 from paceline.coordinator.messages import LONGEST_MESSAGE, Connection, connect, decode, encode, listen
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds, RunInfo
+from paceline.doctor.start import Comparison
 from paceline.launchers import secret as secrets
 
 SECRET = secrets.make()
-RUN = RunInfo("this run", SECRET, "train.py", "job")
+RUN = RunInfo("this run", SECRET, "train.py", "job", differences=Comparison({"torch": "2.13.0"}).differences)
 ABOUT = {"host": "a", "pid": 4242, "address": "127.0.0.1"}
 HELLO: dict[str, Any] = {
     "type": "hello",
@@ -61,7 +62,7 @@ STATUS: dict[str, Any] = {
     "step_seconds": None,
     "line": "train.py:1",
 }
-JOIN: dict[str, Any] = {"type": "agent", "workers": 2, "host": "b", "script": "train.py", "name": None}
+JOIN: dict[str, Any] = {"type": "agent", "workers": 2, "host": "b", "script": "train.py", "name": None, "about": {}}
 ENDED: dict[str, Any] = {"type": "ended", "worker": 1000, "code": 1, "out_of_memory": False, "report": {}}
 REPORT = {"type": "ValueError", "message": "bad", "consequence": False, "time": 1.0}
 FORGED = [
@@ -291,6 +292,17 @@ def test_a_machine_with_another_run_is_told_so(lab: Lab) -> None:
         agent.close()
     until(lambda: len(lab.refusals()) == 3)
     assert all(reason.isprintable() and len(reason) <= 200 for reason in lab.refusals())
+
+
+def test_a_machine_that_is_unlike_is_named(lab: Lab) -> None:
+    agent = lab.agent()
+    tell(agent, JOIN | {"about": {"torch": "2.6.0", "time": 0.0}})
+    assert answer(agent)["type"] == "run"
+    until(lambda: len(lab.coordinator.monitor.alerts) >= 2)
+    texts = [alert.text for alert in lab.coordinator.monitor.alerts if alert.kind == "unlike"]
+    assert "the version of torch differs: 2.13.0 on " in texts[0] and ", 2.6.0 on b" in texts[0]
+    assert "the clock of b is" in texts[1]
+    agent.close()
 
 
 def deep(count: int) -> bytes:
