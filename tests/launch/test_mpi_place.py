@@ -8,7 +8,7 @@ from paceline import env
 from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
 from paceline.launchers.places.base import Options
-from paceline.launchers.places.mpi import Mpi, engine_options
+from paceline.launchers.places.mpi import Mpi, mpiexec_command
 
 REQUEST = Request(Path("train.py"), workers=2)
 
@@ -25,8 +25,9 @@ def test_open_mpi_on_two_hosts(tmp_path: Path) -> None:
     environment = mpiexec(tmp_path, "mpiexec (Open MPI) 5.0.11")
     placement = Mpi().decide(REQUEST, Options(hosts="h1:3,h2"), environment)
     first, second = placement.text.split(" : ")
-    assert "-host h1" in first and "--workers 3" in first and f"-x {env.SECRET}" in first
-    assert "-host h2" in second and "--workers 2" in second and f"-x {env.SECRET}" in second
+    assert "--host h1" in first and "--workers 3" in first and f"-x {env.SECRET}" in first
+    assert "--host h2" in second and "--workers 2" in second and f"-x {env.SECRET}" in second
+    assert placement.text.count("--bind-to none") == 1
     assert first.count("--nodes 2:2 --rendezvous h1:") == second.count("--nodes 2:2 --rendezvous h1:") == 1
     secret = placement.agents[0].environment[env.SECRET]
     assert secret and secret == placement.agents[1].environment[env.SECRET]
@@ -41,13 +42,13 @@ def test_mpich_here(tmp_path: Path) -> None:
 def test_hosts_of_a_file(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1\nb:2\n")
     environment = mpiexec(tmp_path, "Intel(R) MPI Library for Linux* OS, Version 2021.18")
-    agents = Mpi().decide(REQUEST, Options(hostfile=tmp_path / "hosts"), environment).agents
-    assert [agent.machine for agent in agents] == ["a", "b"]
+    text = Mpi().decide(REQUEST, Options(hostfile=tmp_path / "hosts"), environment).text
+    assert text.startswith(f"{tmp_path / 'mpiexec'} -hosts a,b -ppn 1 -n 1 ") and text.count(" : -n 1 ") == 1
 
 
 def test_only_root_is_told_to_open_mpi() -> None:
-    assert "--allow-run-as-root" in engine_options("mpirun (Open MPI) 4.1.4", True, ())
-    assert "--allow-run-as-root" not in engine_options("mpirun (Open MPI) 4.1.4", False, ())
+    assert "--allow-run-as-root" in mpiexec_command("mpiexec", "mpirun (Open MPI) 4.1.4", True, ())
+    assert "--allow-run-as-root" not in mpiexec_command("mpiexec", "mpirun (Open MPI) 4.1.4", False, ())
 
 
 def test_what_cannot_start(tmp_path: Path) -> None:

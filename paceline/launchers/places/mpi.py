@@ -2,7 +2,8 @@
 
 ::
 
-    mpiexec OPTIONS -n 1 -host h1 AGENT : -n 1 -host h2 AGENT
+    mpiexec -n 1 --host h1 AGENT : -n 1 --host h2 AGENT     Open MPI
+    mpiexec -hosts h1,h2 -ppn 1 -n 1 AGENT : -n 1 AGENT     MPICH, Intel MPI
 
 The agents start the workers, so a lost worker is replaced as on one machine. mpiexec ends all agents when one is lost.
 """
@@ -48,7 +49,6 @@ class Mpi(Place):
         hosts = _hosts(request, options)
         mpiexec = _find(environment)
         secret = secret_environment(request)
-        words = engine_options(_version(mpiexec), os.getuid() == 0, tuple(secret))
         total, count = sum(workers for _, workers in hosts), len(hosts)
         first = LOOPBACK if hosts[0][0] == _HERE else hosts[0][0]
         where = f"{first}:{request.port or choose_port(None)}"
@@ -56,7 +56,8 @@ class Mpi(Place):
             Agent(name, tuple(agent_command(request, workers, total, (count, count), where)), secret)
             for name, workers in hosts
         )
-        return Placement("mpi", agents, shlex.join(mpiexec_command(mpiexec, words, agents)))
+        command = mpiexec_command(mpiexec, _version(mpiexec), os.getuid() == 0, agents)
+        return Placement("mpi", agents, shlex.join(command))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
         command, environment = shlex.split(placement.text), placement.agents[0].environment
@@ -64,37 +65,36 @@ class Mpi(Place):
         return follow([client], env.inherited(), request.grace_seconds, lambda client, code: True)
 
 
-def mpiexec_command(mpiexec: str, words: list[str], agents: tuple[Agent, ...]) -> list[str]:
-    """One agent on each host, each with the options of all; on this machine alone without a host."""
-    parts = []
-    for agent in agents:
-        host = [] if agent.machine == _HERE else ["-host", agent.machine]
-        parts += [":", "-n", "1", *host, *words, *agent.command]
-    return [mpiexec, *parts[1:]]
-
-
-def engine_options(version: str, root: bool, variables: Sequence[str]) -> list[str]:
-    """What mpiexec needs to start processes that use all cores.
+def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Agent]) -> list[str]:
+    """Write the command that starts one agent on each host, with options for processes that use all cores.
 
     Args:
+        mpiexec: its path.
         version: as ``mpiexec --version`` prints it.
         root: whether root starts it, which Open MPI refuses if not told.
-        variables: the names of those to hand over.
+        agents: with a host each; those of this machine alone need none.
 
     Raises:
-        StartError: it is none of the known ones.
+        StartError: it is of no known MPI.
     """
-    if "OpenRTE" in version or "Open MPI" in version or "PRRTE" in version:
-        words = ["--oversubscribe", "--bind-to", "none"]
-        for name in variables:
-            words += ["-x", name]
-        return ["--allow-run-as-root", *words] if root else words
-    if "HYDRA" in version or "Intel" in version:  # they hand over all variables
-        return []
-    said = version.splitlines()[0] if version else "nothing"
-    raise StartError(
-        f"mpiexec is of no known MPI: --version says {quoted(said)}. Open MPI, MPICH and Intel MPI will do."
-    )
+    hosts = [agent.machine for agent in agents if agent.machine != _HERE]
+    if "OpenRTE" in version or "Open MPI" in version:
+        words = [*(["--allow-run-as-root"] if root else []), "--oversubscribe", "--bind-to", "none"]
+        own = [["--host", agent.machine] if hosts else [] for agent in agents]
+        for one, agent in zip(own, agents, strict=True):
+            one += [word for name in agent.environment for word in ("-x", name)]
+    elif "HYDRA" in version or "Intel" in version:  # they hand over all variables
+        words = ["-hosts", ",".join(hosts), "-ppn", "1"] if hosts else []
+        own = [[] for _ in agents]
+    else:
+        said = version.splitlines()[0] if version else "nothing"
+        raise StartError(
+            f"mpiexec is of no known MPI: --version says {quoted(said)}. Open MPI, MPICH and Intel MPI will do."
+        )
+    parts: list[str] = []
+    for one, agent in zip(own, agents, strict=True):
+        parts += [":", "-n", "1", *one, *agent.command]
+    return [mpiexec, *words, *parts[1:]]
 
 
 def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
