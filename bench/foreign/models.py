@@ -15,7 +15,7 @@ Arguments = dict[str, Any]
 
 TIMM = (
     *("test_byobnet", "test_convnext", "test_convnext2", "test_convnext3", "test_efficientnet", "test_efficientnet_gn"),
-    *("test_efficientnet_evos", "test_mambaout", "test_nfnet", "test_resnet", "test_vit", "test_vit2", "test_vit3"),
+    *("test_efficientnet_evos", "test_mambaout", "test_nfnet", "test_resnet", "test_vit", "test_vit2"),
     *("mobilenetv3_small_050", "lcnet_050", "tinynet_e", "mnasnet_small", "ghostnet_050", "edgenext_xx_small"),
     *("mobilevit_xxs", "regnetx_002"),
 )
@@ -33,6 +33,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+START = {"decoder_start_token_id": 0}
 HUGGING: dict[str, tuple[str, Arguments]] = {
     "Albert": ("MaskedLM", {"embedding_size": 16}),
     "Bert": ("MaskedLM", {}),
@@ -52,7 +53,7 @@ HUGGING: dict[str, tuple[str, Arguments]] = {
     "Phi": ("CausalLM", {}),
     "Qwen2": ("CausalLM", {}),
     "Roberta": ("MaskedLM", {"max_position_embeddings": 70}),
-    "T5": ("ConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}),
+    "T5": ("ConditionalGeneration", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, **START}),
 }
 
 
