@@ -150,9 +150,12 @@ def test_the_end_of_one_may_end_all(capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("by_signal", [True, False])
 def test_a_signal_stops_all(by_signal: bool, capfd: pytest.CaptureFixture[str]) -> None:
-    """By SIGTERM, or by the end of the standard input."""
-    trap, wait = ("trap 'exit 75' TERM", "while :; do sleep 0.1; done") if by_signal else (":", "cat; exit 75")
-    first = Client("first", ["sh", "-c", f"{trap}; kill -INT {os.getpid()}; {wait}"], stop_by_signal=by_signal)
+    """By SIGTERM, or by a line of the standard input."""
+    trap, wait = (
+        ("trap 'exit 75' TERM", "while :; do sleep 0.1; done") if by_signal else (":", "grep -qx stop; exit 75")
+    )
+    lines = None if by_signal else b"begin\n"
+    first = Client("first", ["sh", "-c", f"{trap}; kill -INT {os.getpid()}; {wait}"], first_input=lines)
     second = replace(first, name="second", command=["sh", "-c", f"{trap}; {wait}"])
     before = signal.getsignal(signal.SIGINT)
     assert follow([first, second], env.inherited(), 20.0, lambda client, code: True) == 75

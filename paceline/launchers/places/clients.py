@@ -23,6 +23,8 @@ from paceline.launchers.output import Lines
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _LOOK_SECONDS = 0.05
 _LAST_SECONDS = 10.0
+_SIGN_SECONDS = 2.0
+_KILL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -33,22 +35,32 @@ class Client:
         name: of the machine; before each line that it prints, except for the first client.
         command: what is executed here.
         environment: more variables.
-        stop_by_signal: whether it passes a signal on; else the end of its standard input stops what it runs.
+        first_input: what its standard input gets first. Then an empty line says every now and then that this process is
+            there, the line ``stop`` stops what it runs, and the end of the input ends that at once. None: it has no
+            input, and passes a signal on.
         stop: that signal.
     """
 
     name: str
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
-    stop_by_signal: bool = True
+    first_input: bytes | None = field(default=None, repr=False)
     stop: signal.Signals = signal.SIGTERM
 
 
 Ended = Callable[[Client, int], bool]
 """Called when one has ended, with its exit code (negative: a signal); whether the others go on."""
+Again = Callable[[Client, int], float | None]
+"""Called when another one than the first has ended: the seconds until it is started again; None: it is not."""
 
 
-def follow(clients: Sequence[Client], inherited: Mapping[str, str], grace_seconds: float, ended: Ended) -> int:
+def follow(
+    clients: Sequence[Client],
+    inherited: Mapping[str, str],
+    grace_seconds: float,
+    ended: Ended,
+    again: Again = lambda client, code: None,
+) -> int:
     """Start all, pass on what they print, wait for all, and give the exit code of the first.
 
     A first signal stops the run after a checkpoint; a second one ends it at once. They end with this process, however
@@ -59,14 +71,15 @@ def follow(clients: Sequence[Client], inherited: Mapping[str, str], grace_second
         inherited: the environment that all get.
         grace_seconds: from the first signal to the last one.
         ended: decides what becomes of the others.
+        again: decides whether one that has ended while the first one runs is started anew.
 
     Raises:
         StartError: one could not be started; those before it are ended.
     """
     with stop_signals() as signals:
-        started = _Started(clients, grace_seconds, ended)
+        started = _Started(clients, inherited, grace_seconds, ended, again)
         try:
-            started.start(inherited)
+            started.start()
             while started.running and len(signals) < 2 and time.monotonic() < started.deadline:
                 started.look()
                 if signals:
@@ -81,29 +94,63 @@ def follow(clients: Sequence[Client], inherited: Mapping[str, str], grace_second
 class _Started:
     """The processes of some clients."""
 
-    def __init__(self, clients: Sequence[Client], grace_seconds: float, ended: Ended) -> None:
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        inherited: Mapping[str, str],
+        grace_seconds: float,
+        ended: Ended,
+        again: Again,
+    ) -> None:
         self._clients = clients
+        self._inherited = inherited
         self._grace_seconds = grace_seconds
         self._ended = ended
+        self._again = again
+        self._due: dict[int, float] = {}
+        self._sign_at = 0.0
         self._relays: list[threading.Thread] = []
         self.running: dict[int, subprocess.Popen[bytes]] = {}
         self.codes: dict[int, int] = {}
         self.deadline = math.inf
 
-    def start(self, inherited: Mapping[str, str]) -> None:
-        for place, client in enumerate(self._clients):
-            self.running[place] = _start(client, inherited)
-            self._relays += _relay(self.running[place], f"[{client.name}] " if place else "")
+    def start(self) -> None:
+        for place in range(len(self._clients)):
+            self._start(place)
+
+    def _start(self, place: int) -> None:
+        client = self._clients[place]
+        self.running[place] = process = _start(client, self._inherited)
+        self._relays += _relay(process, f"[{client.name}] " if place else "")
+        _write(process, client.first_input or b"")
 
     def look(self) -> None:
-        """Take note of those that have ended."""
+        """Take note of those that have ended, start those that are due, and say that this process is there."""
+        now = time.monotonic()
         for place, process in list(self.running.items()):
             if (code := process.poll()) is not None:
-                del self.running[place]
-                self.codes[place] = code
-                _close_input(process)
-                if not self._ended(self._clients[place], code):
-                    self.stop()
+                self._take_end(place, process, code)
+        if 0 in self.running and self.deadline == math.inf:
+            for place in [place for place, due in self._due.items() if due <= now]:
+                del self._due[place]
+                self._start(place)
+        if now >= self._sign_at:
+            self._sign_at = now + _SIGN_SECONDS
+            for process in self.running.values():
+                _write(process, b"\n")
+
+    def _take_end(self, place: int, process: subprocess.Popen[bytes], code: int) -> None:
+        del self.running[place]
+        self.codes[place] = code
+        _close_input(process)
+        client = self._clients[place]
+        if place and 0 in self.running and self.deadline == math.inf:
+            delay = self._again(client, code)
+            if delay is not None:
+                self._due[place] = time.monotonic() + delay
+                return
+        if not self._ended(client, code):
+            self.stop()
 
     def stop(self) -> None:
         """Ask all to end, once."""
@@ -111,25 +158,38 @@ class _Started:
             return
         self.deadline = time.monotonic() + self._grace_seconds + _LAST_SECONDS
         for place, process in self.running.items():
-            if self._clients[place].stop_by_signal:
+            if self._clients[place].first_input is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(self._clients[place].stop)
             else:
-                _close_input(process)
+                _write(process, b"stop\n")
 
     def close(self) -> None:
         """End those that are left."""
         for process in self.running.values():
+            _close_input(process)
+        until = time.monotonic() + _KILL_SECONDS
+        for process in self.running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if process.stdin is not None:
+                    process.wait(max(0.0, until - time.monotonic()))
             kill_group(process.pid)
             process.wait()
-            _close_input(process)
         for relay in self._relays:
             relay.join(_LAST_SECONDS)
 
 
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, or is about to
+            process.stdin.write(data)
+            process.stdin.flush()
+
+
 def _close_input(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
-        process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def _start(client: Client, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
@@ -137,7 +197,7 @@ def _start(client: Client, inherited: Mapping[str, str]) -> subprocess.Popen[byt
         return subprocess.Popen(
             command_of(frozenset(), tuple(client.command)),
             env={**inherited, **client.environment},
-            stdin=subprocess.DEVNULL if client.stop_by_signal else subprocess.PIPE,
+            stdin=subprocess.DEVNULL if client.first_input is None else subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

@@ -11,6 +11,7 @@ from paceline.launchers.places.base import Place
 LOCAL = "local"
 """This machine, and others that run the same command: no place of this folder."""
 PLACES: dict[str, str] = {
+    "ssh": "ssh:Ssh",
     "mpi": "mpi:Mpi",
     "kubernetes": "kubernetes.place:Kubernetes",
 }
