@@ -37,7 +37,7 @@ test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m 'slow and not place'
 
 # Slurm, MPI and others where they are installed; the rest is skipped.
-test-places: $(VENV)/.installed-dev
+test-places: $(VENV)/.installed-dev $(VENV)/.installed-places
 	$(PYTEST) -n 2 -m place
 
 test-all: test test-slow test-places

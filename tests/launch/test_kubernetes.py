@@ -116,6 +116,7 @@ def test_yaml_says_what_was_meant() -> None:
         assert list(yaml.safe_load_all(found.text)) == KINDS[kind].write(found.pods)
 
 
+@pytest.mark.place
 def test_the_schemas_of_kubernetes() -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
     for one in KINDS["job"].write(decided(options=Options(image="i", gpus=2, volume="v")).pods):
@@ -123,6 +124,7 @@ def test_the_schemas_of_kubernetes() -> None:
             validate.validate(one, version, strict=True)
 
 
+@pytest.mark.place
 def test_the_models_of_kubeflow() -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="needs kubeflow_trainer_api")
     (jobset,) = KINDS["jobset"].write(decided("jobset").pods)
