@@ -165,6 +165,11 @@ def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: 
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
+def set_default(name: str, value: str) -> None:
+    """Set a variable of this process that the user has not set."""
+    os.environ.setdefault(name, value)
+
+
 def trace() -> Trace | None:
     """What ``paceline verify`` asked this run to record."""
     if TRACE_DIRECTORY not in os.environ:

@@ -260,6 +260,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     from paceline import env
     from paceline.coordinator import machines
     from paceline.coordinator.messages import listen
+    from paceline.errors import ConfigError
     from paceline.launchers import secret
     from paceline.launchers.base import HOST
     from paceline.launchers.prepare import check, prepare
@@ -272,6 +273,11 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
         where = machines.parse_rendezvous(request.rendezvous, request.patience_seconds if names_come else 0.0)
         shared = machines.shared_secret(where, request.secret_file)
         found = machines.listen_if_here(where)
+        if found is None and request.workers == 0:
+            raise ConfigError(
+                f"--workers 0 is for the machine that holds the coordinator, and {where.address}:{where.port} is not "
+                f"of this one, or in use."
+            )
         if found is None:
             return _join(request, where, shared)
         listener, known = found, None
@@ -299,7 +305,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         try:
             with prepare(mine, interface_of(client.address)) as prepared:
                 launch = replace(prepared, coordinator=client.coordinator, secret=secret.of_run(client.id))
-            with Workers(launch, lambda *_: None, RemoteAgent(launch, mine, client)) as workers:  # rank 0 is elsewhere
+            with Workers(launch, client.show, RemoteAgent(launch, mine, client)) as workers:
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
             failed = client.not_joined and all(one.code != 0 for one in result.exits)
@@ -331,12 +337,14 @@ def _coordinate(
     from paceline.doctor import start
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
+    from paceline.launchers.output import Relay
     from paceline.launchers.workers import Workers
 
     log = EventLog(launch.run / "events", "launcher")
     compared = start.Comparison(start.about(request.script) if request.nodes else {}).differences
     run = RunInfo(secrets.token_hex(16), secret, request.script.name, launch.run.name, request.resume, compared)
-    coordinator = Coordinator(listener, bounds_of(request), log.mark, run, request.workers)
+    relay = Relay()
+    coordinator = Coordinator(listener, bounds_of(request), log.mark, run, request.workers, relay.put)
     launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()), secret=secret.of_run(run.id))
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
@@ -344,7 +352,7 @@ def _coordinate(
     for _ in range(request.workers):
         coordinator.announce_start()
     try:
-        with Workers(launch, shown.show, agent) as workers, shown:
+        with Workers(launch, shown.show, agent) as workers, shown, relay.to(shown.show):
             result = workers.wait()
             coordinator.wait_for_agents()
     finally:

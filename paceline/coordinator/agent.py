@@ -6,6 +6,7 @@ coordinator, the other reports to it over the network.
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -22,6 +23,7 @@ _RESTART_DELAY_SECONDS = 2.0
 """A new worker keeps a core busy for seconds; the others recover and take their step first."""
 _GRACE_BEFORE_TRAINING = 1.0, 3.0
 _GRACE = 3.0, 10.0
+_LAST_SECONDS = 10.0
 
 
 def bounds_of(request: Request) -> Bounds:
@@ -55,6 +57,7 @@ class CoordinatorAgent:
         self._coordinator = coordinator
         self._restarts = 0
         self._due = [0.0] * request.standby
+        self._last = math.inf  # until when to wait for the agents of other machines to leave
 
     def started(self, number: int, pid: int) -> None:
         self._coordinator.started(number, pid)
@@ -75,14 +78,16 @@ class CoordinatorAgent:
         return len(due) if self._coordinator.over is None else 0
 
     def shown(self) -> int:
-        members = self._coordinator.members
-        return members[0] if members else 0
+        return self._coordinator.shown
 
     def over(self) -> bool:
         return self._coordinator.over is not None
 
     def waits(self) -> bool:
-        return self._coordinator.over is None and self._coordinator.has_agents
+        if self._coordinator.over is None:
+            return self._coordinator.has_agents or not self._launch.workers
+        self._last = min(self._last, time.monotonic() + self._launch.grace_seconds + _LAST_SECONDS)
+        return not self._launch.workers and self._coordinator.has_agents and time.monotonic() < self._last
 
     def interrupted(self) -> None:
         self._coordinator.preempt()
@@ -132,7 +137,7 @@ class RemoteAgent:
         return 0 if self.over() or self._client.not_joined else count
 
     def shown(self) -> int:
-        return self._launch.first
+        return self._client.shown
 
     def over(self) -> bool:
         self._client.receive()

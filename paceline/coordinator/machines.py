@@ -13,6 +13,7 @@ import ipaddress
 import select
 import socket
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from pathlib import Path
 from paceline import env
 from paceline.coordinator.authentication import AGENT, NotAuthenticated, Refused
 from paceline.coordinator.messages import Connection, connect, decode, encode, listen
-from paceline.coordinator.types import Message
+from paceline.coordinator.types import LONGEST_TEXT, Message
 from paceline.errors import ConfigError, StartError
 from paceline.launchers import secret as secrets
 from paceline.launchers.secret import Secret, Shared
@@ -151,6 +152,7 @@ class AgentClient:
         resume: the checkpoint to start from.
         address: of this machine, as the coordinator reaches it.
         coordinator: its ``host:port``.
+        shown: the worker whose output is shown, on whatever machine.
         over: how the run ended, if it has: ``code`` and ``reason``.
         not_joined: whether a worker of this machine has failed before it took part.
     """
@@ -163,8 +165,10 @@ class AgentClient:
         self.resume: str | None = run_info["resume"]
         self.address = str(connection.socket.getsockname()[0])
         self.coordinator = "{}:{}".format(*connection.socket.getpeername())
+        self.shown = -1
         self.over: Message | None = None
         self.not_joined = False
+        self._sending = threading.Lock()
 
     @property
     def broken(self) -> bool:
@@ -172,12 +176,18 @@ class AgentClient:
         return self._connection.broken
 
     def send(self, message: Message) -> None:
-        """Send a message to the coordinator, now or when :meth:`receive` is called next."""
-        self._connection.send(encode(message))
+        """Send a message to the coordinator, now or when :meth:`receive` is called next; any thread may."""
+        with self._sending:
+            self._connection.send(encode(message))
+
+    def show(self, stream: str, line: str) -> None:
+        """Let the coordinator's launcher show a line of rank 0."""
+        self.send({"type": "output", "stream": stream, "line": line[:LONGEST_TEXT]})
 
     def receive(self) -> None:
         """Take the messages that have come since."""
-        self._connection.flush()
+        with self._sending:
+            self._connection.flush()
         try:
             while lines := self._connection.receive():
                 for message in map(decode, lines):
@@ -185,12 +195,14 @@ class AgentClient:
                         self.over = message
                     elif message["type"] == "not-joined":
                         self.not_joined = True
+                    elif message["type"] == "shown":
+                        self.shown = int(message["worker"])
         except ValueError:  # it has proven that it is the coordinator; so it is a broken one
             self._connection.broken = True
 
     def await_end(self) -> None:
         """Wait until the coordinator has said how the run ended, or is gone."""
-        while self.over is None and not self.broken:
+        while (self.over is None or self._connection.unsent) and not self.broken:
             self.receive()
             time.sleep(_LOOK_SECONDS)
 

@@ -299,8 +299,10 @@ class MembershipProtocol:
             return self._end_early(finished, now)
         if finished and not alive and not self._pending_starts:
             return self.end(0, "no worker has called paceline.start", now)
-        if ready:
-            self._since = self._since if self._since is not None else now
+        if not ready and (alive or self._pending_starts):
+            self._since = None
+        elif self._since is None:  # some wait, or nobody is on the way: patience counts
+            self._since = now
         most = largest_fit(self._fits, self.bounds.wanted)
         there = largest_fit(self._fits, min(len(ready), most))
         if there < self.bounds.least:

@@ -28,6 +28,7 @@ from paceline.failure.coordinator_report import CoordinatorReport
 from paceline.failure.worker_report import describe_exit
 from paceline.launchers.base import WorkerExit
 from paceline.launchers.kernel import is_ending
+from paceline.launchers.output import Show
 
 _AGENTS_SECONDS = 60.0
 
@@ -60,6 +61,7 @@ class Coordinator:
         record: called with each event.
         run: what the launchers of a run have in common.
         local_workers: how many start on this machine.
+        show: called with a line that rank 0 prints on another machine.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Coordinator:
         record: Callable[..., None],
         run: RunInfo,
         local_workers: int = 0,
+        show: Show = lambda name, line: None,
     ) -> None:
         self._lock = threading.RLock()
         self._record = record
@@ -80,6 +83,7 @@ class Coordinator:
         self._key_values = KeyValues(self._send)
         self._lateness = LatenessPolicy(self.membership, self.monitor)
         self._local_workers = local_workers
+        self._show = show
         self._agents_seen = 0
         self._connections = Connections(listener, self._key, self, self._lock, record)
         self._connections.start()
@@ -160,10 +164,16 @@ class Coordinator:
         """The workers in the order of their ranks."""
         return list(self.membership.members)
 
+    @property
+    def shown(self) -> int:
+        """The worker whose output is shown: rank 0, or the one that is likely to be."""
+        members = self.membership.members
+        return members[0] if members else 0 if self._local_workers else BLOCK
+
     def preempt(self) -> None:
-        """End the run if other machines take part: this one goes away, and the coordinator with it."""
+        """End the run if it does not end with the workers here: the coordinator goes away with this machine."""
         with self._lock:
-            if self._agents:
+            if self._agents or not self._local_workers:
                 self.membership.end(PREEMPTED, "preempted", time.monotonic(), save=True)
 
     @property
@@ -229,6 +239,9 @@ class Coordinator:
 
     def _handle_agent(self, agent: Agent, message: Message) -> None:
         """Take an agent's word for what becomes of the workers that it started."""
+        if message["type"] == "output":
+            self._show(message["stream"], message["line"])
+            return
         number = message["worker"]
         if message["type"] == "started" and number // BLOCK == agent.number:
             agent.running.add(number)
@@ -287,6 +300,7 @@ class Coordinator:
         self._agents[number] = Agent(peer, number, message["workers"])
         run = {"id": self._run.id, "name": self._run.name, "resume": self._run.resume}
         self._connections.send(peer, {"type": "run", "first": number * BLOCK, **run})
+        self._connections.send(peer, {"type": "shown", "worker": self.shown})
         self._record("agent-joined", agent=number, host=message["host"])
         self.monitor.alerts.extend(
             Alert("unlike", line) for line in self._run.differences(message["host"], message["about"])
@@ -333,6 +347,8 @@ class Coordinator:
 
     def _record_change(self, event: str, **fields: Any) -> None:
         if event == "membership":
+            for agent in self._agents.values():
+                self._connections.send(agent.peer, {"type": "shown", "worker": self.shown})
             self._lateness.reset()
             self._key_values.clear()
         self.monitor.record(event, self._lateness.statuses(time.monotonic()), **fields)

@@ -10,6 +10,8 @@ from paceline.launchers.secret import Secret
 
 Message = dict[str, Any]
 """What goes over a connection to the coordinator: a JSON object."""
+LONGEST_TEXT = 1 << 20
+"""Characters of a text in a message."""
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE
-from paceline.coordinator.types import Message
+from paceline.coordinator.types import LONGEST_TEXT, Message
 
 BLOCK = 1000
 """Each agent numbers its workers within a range of this size."""
 _MOST_WORKERS = 10**9
 _LARGEST = 2**63
-_LONGEST_TEXT = 1 << 20
 _HEX = re.compile(r"[0-9a-f]{0,128}")
 
 Check = Callable[[Any], bool]
@@ -87,7 +86,7 @@ class Kind:
 
 
 _worker = _whole(0, _MOST_WORKERS)
-_text = _text_of(_LONGEST_TEXT)
+_text = _text_of(LONGEST_TEXT)
 _count = _whole(0, _LARGEST)
 _pid = _whole(1, 2**31)
 _seconds = _number(0.0)
@@ -153,6 +152,7 @@ KINDS: Mapping[str, Kind] = {
         {"workers": _whole(1, BLOCK), "host": _text, "script": _text, "name": _optional(_text), "about": _mapping},
     ),
     "started": Kind("agent", {"worker": _worker}),
+    "output": Kind("agent", {"stream": _text_of(len("stdout")), "line": _text}),
     "ended": Kind(
         "agent",
         {

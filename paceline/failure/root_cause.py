@@ -94,6 +94,8 @@ def _of_consequences(
     early = tuple(one.worker for one in result.exits if one.code == 0 and not one.stopped)
     if reports and early:
         return _by_coordinator(reports, [], replace(coordinator, kind="ended-early", blamed=early))
+    if not reports and coordinator.code:  # no machine that is left knows of a worker, as when all are gone
+        return Failure(coordinator.kind or "lost", coordinator.code, coordinator.reason, time.time())
     return _first(list(reports.values()), reports, coordinator, seen) if reports else None
 
 

@@ -257,7 +257,7 @@ def lay_out(
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
         "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
-        "OMP_NUM_THREADS": str(threads_per_worker(settings, request.workers, len(machine.cores))),
+        "OMP_NUM_THREADS": str(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
         **inherited,
         **request.environment,
         "WORLD_SIZE": str(request.workers * (request.nodes[0] if request.nodes else 1)),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 Show = Callable[[str, str], None]
 """Called with ``stdout`` or ``stderr`` and one line, from a thread of its own for each of the two."""
 
 _LONGEST_LINE = 1 << 20
+_MOST_WAITING = 10_000
+_LAST_SECONDS = 2.0
 
 
 class Lines:
@@ -39,6 +43,35 @@ class Lines:
 
 def _text(line: bytes) -> str:
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode("utf-8", errors="replace")
+
+
+class Relay:
+    """Shows lines that others must not wait for; when they come faster than they can be shown, some are left out."""
+
+    def __init__(self) -> None:
+        self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue(_MOST_WAITING)
+
+    def put(self, name: str, line: str) -> None:
+        """Show a line soon."""
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait((name, line))
+
+    @contextlib.contextmanager
+    def to(self, show: Show) -> Iterator[None]:
+        """Show the lines from now on; at the end wait, not for ever, until all are shown."""
+
+        def run() -> None:
+            while (found := self._lines.get()) is not None:
+                show(*found)
+
+        thread = threading.Thread(target=run, name="paceline-relay", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(queue.Full):
+                self._lines.put(None, timeout=_LAST_SECONDS)
+            thread.join(_LAST_SECONDS)
 
 
 class Stream:

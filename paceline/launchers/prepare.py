@@ -51,8 +51,11 @@ def check(request: Request) -> None:
     """Refuse a request that could not start."""
     _check_script(request.script)
     here, least, most = request.workers + request.standby, request.least or 1, request.most or 1
-    if request.workers < 1:
-        raise ConfigError(f"--workers {quoted(request.workers)}: at least one worker must train.")
+    if request.workers < 1 and (request.workers < 0 or request.rendezvous is None or request.least is None):
+        raise ConfigError(
+            f"--workers {quoted(request.workers)}: at least one worker must train. With 0 this machine only holds the "
+            f"coordinator of others: give --nodes, --rendezvous and --elastic MIN:MAX."
+        )
     if here > _MOST_HERE or max(least, most) > MOST_WORKERS:
         wanted = f"--workers {quoted(request.workers)}" if here > _MOST_HERE else f"--elastic {least}:{quoted(most)}"
         raise ConfigError(

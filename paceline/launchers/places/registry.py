@@ -12,6 +12,7 @@ LOCAL = "local"
 """This machine, and others that run the same command: no place of this folder."""
 PLACES: dict[str, str] = {
     "ssh": "ssh:Ssh",
+    "ray": "ray:RayPlace",
     "mpi": "mpi:Mpi",
     "kubernetes": "kubernetes.place:Kubernetes",
 }
