@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,31 +74,10 @@ def _keep(path: Path, text: str) -> None:
 
 def resume_command(launch: Launch, request: Request) -> str:
     """The command that continues this run from its newest checkpoint."""
-    words = ["paceline", "run", "-n", str(request.workers), "--name", launch.run.name, "--resume", "auto"]
-    for option, value, usual in (
-        ("--runs-dir", request.runs, Path("runs")),
-        ("--runs-mode", f"{request.runs_mode:o}", "700"),
-        ("--plan", request.plan, None),
-        ("--port", request.port, None),
-        ("--elastic", _elastic(request), None),
-        ("--standby", request.standby, 0),
-        ("--nodes", request.nodes and "{}:{}".format(*request.nodes), None),
-        ("--rendezvous", request.rendezvous, None),
-        ("--secret-file", request.secret_file, None),
-        ("--patience", request.patience_seconds, type(request).patience_seconds),
-        ("--grace", request.grace_seconds, type(request).grace_seconds),
-    ):
-        if value != usual:
-            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
-    for key, value in request.settings.items():
-        if key != "resume":
-            words += ["--set", f"{key}={value}"]
-    return shlex.join([*words, str(request.script), *request.arguments])
+    from paceline.launchers.places.base import given_options
 
-
-def _elastic(request: Request) -> str | None:
-    fixed = request.least == request.most == request.workers and request.standby
-    return None if request.least is None or fixed else f"{request.least}:{request.most}"
+    again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"})
+    return shlex.join(["paceline", "run", *given_options(again), str(request.script), *request.arguments])
 
 
 def alerts_of(monitor: RunMonitor, launch: Launch, elastic: bool, quiet: bool) -> Callable[[], list[str]]:

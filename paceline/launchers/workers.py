@@ -254,6 +254,11 @@ class Workers:
     def _catch_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
             return
+
+        def keep(number: int, frame: FrameType | None) -> None:
+            if not self._signals or number != signal.SIGUSR1:  # it is a notice, and Slurm sends SIGTERM as well
+                self._signals.append(number)
+
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup, or a shell's background job
-                self._handlers[number] = signal.signal(number, lambda got, _: self._signals.append(got))
+                self._handlers[number] = signal.signal(number, keep)

@@ -171,6 +171,22 @@ def test_a_second_signal_does_not_wait(launcher: Callable[[str], "subprocess.Pop
         assert process.stdout.read() == f"signal {signal.SIGTERM.value}\n"
 
 
+def test_a_second_notice_does_not_hasten(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
+    """Slurm sends SIGTERM to all processes of a job, and srun passes SIGUSR1 on."""
+    says = """
+        def leave(*_):
+            os.kill(os.getppid(), signal.SIGUSR1)
+            time.sleep(1)  # many times as long as the launcher takes to see it
+            print('saved', flush=True)
+            os._exit(0)
+        signal.signal(signal.SIGTERM, leave)
+    """
+    with launcher(says) as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout is not None
+        assert process.stdout.read().splitlines() == ["saved", f"signal {signal.SIGTERM.value}"]
+
+
 def test_nothing_outlives_a_killed_launcher(launcher: Callable[[str], "subprocess.Popen[str]"]) -> None:
     with launcher("") as process:
         process.kill()  # the fixture looks for what is left

@@ -83,12 +83,12 @@ class SlurmCluster:
         files = {"socket": "sock", "key-file": "key", "log-file": "log", "pid-file": "pid", "seed-file": "seed"}
         options = [f"--{option}={self.folder}/munge.{suffix}" for option, suffix in files.items()]
         self._daemon("munged", "munged", "--foreground", "--force", *options)
-        self._until((self.folder / "munge.sock").exists, "munged")
+        self.wait_for((self.folder / "munge.sock").exists, "munged")
         self._daemon("slurmctld", "slurmctld", "-D", "-i")
-        self._until(lambda: "is UP" in self.run("scontrol", "ping", check=False), "slurmctld")
+        self.wait_for(lambda: "is UP" in self.run("scontrol", "ping", check=False), "slurmctld")
         for node in NODES:
             self.start_node(node)
-        self._until(lambda: self.run("sinfo", "-h", "-p", "low", "-o", "%T%D", check=False) == "idle2\n", "Slurm")
+        self.wait_for(lambda: self.run("sinfo", "-h", "-p", "low", "-o", "%T%D", check=False) == "idle2\n", "Slurm")
 
     def start_node(self, node: str) -> None:
         """Start the slurmd of a node."""
@@ -133,7 +133,7 @@ class SlurmCluster:
                 self.run("scancel", "--state=PENDING", "-u", "root", check=False)
                 self.run("scancel", "--signal=KILL", "--full", "-u", "root", check=False)
                 self.run("scancel", "-u", "root", check=False)
-                self._until(
+                self.wait_for(
                     lambda: self.run("squeue", "-h", "-t", "pending,running", check=False) == "", "the end of all jobs"
                 )
         for process in self._clients:
@@ -160,7 +160,8 @@ class SlurmCluster:
                 command, env=self.environment, stdin=subprocess.DEVNULL, stdout=said, stderr=said
             )
 
-    def _until(self, condition: Callable[[], object], what: str) -> None:
+    def wait_for(self, condition: Callable[[], object], what: str) -> None:
+        """Wait, with patience for a busy machine."""
         deadline = time.monotonic() + _SECONDS
         while not condition():
             if time.monotonic() > deadline:

@@ -121,6 +121,34 @@ def check_options(name: str, place: type[Place], options: Options) -> None:
             raise ConfigError(f"--{option} has no effect with --on {name}; leave it out.")
 
 
+def given_options(request: Request) -> list[str]:
+    """Write the options of ``paceline run`` that give this request, but for those that change nothing."""
+    fixed = request.least == request.most == request.workers and request.standby
+    first, last = request.nodes or (0, 0)
+    words = ["-n", str(request.workers)]
+    for option, value, usual in (
+        ("--name", request.name, None),
+        ("--resume", request.resume, None),
+        ("--runs-dir", request.runs, Path("runs")),
+        ("--runs-mode", f"{request.runs_mode:o}", "700"),
+        ("--plan", request.plan, None),
+        ("--port", request.port, None),
+        ("--elastic", None if request.least is None or fixed else f"{request.least}:{request.most}", None),
+        ("--standby", request.standby, 0),
+        ("--nodes", f"{first}:{last}" if first < last else str(last), "0"),
+        ("--rendezvous", request.rendezvous, None),
+        ("--secret-file", request.secret_file, None),
+        ("--patience", request.patience_seconds, Request.patience_seconds),
+        ("--grace", request.grace_seconds, Request.grace_seconds),
+    ):
+        if value != usual:
+            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
+    for key, setting in request.settings.items():
+        if key != "resume":
+            words += ["--set", f"{key}={setting}"]
+    return words
+
+
 def agent_command(
     request: Request, workers: int, total: int, nodes: tuple[int, int], rendezvous: str, python: str = sys.executable
 ) -> list[str]:

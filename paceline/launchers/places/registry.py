@@ -13,6 +13,7 @@ LOCAL = "local"
 PLACES: dict[str, str] = {
     "ssh": "ssh:Ssh",
     "ray": "ray:RayPlace",
+    "slurm": "slurm:Slurm",
     "mpi": "mpi:Mpi",
     "kubernetes": "kubernetes.place:Kubernetes",
 }
