@@ -299,10 +299,8 @@ class MembershipProtocol:
             return self._end_early(finished, now)
         if finished and not alive and not self._pending_starts:
             return self.end(0, "no worker has called paceline.start", now)
-        if not ready and (alive or self._pending_starts):
-            self._since = None
-        elif self._since is None:  # some wait, or nobody is on the way: patience counts
-            self._since = now
+        waits = ready or not (alive or self._pending_starts)  # patience counts when nobody is on the way, too
+        self._since = (now if self._since is None else self._since) if waits else None
         most = largest_fit(self._fits, self.bounds.wanted)
         there = largest_fit(self._fits, min(len(ready), most))
         if there < self.bounds.least:
