@@ -1,12 +1,13 @@
 """Runs on hosts that are reached by ssh."""
 
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hosts import Hosts, missing
+from hosts import Hosts, missing, until
 from training import SCRIPT, alone, fingerprints, write_script
 
 PACELINE = str(Path(sys.executable).with_name("paceline"))
@@ -36,3 +37,80 @@ def test_the_bits_of_one_process_through_a_kill(hosts: Hosts, tmp_path: Path) ->
     assert (tmp_path / "killed").exists()
     assert fingerprints(said) == [expected], said
     assert [hosts.running(name) for name in hosts.names] == [[], []]
+
+
+WAITS = """
+    if session.position == 5 and not Path("on").exists():
+        import time
+        Path(f"reached-{session.rank}").touch()
+        while not Path("on").exists() and not session._job.world.leaving:
+            time.sleep(0.05)
+"""
+
+
+def waiting_script(folder: Path) -> tuple[Path, str]:
+    """The script, which after five steps waits for a file ``on`` or a signal, and its fingerprint."""
+    script = write_script(folder)
+    expected = alone(script)
+    script.write_text(SCRIPT.replace("    session.step(batch)\n", "    session.step(batch)" + WAITS, 1))
+    return script, expected
+
+
+def all_wait(folder: Path, count: int) -> bool:
+    return len(list(folder.glob("reached-*"))) == count
+
+
+def test_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path)
+    run = hosts.start("sw", PACELINE, "run", "-H", "h1:2,h2:1", "--elastic", "2:3", script, cwd=tmp_path)
+    until(lambda: all_wait(tmp_path, 3), 120)
+    hosts.power_off("h2")
+    (tmp_path / "on").touch()
+    said, _ = run.communicate(timeout=250)
+    assert (run.returncode, fingerprints(said)) == (0, [expected]), said
+    assert hosts.running("h1") == []
+
+
+def test_a_signal_saves_and_the_next_run_resumes(hosts: Hosts, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path)
+    command = [PACELINE, "run", "-H", "h1:1,h2:1", "--name", "one", "--resume", "auto", script]
+    run = hosts.start("sw", *command, cwd=tmp_path)
+    until(lambda: all_wait(tmp_path, 2), 120)
+    run.send_signal(signal.SIGTERM)
+    said, _ = run.communicate(timeout=250)
+    assert run.returncode == 75, said
+    assert [hosts.running(name) for name in hosts.names] == [[], []]
+    (tmp_path / "on").touch()
+    again = hosts.start("sw", *command, cwd=tmp_path)
+    said, _ = again.communicate(timeout=250)
+    assert (again.returncode, fingerprints(said)) == (0, [expected]), said
+    assert "from step 0" not in said
+
+
+def test_nothing_is_left_when_the_launcher_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+    script, _ = waiting_script(tmp_path)
+    run = hosts.start("sw", PACELINE, "run", "-H", "h1:1,h2:1", "--grace", "3", script, cwd=tmp_path)
+    until(lambda: all_wait(tmp_path, 2), 120)
+    run.kill()
+    until(lambda: not any(hosts.running(name) for name in hosts.names), 120)
+
+
+def test_hosts_that_cannot_be_used(hosts: Hosts, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+
+    def refused(words: str, where: Path | str = tmp_path) -> str:
+        run = hosts.start("sw", PACELINE, "run", "-H", words, script, cwd=Path(where))
+        said, _ = run.communicate(timeout=120)
+        assert run.returncode == 3, said
+        assert [hosts.running(name) for name in hosts.names] == [[], []]
+        return said
+
+    assert "nowhere: " in refused("h1:1,nowhere:1")
+    known = hosts.folder / "known"
+    before = known.read_text()
+    known.write_text("".join(line for line in before.splitlines(keepends=True) if not line.startswith("h2")))
+    said = refused("h1:1,h2:1")
+    assert "h2: " in said and "host key" in said.lower()
+    known.write_text(before)
+    (hosts.folder / "user.pub").write_text("")
+    assert "without a password" in refused("h1:1,h2:1")
