@@ -73,7 +73,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
     options = _options(place)
     if (found := run.chosen_place(on, options, None, quiet=False)) != LOCAL and workers < 1:
         raise ConfigError(f"workers = {workers}: at least one worker must train.")
-    least, most = run.bounds(elastic, workers, 0, several=nodes is not None)
+    least, most = run.bounds(elastic, workers, 0, several=found != LOCAL or nodes is not None)
     own = getattr(function, "__name__", type(function).__name__).strip("<>")
     runs = Path(runs_dir).absolute()
     runs.mkdir(parents=True, exist_ok=True)

@@ -108,11 +108,11 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     settings = config.parse_command_line(set_ or [])
     if resume is not None:
         settings["resume"] = resume
-    least, most = bounds(elastic, workers, standby, several=nodes is not None)
     options = Options(
         hosts, hostfile, time, partition, account, gpus, image, namespace, kind, volume, address, master, detach=detach
     )
     place = chosen_place(on, options, rendezvous, quiet)
+    least, most = bounds(elastic, workers, standby, several=place != LOCAL or nodes is not None)
     machines = node_range(nodes, rendezvous, place == LOCAL)
     if secret_file is not None and rendezvous is None and place == LOCAL:
         raise ConfigError("--secret-file is for runs on several machines: give --rendezvous and --nodes, too.")
@@ -203,7 +203,7 @@ def permissions(mode: str) -> int:
 
 
 def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tuple[int | None, int | None]:
-    """Parse ``--elastic MIN:MAX``; with standbys alone both are the number of workers, those of one machine.
+    """Parse ``--elastic MIN:MAX``; with standbys alone, on one machine, both are the number of workers.
 
     Raises:
         ConfigError: that is no such pair, or the number of workers is not between the two.
@@ -214,7 +214,7 @@ def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tu
     if standby < 0:
         raise ConfigError(f"--standby {standby}: the number of waiting workers cannot be negative.")
     if elastic is None:
-        return (workers, workers) if standby else (None, None)
+        return (workers, workers) if standby and not several else (None, None)
     first, colon, last = elastic.partition(":")
     if not colon or (found := _range(first, last)) is None:
         raise ConfigError(f"--elastic {quoted(elastic)}: give the fewest and the most workers, as in --elastic 2:8.")

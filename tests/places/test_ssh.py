@@ -1,6 +1,7 @@
 """Runs on hosts that are reached by ssh."""
 
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,30 +41,35 @@ def test_the_bits_of_one_process_through_a_kill(hosts: Hosts, tmp_path: Path) ->
 
 
 WAITS = """
+    import time
+    world = session._job.world
+    while session.position == 3 and world.size < COUNT and world.coordinator.pending <= world.generation:
+        time.sleep(0.05)  # until the others join, which they do after the next step
     if session.position == 5 and not Path("on").exists():
-        import time
         Path(f"reached-{session.rank}").touch()
-        while not Path("on").exists() and not session._job.world.leaving:
+        while not Path("on").exists() and not world.leaving:
             time.sleep(0.05)
 """
 
 
-def waiting_script(folder: Path) -> tuple[Path, str]:
-    """The script, which after five steps waits for a file ``on`` or a signal, and its fingerprint."""
+def waiting_script(folder: Path, count: int) -> tuple[Path, str]:
+    """The script, which after five steps of so many workers waits for a file ``on`` or a signal; its fingerprint."""
     script = write_script(folder)
     expected = alone(script)
-    script.write_text(SCRIPT.replace("    session.step(batch)\n", "    session.step(batch)" + WAITS, 1))
+    waits = WAITS.replace("COUNT", str(count))
+    script.write_text(SCRIPT.replace("    session.step(batch)\n", "    session.step(batch)" + waits, 1))
     return script, expected
 
 
-def all_wait(folder: Path, count: int) -> bool:
+def all_wait(run: subprocess.Popen[str], folder: Path, count: int) -> bool:
+    assert run.poll() is None, run.communicate()[0]
     return len(list(folder.glob("reached-*"))) == count
 
 
 def test_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
-    script, expected = waiting_script(tmp_path)
+    script, expected = waiting_script(tmp_path, 3)
     run = hosts.start("sw", PACELINE, "run", "-H", "h1:2,h2:1", "--elastic", "2:3", script, cwd=tmp_path)
-    until(lambda: all_wait(tmp_path, 3), 120)
+    until(lambda: all_wait(run, tmp_path, 3), 120)
     hosts.power_off("h2")
     (tmp_path / "on").touch()
     said, _ = run.communicate(timeout=250)
@@ -72,10 +78,10 @@ def test_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
 
 
 def test_a_signal_saves_and_the_next_run_resumes(hosts: Hosts, tmp_path: Path) -> None:
-    script, expected = waiting_script(tmp_path)
+    script, expected = waiting_script(tmp_path, 2)
     command = [PACELINE, "run", "-H", "h1:1,h2:1", "--name", "one", "--resume", "auto", script]
     run = hosts.start("sw", *command, cwd=tmp_path)
-    until(lambda: all_wait(tmp_path, 2), 120)
+    until(lambda: all_wait(run, tmp_path, 2), 120)
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=250)
     assert run.returncode == 75, said
@@ -88,9 +94,9 @@ def test_a_signal_saves_and_the_next_run_resumes(hosts: Hosts, tmp_path: Path) -
 
 
 def test_nothing_is_left_when_the_launcher_is_killed(hosts: Hosts, tmp_path: Path) -> None:
-    script, _ = waiting_script(tmp_path)
+    script, _ = waiting_script(tmp_path, 2)
     run = hosts.start("sw", PACELINE, "run", "-H", "h1:1,h2:1", "--grace", "3", script, cwd=tmp_path)
-    until(lambda: all_wait(tmp_path, 2), 120)
+    until(lambda: all_wait(run, tmp_path, 2), 120)
     run.kill()
     until(lambda: not any(hosts.running(name) for name in hosts.names), 120)
 
