@@ -5,13 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = """
+SCRIPT = r"""
 import os, signal
 from functools import partial
 from pathlib import Path
 import torch
 import paceline
 
+SAVED = {"directory": "saved", "every": 2, "background": False}
 torch.manual_seed(0)
 inputs = torch.randn(96, 8)
 session = paceline.start(
@@ -22,15 +23,15 @@ session = paceline.start(
     batch=12,
     exact=True,
     timeout_seconds=120,
-    **({"resume": "auto", "checkpoint": {"directory": "saved", "every": 2}} if os.environ.get("SAVE") else {}),
+    **({"resume": "auto", "checkpoint": SAVED} if os.environ.get("SAVE") else {}),
 )
-print("rank", session.rank, "of", session.workers, "from step", session.position, flush=True)
+os.write(1, f"rank {session.rank} of {session.workers} from step {session.position}\n".encode())  # in one piece
 for batch in session.batches(epochs=2):
     session.step(batch)
     if session.rank == 1 and session.position == 7 and os.environ.get("KILL") and not Path("killed").exists():
         Path("killed").touch()
         os.kill(os.getpid(), signal.SIGKILL)
-print("fingerprint", session.fingerprint(), flush=True)
+os.write(1, f"fingerprint {session.fingerprint()}\n".encode())
 """
 
 
