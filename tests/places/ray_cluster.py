@@ -26,12 +26,23 @@ def main(folder: Path, scenario: str, arguments: list[str]) -> int:
     words = [sys.executable, "-m", "paceline", "run", "--on", "ray", "--address", cluster.address, *arguments]
     run = subprocess.Popen(words, cwd=folder)
     if scenario == "lost-node":
-        while not (folder / "reached").exists() and run.poll() is None:
+        while len(waiting := list(folder.glob("reached-*"))) < 4 and run.poll() is None:
             time.sleep(0.05)
+        time.sleep(0.5)  # their contents
+        workers = [int(path.read_text()) for path in waiting]
         cluster.remove_node(second, allow_graceful=False)
-        (folder / "removed").touch()
+        while sum(map(_runs, workers)) > 2 and run.poll() is None:
+            time.sleep(0.05)
+        (folder / "on").touch()
         cluster.add_node(**one)
     return run.wait()
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 if __name__ == "__main__":

@@ -9,17 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from training import SCRIPT, alone, fingerprints, write_script
+from training import alone, fingerprints, waiting_script, write_script
 
 ALONE = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
 WITH_LOOPBACK = ["sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
-WAITS = """
-    if session.position == 5 and not Path("removed").exists():
-        import time
-        Path("reached").touch()
-        while not Path("removed").exists():
-            time.sleep(0.05)
-"""
 
 
 @pytest.fixture
@@ -51,9 +44,7 @@ def test_a_killed_worker(folder: Path) -> None:
 
 
 def test_a_lost_node(folder: Path) -> None:
-    script = write_script(folder)
-    expected = alone(script)
-    script.write_text(SCRIPT.replace("    session.step(batch)\n", "    session.step(batch)" + WAITS, 1))
+    script, expected = waiting_script(folder, 4)
     code, said = train(folder, "lost-node", "-n", "2", "--nodes", "1:2", "--elastic", "2:4", str(script))
     assert (code, fingerprints(said)) == (0, [expected]), said
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from hosts import Hosts, missing, until
-from training import SCRIPT, alone, fingerprints, write_script
+from training import SCRIPT, alone, fingerprints, waiting_script, write_script
 
 PACELINE = str(Path(sys.executable).with_name("paceline"))
 
@@ -38,27 +38,6 @@ def test_the_bits_of_one_process_through_a_kill(hosts: Hosts, tmp_path: Path) ->
     assert (tmp_path / "killed").exists()
     assert fingerprints(said) == [expected], said
     assert [hosts.running(name) for name in hosts.names] == [[], []]
-
-
-WAITS = """
-    import time
-    world = session._job.world
-    while session.position == 3 and world.size < COUNT and world.coordinator.pending <= world.generation:
-        time.sleep(0.05)  # until the others join, which they do after the next step
-    if session.position == 5 and not Path("on").exists():
-        Path(f"reached-{session.rank}").touch()
-        while not Path("on").exists() and not world.leaving:
-            time.sleep(0.05)
-"""
-
-
-def waiting_script(folder: Path, count: int) -> tuple[Path, str]:
-    """The script, which after five steps of so many workers waits for a file ``on`` or a signal; its fingerprint."""
-    script = write_script(folder)
-    expected = alone(script)
-    waits = WAITS.replace("COUNT", str(count))
-    script.write_text(SCRIPT.replace("    session.step(batch)\n", "    session.step(batch)" + waits, 1))
-    return script, expected
 
 
 def all_wait(run: subprocess.Popen[str], folder: Path, count: int) -> bool:

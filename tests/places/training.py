@@ -34,6 +34,17 @@ for batch in session.batches(epochs=2):
 os.write(1, f"fingerprint {session.fingerprint()}\n".encode())
 """
 
+WAITS = """
+    import time
+    world = session._job.world
+    while session.position == 3 and world.size < COUNT and world.coordinator.pending <= world.generation:
+        time.sleep(0.05)  # until the others join, which they do after the next step
+    if session.position == 5 and not Path("on").exists():
+        Path(f"reached-{session.rank}").write_text(str(os.getpid()))
+        while not Path("on").exists() and not world.leaving:
+            time.sleep(0.05)
+"""
+
 
 def write_script(folder: Path) -> Path:
     """The script in a folder."""
@@ -51,3 +62,12 @@ def alone(script: Path) -> str:
     """The fingerprint of one process."""
     ended = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, timeout=120)
     return fingerprints(ended.stdout)[0]
+
+
+def waiting_script(folder: Path, count: int) -> tuple[Path, str]:
+    """The script, which after five steps of so many workers waits for a file ``on`` or a signal; its fingerprint."""
+    script = write_script(folder)
+    expected = alone(script)
+    waits = WAITS.replace("COUNT", str(count))
+    script.write_text(SCRIPT.replace("    session.step(batch)\n", "    session.step(batch)" + waits, 1))
+    return script, expected
