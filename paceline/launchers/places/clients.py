@@ -218,10 +218,15 @@ def _relay(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thre
 
 
 def _copy(pipe: IO[bytes], to: IO[str], prefix: str) -> None:
-    lines = Lines()
     with pipe:
-        while data := os.read(pipe.fileno(), 1 << 16):
-            _print(lines.take(data), to, prefix)
+        copy(pipe.fileno(), to, prefix)
+
+
+def copy(source: int, to: IO[str], prefix: str) -> None:
+    """Pass on what comes from a file descriptor until its end, in whole lines."""
+    lines = Lines()
+    while data := os.read(source, 1 << 16):
+        _print(lines.take(data), to, prefix)
     _print(lines.rest(), to, prefix)
 
 

@@ -16,6 +16,7 @@ PLACES: dict[str, str] = {
     "slurm": "slurm:Slurm",
     "mpi": "mpi:Mpi",
     "kubernetes": "kubernetes.place:Kubernetes",
+    "spark": "spark:Spark",
 }
 """The module and the class of each place. A process looks for the place it is in, in this order."""
 
