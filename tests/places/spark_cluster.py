@@ -1,0 +1,122 @@
+"""A Spark of two executors on this machine, in network and process namespaces of its own, which end with the test."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+_SECONDS = 240.0
+"""For the cluster to come up, and for a run to end, on a busy machine."""
+_PACKAGE = "org.apache.spark.deploy"
+_LIGHT = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
+_DEFAULTS = f"""
+spark.driver.host 127.0.0.1
+spark.driver.bindAddress 127.0.0.1
+spark.executor.cores 1
+spark.executor.memory 512m
+spark.executor.extraJavaOptions {_LIGHT}
+spark.ui.enabled false
+"""
+
+
+def missing() -> str | None:
+    """Why no Spark can be started here."""
+    if importlib.util.find_spec("pyspark") is None:
+        return "needs pyspark: pip install 'paceline[spark]'"
+    if shutil.which("java") is None:
+        return "needs Java: apt-get install default-jre-headless"
+    if subprocess.run(
+        ["unshare", "--net", "--pid", "--fork", "--mount-proc", "ip", "link"], capture_output=True
+    ).returncode:
+        return "needs the right to make namespaces, and iproute2"
+    return None
+
+
+class SparkCluster:
+    """A standalone master and two workers with one executor of one core each.
+
+    Args:
+        folder: for logs and what Spark writes.
+    """
+
+    master = "spark://127.0.0.1:7077"
+
+    def __init__(self, folder: Path) -> None:
+        import pyspark
+
+        home = Path(pyspark.__file__).parent
+        self._folder = folder
+        self._class = str(home / "bin" / "spark-class")
+        self._environment = {
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("SPARK_", "PYSPARK_", "PACELINE_"))
+            },
+            "SPARK_HOME": str(home),
+            "SPARK_CONF_DIR": str(folder),
+            "SPARK_LOCAL_IP": "127.0.0.1",
+            "SPARK_LOCAL_DIRS": str(folder / "local"),
+            "SPARK_WORKER_DIR": str(folder / "work"),
+            "SPARK_DAEMON_MEMORY": "256m",
+            "SPARK_DAEMON_JAVA_OPTS": _LIGHT,
+            "SPARK_SUBMIT_OPTS": _LIGHT,
+        }
+
+    def up(self) -> None:
+        """Start the daemons, and wait until the master knows both workers."""
+        (self._folder / "spark-defaults.conf").write_text(_DEFAULTS)
+        log, daemon = self._folder / "master.log", f"{self._class} {_PACKAGE}"
+        lines = [f"{daemon}.master.Master --host 127.0.0.1 --port 7077 --webui-port 0 > {log} 2>&1 &"]
+        for number in (1, 2):
+            worker = f"{daemon}.worker.Worker --host 127.0.0.1 --cores 1 --memory 1g --webui-port 0 {self.master}"
+            lines.append(f"{worker} > {self._folder}/worker-{number}.log 2>&1 &")
+        script = "\n".join(["ip link set lo up", *lines, "echo $$; exec sleep infinity"])
+        namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
+        self._first = subprocess.Popen(
+            [*namespaces, "sh", "-c", script], env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
+        deadline = time.monotonic() + _SECONDS
+        while len(set(line.split("worker ")[-1] for line in self._registered(log))) < 2:
+            assert time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+
+    def run(self, *words: str | Path, cwd: Path) -> tuple[int, str]:
+        """Run ``paceline run --on spark`` in the namespaces; gives its exit code and all that it said.
+
+        Its process id is in the file ``driver`` of that folder.
+        """
+        children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text().split()
+        inside = ["nsenter", "--net", "--pid", "--mount", f"--target={children[0]}", "--", "sh", "-c"]
+        command = [sys.executable, "-m", "paceline", "run", "--on", "spark", "--master", self.master, *map(str, words)]
+        started = subprocess.Popen(
+            [*inside, 'cd "$0"; echo $$ > driver; exec "$@"', cwd, *command],
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            said, _ = started.communicate(timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.down()  # what holds the pipe ends, too
+            pytest.fail(f"still running after {_SECONDS} s: {started.communicate()[0]}")
+        return started.returncode, said
+
+    def down(self) -> None:
+        """End everything in the namespaces."""
+        self._first.kill()
+        self._first.communicate()
+
+    @staticmethod
+    def _registered(log: Path) -> list[str]:
+        text = log.read_text() if log.exists() else ""
+        return [line for line in text.splitlines() if "Registering worker" in line]
