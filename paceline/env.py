@@ -24,10 +24,11 @@ COORDINATOR = "PACELINE_COORDINATOR"
 WORKER = "PACELINE_WORKER"
 WORKER_SECRET = "PACELINE_WORKER_SECRET"
 SECRET = "PACELINE_SECRET"
+USER_COMMAND = "PACELINE_USER_COMMAND"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, SECRET, LARGEST, *_ASKED}
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, SECRET, USER_COMMAND, LARGEST, *_ASKED}
 
 
 @dataclass(frozen=True)
@@ -205,6 +206,11 @@ def secret() -> str | None:
 def in_indexed_job() -> bool:
     """Whether this is a pod of an Indexed Job of Kubernetes."""
     return "JOB_COMPLETION_INDEX" in os.environ
+
+
+def user_command() -> str | None:
+    """The command, but for the script, by which the user started the run in whose place this launcher is an agent."""
+    return os.environ.get(USER_COMMAND)
 
 
 def replace(variables: Mapping[str, str]) -> None:

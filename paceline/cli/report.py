@@ -74,10 +74,14 @@ def _keep(path: Path, text: str) -> None:
 
 def resume_command(launch: Launch, request: Request) -> str:
     """The command that continues this run from its newest checkpoint."""
+    from paceline import env
     from paceline.launchers.places.base import given_options
 
     again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"})
-    return shlex.join(["paceline", "run", *given_options(again), str(request.script), *request.arguments])
+    words = ["paceline", "run", *given_options(again)]
+    if by := env.user_command():  # in a place: this launcher is one of its agents
+        words = [*shlex.split(by), "--name", launch.run.name, "--resume", "auto"]
+    return shlex.join([*words, str(request.script), *request.arguments])
 
 
 def alerts_of(monitor: RunMonitor, launch: Launch, elastic: bool, quiet: bool) -> Callable[[], list[str]]:

@@ -166,7 +166,10 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
 
 def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
     """Train in a place, or print what would be started there; gives the exit code."""
+    from dataclasses import replace
+
     from paceline import env
+    from paceline.launchers.places.base import given_options
     from paceline.launchers.places.registry import LOCAL, place_named
     from paceline.launchers.prepare import check, known_settings
 
@@ -177,12 +180,16 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
             f"on this machine: {request.workers} x {sys.executable} -u {request.script} {shlex.join(request.arguments)}"
         )
         return 0
+    kept = {key: text for key, text in request.settings.items() if key != "resume"}
+    once = replace(request, name=None, settings=kept)
     place = place_named(name)()
     placement = place.decide(request, options, env.inherited())
     if dry_run:
         print(placement.text)
         return 0
-    return place.carry_out(placement, request)
+    by = {env.USER_COMMAND: shlex.join(["paceline", "run", "--on", name, *options.words(), *given_options(once)])}
+    agents = tuple(replace(one, environment={**one.environment, **by}) for one in placement.agents)
+    return place.carry_out(replace(placement, agents=agents), request)
 
 
 def permissions(mode: str) -> int:

@@ -55,6 +55,11 @@ def test_what_is_no_hostfile(text: str, tmp_path: Path) -> None:
         read_hostfile(tmp_path / "hosts", slots=3)
 
 
+def test_options_as_on_the_command_line() -> None:
+    options = Options(hosts="h1:4,h2", gpus=2, detach=True)
+    assert options.words() == ["--hosts", "h1:4,h2", "--gpus", "2", "--detach"]
+
+
 def refusal(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     with pytest.raises(SystemExit) as ended:
         main(["run", *words])

@@ -64,6 +64,8 @@ def test_a_signal_saves_and_the_next_run_resumes(hosts: Hosts, tmp_path: Path) -
     run.send_signal(signal.SIGTERM)
     said, _ = run.communicate(timeout=250)
     assert run.returncode == 75, said
+    resume = f"paceline run --on ssh --hosts h1:1,h2:1 -n 1 --name one --resume auto {script}"
+    assert f"resume with: {resume}" in said, said
     assert [hosts.running(name) for name in hosts.names] == [[], []]
     (tmp_path / "on").touch()
     again = hosts.start("sw", *command, cwd=tmp_path)

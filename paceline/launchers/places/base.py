@@ -48,6 +48,14 @@ class Options:
         """The names of those that are set."""
         return [one.name for one in fields(self) if getattr(self, one.name) not in (None, False)]
 
+    def words(self) -> list[str]:
+        """Write them as on the command line."""
+        return [
+            word
+            for name in self.given()
+            for word in (f"--{name}", *([] if name == "detach" else [str(getattr(self, name))]))
+        ]
+
 
 @dataclass(frozen=True)
 class Agent:
