@@ -25,10 +25,13 @@ WORKER = "PACELINE_WORKER"
 WORKER_SECRET = "PACELINE_WORKER_SECRET"
 SECRET = "PACELINE_SECRET"
 USER_COMMAND = "PACELINE_USER_COMMAND"
+END_WITH_PARENT = "PACELINE_END_WITH_PARENT"
+EXIT_CODE_FILE = "PACELINE_EXIT_CODE_FILE"
 LARGEST = "PACELINE_LARGEST"
 FAULTS = "PACELINE_FAULTS"
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, SECRET, USER_COMMAND, LARGEST, *_ASKED}
+_OF_AGENTS = {SECRET, USER_COMMAND, END_WITH_PARENT, EXIT_CODE_FILE}
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, LARGEST, *_OF_AGENTS, *_ASKED}
 
 
 @dataclass(frozen=True)
@@ -211,6 +214,16 @@ def in_indexed_job() -> bool:
 def user_command() -> str | None:
     """The command, but for the script, by which the user started the run in whose place this launcher is an agent."""
     return os.environ.get(USER_COMMAND)
+
+
+def ends_with_parent() -> bool:
+    """Whether this launcher is to be killed when the process that started it has ended."""
+    return END_WITH_PARENT in os.environ
+
+
+def exit_code_file() -> Path | None:
+    """Where this launcher is to write its exit code, which what started it may not pass on."""
+    return Path(os.environ[EXIT_CODE_FILE]) if EXIT_CODE_FILE in os.environ else None
 
 
 def replace(variables: Mapping[str, str]) -> None:

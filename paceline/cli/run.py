@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import socket
@@ -99,7 +100,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
-    from paceline import config
+    from paceline import config, env
     from paceline.errors import ConfigError
     from paceline.launchers.base import Request
     from paceline.launchers.places.base import Options
@@ -138,7 +139,11 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     )
     if place != LOCAL or dry_run:
         raise typer.Exit(train_on(place, request, options, dry_run))
-    raise typer.Exit(train(request, quiet=quiet))
+    code = train(request, quiet=quiet)
+    if file := env.exit_code_file():
+        with contextlib.suppress(OSError):  # the folder of another machine
+            file.write_text(str(code))
+    raise typer.Exit(code)
 
 
 def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
@@ -270,9 +275,12 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     from paceline.errors import ConfigError
     from paceline.launchers import secret
     from paceline.launchers.base import HOST
+    from paceline.launchers.child import end_with_parent
     from paceline.launchers.prepare import check, prepare
 
     check(request)
+    if env.ends_with_parent():
+        end_with_parent()
     if request.rendezvous is None:
         listener, known = listen((HOST, request.port or 0)), secret.make()
     else:

@@ -15,7 +15,9 @@ import shlex
 import shutil
 import signal
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 from paceline import env
@@ -48,21 +50,28 @@ class Mpi(Place):
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
         hosts = _hosts(request, options)
         mpiexec = _find(environment)
-        secret = secret_environment(request)
+        given = {**secret_environment(request), env.END_WITH_PARENT: "1"}  # of a killed mpiexec, or of its daemon
         total, count = sum(workers for _, workers in hosts), len(hosts)
         first = LOOPBACK if hosts[0][0] == _HERE else hosts[0][0]
         where = f"{first}:{request.port or choose_port(None)}"
         agents = tuple(
-            Agent(name, tuple(agent_command(request, workers, total, (count, count), where)), secret)
+            Agent(name, tuple(agent_command(request, workers, total, (count, count), where)), given)
             for name, workers in hosts
         )
         command = mpiexec_command(mpiexec, _version(mpiexec), os.getuid() == 0, agents)
         return Placement("mpi", agents, shlex.join(command))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
-        command, environment = shlex.split(placement.text), placement.agents[0].environment
-        client = Client("mpiexec", command, environment, stop=signal.SIGUSR1)  # SIGTERM would leave no time to save
-        return follow([client], env.inherited(), request.grace_seconds, lambda client, code: True)
+        request.runs.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".mpi-", dir=request.runs.absolute()) as folder:
+            kept = Path(folder, "exit-code")
+            environment = {**placement.agents[0].environment, env.EXIT_CODE_FILE: str(kept)}
+            command = shlex.split(placement.text)
+            client = Client("mpiexec", command, environment, stop=signal.SIGUSR1)  # SIGTERM leaves no time to save
+            code = follow([client], env.inherited(), request.grace_seconds, lambda client, code: True)
+            if code == 0 and kept.exists():  # Hydra says 0 for what ends long after a signal
+                code = int(kept.read_text() or 0)
+            return code
 
 
 def mpiexec_command(mpiexec: str, version: str, root: bool, agents: Sequence[Agent]) -> list[str]:
