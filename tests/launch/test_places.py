@@ -15,6 +15,7 @@ import pytest
 
 from paceline import env
 from paceline.cli.main import main
+from paceline.cli.run import bounds
 from paceline.errors import ConfigError
 from paceline.launchers.base import Request
 from paceline.launchers.places import registry
@@ -53,6 +54,14 @@ def test_what_is_no_hostfile(text: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError, match="hosts"):
         read_hostfile(tmp_path / "hosts", slots=3)
+
+
+def test_the_fewest_workers_may_be_on_several_machines() -> None:
+    assert bounds("2:3", 1, 0, several=True) == (2, 3)
+    assert bounds(None, 4, 1, several=True) == (None, None)  # 4 are those of one machine
+    assert bounds(None, 4, 1, several=False) == (4, 4)
+    with pytest.raises(ConfigError, match="number of workers to start with, 1, is not in between"):
+        bounds("2:3", 1, 0, several=False)
 
 
 def test_options_as_on_the_command_line() -> None:

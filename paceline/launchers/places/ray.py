@@ -103,7 +103,7 @@ class RayPlace(Place):
             nodes = _Nodes(ray, self._bundle)
             try:
                 nodes.place(fewest, request.patience_seconds)
-                nodes.start(there, fewest, str(request.script.absolute()), port)
+                nodes.start(there, fewest, str(request.script.absolute()), port, request.patience_seconds)
                 coordinator = Client(here.machine, here.command, here.environment)
                 return follow([coordinator], env.inherited(), request.grace_seconds, lambda client, code: False)
             finally:
@@ -219,13 +219,13 @@ class _Nodes:
                 said = True
                 _say(f"waiting for the cluster: {self._shortage(fewest)}")
 
-    def start(self, agents: list[Agent], fewest: int, script: str, port: int) -> None:
+    def start(self, agents: list[Agent], fewest: int, script: str, port: int, seconds: float) -> None:
         """Start an actor for each agent; those beyond the fewest come when there is room.
 
         The agents start when the coordinator listens on its port: one of them, on the same node, would take its part.
 
         Raises:
-            StartError: a node does not have the script.
+            StartError: a node does not have the script, or did not say so in time.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -238,7 +238,14 @@ class _Nodes:
                 num_cpus=self._bundle["CPU"], num_gpus=self._bundle.get("GPU", 0), scheduling_strategy=strategy
             ).remote(agent.command, dict(agent.environment), os.getcwd(), script)
             self._actors.append(actor)
-        if wrong := [text for text in ray.get([actor.missing.remote() for actor in self._actors[:fewest]]) if text]:
+        try:
+            answers = ray.get([actor.missing.remote() for actor in self._actors[:fewest]], timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise StartError(
+                f"--on ray: not all of the {fewest} actors have started within {seconds:.0f} s (--patience). "
+                f"`ray status` shows what the cluster waits for."
+            ) from None
+        if wrong := [text for text in answers if text]:
             raise StartError(f"--on ray: {wrong[0]}")
         self._watcher = threading.Thread(target=self._watch, args=(port,), name="paceline-ray", daemon=True)
         self._watcher.start()
