@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.cli.launch import launch
+    from paceline.data.parquet import ParquetDataset
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -33,6 +34,7 @@ _HOMES = {
     "InputError": "errors",
     "NonFiniteLoss": "errors",
     "PacelineError": "errors",
+    "ParquetDataset": "data.parquet",
     "Report": "session",
     "RunFailed": "errors",
     "Session": "session",
@@ -53,6 +55,7 @@ __all__ = [
     "InputError",
     "NonFiniteLoss",
     "PacelineError",
+    "ParquetDataset",
     "Report",
     "RunFailed",
     "Session",

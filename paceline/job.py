@@ -25,6 +25,7 @@ from paceline.comm.world import World
 from paceline.config import Resolved
 from paceline.data.feed import Feed
 from paceline.data.order import Order
+from paceline.data.parquet import ParquetDataset
 from paceline.engines.start import Identity
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
@@ -104,6 +105,8 @@ def build(
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
     _check_schedule(update.schedule)
     facts = _facts(settings, order, update, threads, initial)
+    if isinstance(given.data, ParquetDataset):
+        facts["data fingerprint"] = given.data.fingerprint[:16]
     compute = Compute(given.model, forward, settings.seed, settings.autocast, largest)
     recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:

@@ -22,7 +22,7 @@ MOST_MODULES = 14
 NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
-    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch"),
+    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "ParquetDataset"),
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),

@@ -1,0 +1,150 @@
+"""A map-style data set over Parquet files.
+
+::
+
+    files, by path      part-0.parquet        part-1.parquet
+    row groups          [0      ) [1        ) [0      )
+    samples             0 ... 999 1000 ... 2k 2k ...
+
+The number of a sample is its place in all files. So it depends on what was written, and on nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from paceline.data import parquet_files
+from paceline.data.parquet_files import Column
+from paceline.errors import InputError
+
+_GIGABYTE = 10**9
+
+
+class ParquetDataset(Dataset[Any]):
+    """The rows of Parquet files, as samples by number; read by row groups, when they are needed.
+
+    A number becomes a tensor without dimensions, a list of numbers a tensor with one, a list of lists one with two; a
+    text stays a ``str``, and binary data ``bytes``.
+
+    Args:
+        paths: a file, a folder that is searched for ``*.parquet``, or several. A URL (``s3://``, ``gs://``,
+            ``hdfs://``) is opened by pyarrow.
+        columns: a sample is the tuple of these, in this order. Without it, a sample is a dict of all columns.
+        transform: makes the sample from that tuple or dict.
+        memory_gigabytes: of decoded row groups that each process keeps, those used last; at least one is kept.
+
+    Raises:
+        ConfigError: pyarrow is not installed, or ``memory_gigabytes`` is negative.
+        InputError: a path is not there, a column is missing or cannot become a tensor, or the files differ.
+    """
+
+    def __init__(
+        self,
+        paths: str | Path | Sequence[str | Path],
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+        memory_gigabytes: float = 1.0,
+    ) -> None:
+        if isinstance(columns, str):
+            raise InputError(f"columns = {columns!r}: give a list of names, such as [{columns!r}].")
+        if not memory_gigabytes >= 0:
+            raise InputError(f"memory_gigabytes = {memory_gigabytes}: give 0 or more.")
+        given = [paths] if isinstance(paths, str | Path) else list(paths)
+        if not given:
+            raise InputError("No Parquet file is given.")
+        found = parquet_files.find([os.fspath(one) for one in given], columns)
+        self._reader = _Reader(found, int(memory_gigabytes * _GIGABYTE))
+        self._names = None if columns is not None else found.columns
+        self._transform = transform
+        self.columns = found.columns
+        self.fingerprint = found.fingerprint
+
+    def __len__(self) -> int:
+        return self._reader.rows
+
+    def __getitem__(self, sample: int) -> Any:
+        """Read a sample.
+
+        Raises:
+            IndexError: there is no such sample.
+            InputError: its file has changed since, or it has a null or lists of several lengths.
+        """
+        if not -len(self) <= sample < len(self):
+            raise IndexError(f"There is no sample {sample}; the data set has {len(self)}.")
+        values = self._reader.row(sample % len(self))
+        row = values if self._names is None else dict(zip(self._names, values, strict=True))
+        return row if self._transform is None else self._transform(row)
+
+    def __getitems__(self, samples: Sequence[int]) -> list[Any]:
+        """Read some samples, each row group once."""
+        items: list[Any] = [None] * len(samples)
+        for place in sorted(range(len(samples)), key=samples.__getitem__):
+            items[place] = self[samples[place]]
+        return items
+
+
+class _Reader:
+    """Row groups by number, the last ones in memory. What is pickled is small."""
+
+    def __init__(self, files: parquet_files.Files, most_bytes: int) -> None:
+        self._columns = files.columns
+        self._groups = [(file, group) for file in files.files for group in range(len(file.rows))]
+        self._starts = [0, *accumulate(file.rows[group] for file, group in self._groups)]
+        self._most_bytes = most_bytes
+        self._kept: OrderedDict[int, list[Column]] = OrderedDict()
+        self._bytes = 0
+        self._process = 0
+        self._systems: dict[str, Any] = {}
+
+    @property
+    def rows(self) -> int:
+        return self._starts[-1]
+
+    def row(self, sample: int) -> tuple[Any, ...]:
+        number = bisect_right(self._starts, sample) - 1
+        row = sample - self._starts[number]
+        values = []
+        for name, column in zip(self._columns, self._group(number), strict=True):
+            try:
+                values.append(column.row(row))
+            except ValueError as error:
+                file, group = self._groups[number]
+                raise InputError(
+                    f"Column {name!r}, row {row} of row group {group} in {file.path}: {error}. Write all lists of a "
+                    f"row with one length."
+                ) from None
+        return tuple(values)
+
+    def _group(self, number: int) -> list[Column]:
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        file, group = self._groups[number]
+        columns = parquet_files.read(self._system(file.source), file, group, self._columns)
+        self._kept[number] = columns
+        self._bytes += _size(columns)
+        while self._bytes > self._most_bytes and len(self._kept) > 1:
+            self._bytes -= _size(self._kept.popitem(last=False)[1])
+        return columns
+
+    def _system(self, source: str) -> Any:
+        if self._process != os.getpid():  # connections of a file system do not survive a fork
+            self._process, self._systems = os.getpid(), {}
+        if source not in self._systems:
+            self._systems[source] = parquet_files.file_system(source)[0]
+        return self._systems[source]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_process": 0, "_systems": {}, "_kept": OrderedDict(), "_bytes": 0}
+
+
+def _size(columns: list[Column]) -> int:
+    return sum(column.bytes for column in columns)

@@ -1,0 +1,293 @@
+"""Parquet files as row groups: find them, read their footers, decode the columns of one row group.
+
+pyarrow reads; it is imported here only, and when it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+from paceline.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True)
+class File:
+    """One Parquet file.
+
+    Attributes:
+        source: the path or URL of the user's by which it was found; it says on which file system it is.
+        path: on that file system.
+        size: in bytes.
+        modified: when, in nanoseconds; none if the file system does not say.
+        rows: of each row group.
+    """
+
+    source: str
+    path: str
+    size: int
+    modified: int | None
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Files:
+    """All files of a data set, in the order of their paths.
+
+    Attributes:
+        files: those with rows.
+        columns: that are read.
+        fingerprint: SHA-256 of all footers: the schema, and the sizes and statistics of each column in each row group.
+    """
+
+    files: tuple[File, ...]
+    columns: tuple[str, ...]
+    fingerprint: str
+
+
+def find(paths: Sequence[str], columns: Sequence[str] | None) -> Files:
+    """Find files and read their footers.
+
+    Args:
+        paths: files, folders (searched for ``*.parquet``), or URLs of them.
+        columns: to be read; none: all.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        InputError: a path is not there, there is no row, or the files or columns do not fit.
+    """
+    parquet = _pyarrow("parquet")
+    found = sorted((path, source) for source in paths for path in _search(source))
+    for (path, _), (other, _) in pairwise(found):
+        if path == other:
+            raise InputError(f"{path} is given twice; its rows would be in the data set twice.")
+    files: list[File] = []
+    chosen: tuple[str, ...] = ()
+    first, digest = None, hashlib.sha256()
+    for path, source in found:
+        system = file_system(source)[0]
+        try:
+            with system.open_input_file(path) as opened:
+                footer = parquet.read_metadata(opened)
+        except (_pyarrow("lib").ArrowInvalid, OSError) as error:
+            raise InputError(f"{path} cannot be read as a Parquet file: {_first_line(error)}") from None
+        if not footer.num_rows:
+            continue
+        schema = footer.schema.to_arrow_schema()
+        if first is None:
+            chosen, first = _chosen(schema, columns, path), schema
+        _check_alike(first, schema, chosen, (files[0].path if files else path, path))
+        sink = _pyarrow("").BufferOutputStream()
+        footer.write_metadata_file(sink)
+        digest.update(hashlib.sha256(sink.getvalue()).digest())
+        info = system.get_file_info(path)
+        rows = tuple(footer.row_group(group).num_rows for group in range(footer.num_row_groups))
+        files.append(File(source, path, info.size, info.mtime_ns, rows))
+    if first is None:
+        raise InputError(f"There are no rows in {', '.join(paths)}.")
+    return Files(tuple(files), chosen, digest.hexdigest())
+
+
+def file_system(source: str) -> tuple[Any, str]:
+    """The file system of a path or URL, and the path on it."""
+    fs = _pyarrow("fs")
+    if "://" not in source:
+        return fs.LocalFileSystem(), os.path.abspath(source)
+    url = "s3://" + source.partition("://")[2] if source.startswith(("s3a://", "s3n://")) else source  # as Spark says
+    try:
+        system, path = fs.FileSystem.from_uri(url)
+    except (ValueError, OSError) as error:  # also pyarrow's own
+        raise InputError(f"{source} cannot be opened: {_first_line(error)}") from None
+    return system, str(path)
+
+
+def read(system: Any, file: File, group: int, columns: Sequence[str]) -> list[Column]:
+    """Read and decode columns of a row group.
+
+    Raises:
+        InputError: the file has changed since it was found, or a column has nulls.
+    """
+    parquet = _pyarrow("parquet")
+    try:
+        info = system.get_file_info(file.path)
+        if (info.size, info.mtime_ns) != (file.size, file.modified):
+            raise InputError(
+                f"{file.path} has changed since this run began: it had {file.size} bytes, now it has {info.size}. The "
+                f"samples of a run must not change; write new ones to another folder."
+            )
+        with system.open_input_file(file.path) as opened:
+            table = parquet.ParquetFile(opened).read_row_group(group, columns=list(columns), use_threads=False)
+    except (_pyarrow("lib").ArrowInvalid, OSError) as error:
+        raise InputError(f"Row group {group} of {file.path} cannot be read: {_first_line(error)}") from None
+    decoded = []
+    for name in columns:
+        array = table.column(name).combine_chunks()
+        try:
+            decoded.append(Column(array))
+        except _NullsError:
+            raise InputError(
+                f"Column {name!r} has nulls in row group {group} of {file.path}, and a tensor has no value for them: "
+                f"fill them, or drop their rows."
+            ) from None
+    return decoded
+
+
+class Column:
+    """One column of a row group.
+
+    A number gives a tensor without dimensions, a list of them one dimension, a list of lists two; a text or bytes
+    themselves.
+    """
+
+    def __init__(self, array: Any) -> None:
+        types = _pyarrow("types")
+        if types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        self._offsets: list[numpy.ndarray[Any, Any]] = []
+        while _is_list(array.type):
+            _refuse_nulls(array)
+            if types.is_fixed_size_list(array.type):
+                self._offsets.append(numpy.arange(len(array) + 1) * array.type.list_size)
+                array = array.flatten()
+            else:
+                self._offsets.append(array.offsets.to_numpy())
+                array = array.values
+        _refuse_nulls(array)
+        self._texts: Any = array if _is_text(array.type) else None
+        self._values = numpy.empty(0) if _is_text(array.type) else array.to_numpy(zero_copy_only=False)
+        self.bytes = array.nbytes + sum(one.nbytes for one in self._offsets)
+
+    def row(self, row: int) -> torch.Tensor | str | bytes:
+        """The value of a row; the caller may change it.
+
+        Raises:
+            ValueError: a list of lists has rows of several lengths.
+        """
+        if self._texts is not None:
+            text: str | bytes = self._texts[row].as_py()
+            return text
+        first, last, shape = row, row + 1, []
+        for offsets in self._offsets:
+            lengths = numpy.diff(offsets[first : last + 1])
+            if lengths.size and (lengths != lengths[0]).any():
+                raise ValueError(f"lists of {lengths.min()} to {lengths.max()} elements make no tensor")
+            shape.append(int(lengths[0]) if lengths.size else 0)
+            first, last = offsets[first], offsets[last]
+        return torch.from_numpy(self._values[first:last].reshape(shape).copy())
+
+
+class _NullsError(Exception):
+    """A column has nulls."""
+
+
+def _refuse_nulls(array: Any) -> None:
+    if array.null_count:
+        raise _NullsError
+
+
+def _search(source: str) -> list[str]:
+    """The files of a path or URL: itself, or those of a folder; names that begin with ``_`` or ``.`` are not data."""
+    fs = _pyarrow("fs")
+    system, path = file_system(source)
+    try:
+        info = system.get_file_info(path)
+        if info.type == fs.FileType.File:
+            return [path]
+        if info.type == fs.FileType.NotFound:
+            raise InputError(f"There is no file or folder {source}, or not on this machine.")
+        inside = [one.path for one in system.get_file_info(fs.FileSelector(path, recursive=True)) if one.is_file]
+    except OSError as error:
+        raise InputError(f"{source} cannot be read: {_first_line(error)}") from None
+    files = []
+    for one in inside:
+        names = Path(one).relative_to(path).parts
+        if one.endswith(".parquet") and not any(name.startswith(("_", ".")) for name in names):
+            files.append(one)
+    if not files:
+        raise InputError(f"The folder {source} has no file *.parquet.")
+    return files
+
+
+def _chosen(schema: Any, columns: Sequence[str] | None, path: str) -> tuple[str, ...]:
+    """The columns to be read.
+
+    Raises:
+        InputError: there is no such column, or one that cannot be a tensor, a text or bytes.
+    """
+    chosen = tuple(schema.names if columns is None else columns)
+    for name in chosen:
+        if name not in schema.names:
+            raise InputError(f"{path} has no column {name!r}. Its columns are: {', '.join(schema.names)}.")
+        if chosen.count(name) > 1:
+            raise InputError(f"Column {name!r} is named twice.")
+        kind = schema.field(name).type
+        if not _is_readable(kind):
+            raise InputError(
+                f"Column {name!r} of {path} is of type {kind}; what can be read are numbers, texts, bytes, and lists "
+                f"of numbers. Convert it when the file is written (a vector of Spark by vector_to_array), or name the "
+                f"others in columns."
+            )
+    return chosen
+
+
+def _check_alike(first: Any, schema: Any, columns: Sequence[str], paths: tuple[str, str]) -> None:
+    for name in columns:
+        wanted = first.field(name).type
+        found = schema.field(name).type if name in schema.names else None
+        if found != wanted:
+            raise InputError(
+                f"The files differ: column {name!r} is of type {wanted} in {paths[0]}, and "
+                f"{f'of type {found}' if found else 'is not there'} in {paths[1]}."
+            )
+
+
+def _is_readable(kind: Any) -> bool:
+    types = _pyarrow("types")
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if _is_text(kind):
+        return True
+    while _is_list(kind):
+        kind = kind.value_type
+    return bool(types.is_boolean(kind) or types.is_integer(kind) or types.is_floating(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    types = _pyarrow("types")
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _is_text(kind: Any) -> bool:
+    types = _pyarrow("types")
+    return bool(
+        types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _pyarrow(module: str) -> ModuleType:
+    """A module of pyarrow.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import pyarrow
+        import pyarrow.fs
+        import pyarrow.parquet
+    except ImportError as error:
+        raise ConfigError(f"Parquet files need pyarrow: pip install 'paceline[parquet]' ({error}).") from None
+    found: ModuleType = getattr(pyarrow, module) if module else pyarrow
+    return found
