@@ -59,8 +59,9 @@ OPTIONS = {
     "timeline": {"--step", "--output", "--runs-dir"},
     "demo": {"--workers", "-n"},
     "doctor": {
-        *("--workers", "-n", "-np", "--nodes", "--nnodes", "--rendezvous", "--secret-file", "--data", "--checkpoints"),
-        *("--runs-dir", "--patience", "--verbose", "-v", "--json"),
+        *("--workers", "-n", "-np", "--nproc-per-node", "--nodes", "--nnodes", "--rendezvous", "--secret-file"),
+        *("--data", "--checkpoints", "--runs-dir", "--patience", "--verbose", "-v", "--json", "--on", "--dry-run"),
+        *("--hosts", "-H", "--hostfile", "--gpus", "--address", "--master"),
     },
 }
 

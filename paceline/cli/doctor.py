@@ -2,73 +2,163 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paceline.cli.options import (
+    Address,
+    DryRun,
+    Gpus,
+    Hostfile,
+    Hosts,
+    Master,
+    Nodes,
+    On,
+    RunsDir,
+    SecretFile,
+    WhereToMeet,
+    Workers,
+    chosen_place,
+    node_range,
+)
+from paceline.cli.report import say
+
 if TYPE_CHECKING:
     from paceline.doctor.diagnosis import Diagnosis
     from paceline.doctor.finding import Finding
+    from paceline.launchers.base import Request
+    from paceline.launchers.places.base import Options
 
 CONTEXT: dict[str, object] = {}
-MORE_HELP = " With --nodes run it on every machine, as paceline run. Exit code: 1 if a run would fail."
+MORE_HELP = " On the machines of -H, --hostfile or --on it starts itself. Exit code: 1 if a run would fail."
 
 
 def command(  # noqa: PLR0913 - each argument is an option of the command line
     script: Annotated[
         Path | None, typer.Argument(help="The script that will train.", metavar="[SCRIPT]", show_default=False)
     ] = None,
-    workers: Annotated[int, typer.Option("--workers", "-n", "-np", help="Workers that will start here.")] = 1,
-    nodes: Annotated[
-        str | None, typer.Option("--nodes", "--nnodes", help="How many machines take part.", metavar="N")
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(help="The secret of the machines' runs, the same on all; made if it is not there."),
-    ] = None,
+    workers: Workers = 1,
+    nodes: Nodes = None,
+    rendezvous: WhereToMeet = None,
+    secret_file: SecretFile = None,
     data: Annotated[Path | None, typer.Option(help="The file or folder of the data set: is it alike on all?")] = None,
     checkpoints: Annotated[
         Path | None, typer.Option(help="The folder for checkpoints: do all machines share it?")
     ] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where the run directories are.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
     patience: Annotated[float, typer.Option(help="Seconds to wait for the other machines.")] = 60.0,
+    on: On = None,
+    dry_run: DryRun = False,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
+    gpus: Gpus = None,
+    address: Address = None,
+    master: Master = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show all checks, not only what is wrong.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
     """Find what would go wrong, before a run starts."""
-    from paceline.cli.report import say
-    from paceline.cli.run import node_range
-    from paceline.doctor.diagnosis import examine
-    from paceline.doctor.examine import Wanted
     from paceline.errors import ConfigError
+    from paceline.launchers.base import Examination, Request
+    from paceline.launchers.places.base import Options
+    from paceline.launchers.places.registry import LOCAL
 
-    machines = node_range(nodes, rendezvous, local=True)
-    if workers < 1:
+    options = Options(hosts=hosts, hostfile=hostfile, gpus=gpus, address=address, master=master)
+    place = chosen_place(on, options, rendezvous, quiet=as_json)
+    if workers < 0 or (workers < 1 and rendezvous is None):
         raise ConfigError(f"--workers {workers}: at least one worker must train.")
     if not 0 <= patience <= 1e6:
         raise ConfigError(f"--patience {patience}: give a number of seconds from 0 to 1000000.")
-    wanted = Wanted(
+    if secret_file is not None and rendezvous is None and place == LOCAL:
+        raise ConfigError("--secret-file is for several machines: give --rendezvous and --nodes, too.")
+    request = Request(
+        script=script or Path(),
         workers=workers,
-        machines=machines[1] if machines else 1,
-        host=socket.gethostname(),
         runs=runs_dir,
-        script=script,
-        data=data,
-        checkpoints=checkpoints,
+        patience_seconds=patience,
+        nodes=node_range(nodes, rendezvous, place == LOCAL),
+        rendezvous=rendezvous,
+        secret_file=secret_file,
+        examination=Examination(script, data, checkpoints, verbose, as_json),
     )
-    found = examine(wanted, rendezvous, secret_file, patience, say)
-    if as_json:
+    if place != LOCAL:
+        raise typer.Exit(_examine_in(place, request, options, dry_run))
+    raise typer.Exit(_examine_here(request))
+
+
+def _examine_in(name: str, request: Request, options: Options, dry_run: bool) -> int:
+    """Let agents on the machines of a place be doctors, and give the exit code of the first."""
+    from dataclasses import replace
+
+    from paceline import env
+    from paceline.doctor.diagnosis import not_started
+    from paceline.errors import ConfigError, StartError
+    from paceline.launchers.places.registry import place_named
+
+    place = place_named(name)()
+    if not place.examines:
+        raise ConfigError(
+            f"--on {name}: the doctor cannot be started there from here. Start `paceline doctor` on its machines, with "
+            f"--nodes and --rendezvous."
+        )
+    placement = place.decide(request, options, env.inherited())
+    if dry_run:
+        print(placement.text)
+        return 0
+    by = {env.USER_COMMAND: shlex.join(["paceline", "doctor", "--on", name, *options.words()])}
+    agents = tuple(replace(one, environment={**one.environment, **by}) for one in placement.agents)
+    try:
+        return place.carry_out(replace(placement, agents=agents), request)
+    except StartError as error:
+        found = not_started(str(error))
+        _show(found, request)
+        return found.code
+
+
+def _examine_here(request: Request) -> int:
+    """Examine this machine, with others if they meet; an agent of a place leaves the report to the first machine."""
+    from paceline import env
+    from paceline.doctor.diagnosis import examine
+    from paceline.doctor.examine import Wanted
+    from paceline.launchers.child import end_with_parent
+
+    if env.ends_with_parent():
+        end_with_parent()
+    assert request.examination is not None
+    wanted = Wanted(
+        workers=request.workers,
+        machines=request.nodes[1] if request.nodes else 1,
+        host=socket.gethostname(),
+        runs=request.runs,
+        script=request.examination.script,
+        data=request.examination.data,
+        checkpoints=request.examination.checkpoints,
+    )
+    found = examine(wanted, request.rendezvous, request.secret_file, request.patience_seconds, say)
+    if env.user_command() is None or found.first:
+        _show(found, request)
+    elif found.elsewhere is None:
+        say(_printable("\n".join(shown(found, request.examination.verbose))))
+    if file := env.exit_code_file():  # mpiexec would end the others for it, and has much to say about it
+        with contextlib.suppress(OSError):  # the folder of another machine
+            if found.first:
+                file.write_text(str(found.code))
+            return 0
+    return found.code
+
+
+def _show(found: Diagnosis, request: Request) -> None:
+    assert request.examination is not None
+    if request.examination.as_json:
         print(to_json(found))
     else:
-        print(_printable("\n".join(shown(found, verbose))))
-    raise typer.Exit(found.code)
+        print(_printable("\n".join(shown(found, request.examination.verbose))))
 
 
 def to_json(found: Diagnosis) -> str:

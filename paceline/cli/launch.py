@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 from paceline import config
 from paceline.cli import run
+from paceline.cli.options import chosen_place, node_range
 from paceline.errors import ConfigError, RunFailed
 from paceline.launchers import call_worker
 from paceline.launchers.base import Request
@@ -71,7 +72,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             )
         return [function(*arguments)]
     options = _options(place)
-    if (found := run.chosen_place(on, options, None, quiet=False)) != LOCAL and workers < 1:
+    if (found := chosen_place(on, options, None, quiet=False)) != LOCAL and workers < 1:
         raise ConfigError(f"workers = {workers}: at least one worker must train.")
     least, most = run.bounds(elastic, workers, 0, several=found != LOCAL or nodes is not None)
     own = getattr(function, "__name__", type(function).__name__).strip("<>")
@@ -87,7 +88,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             name=name or f"{own}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             least=least,
             most=most,
-            nodes=run.node_range(None if nodes is None else str(nodes), None, found == LOCAL),
+            nodes=node_range(None if nodes is None else str(nodes), None, found == LOCAL),
         )
         _write(Path(folder), function, arguments)
         code = run.train(request) if found == LOCAL else run.train_on(found, request, options, dry_run=False)

@@ -1,11 +1,16 @@
-"""Options that several commands share."""
+"""Options that several commands share, and what they mean."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from paceline.cli.report import say
+
+if TYPE_CHECKING:
+    from paceline.launchers.places.base import Options
 
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
 """Everything after the script is passed to it, even what looks like an option of Paceline."""
@@ -20,3 +25,89 @@ Set = Annotated[
     typer.Option("--set", help="A setting, such as batch=64; may be repeated.", metavar="KEY=VALUE"),
 ]
 Plan = Annotated[Path | None, typer.Option("--plan", help="A file (TOML) with settings.", metavar="FILE")]
+Workers = Annotated[
+    int, typer.Option("--workers", "-n", "-np", "--nproc-per-node", help="How many workers train on each machine.")
+]
+RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where the run directories are.")]
+Nodes = Annotated[
+    str | None,
+    typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
+]
+WhereToMeet = Annotated[
+    str | None,
+    typer.Option(
+        "--rendezvous", help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"
+    ),
+]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option("--secret-file", help="The secret of the machines' runs, the same on all; made if it is not there."),
+]
+On = Annotated[
+    str | None,
+    typer.Option(
+        "--on", help="Where: local, or a place of docs/places.", metavar="PLACE", show_default="where this process is"
+    ),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would be started or submitted.")]
+Hosts = Annotated[str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")]
+Hostfile = Annotated[
+    Path | None, typer.Option("--hostfile", help="ssh, mpi: a file of hosts: lines such as h1 slots=4.")
+]
+Gpus = Annotated[int | None, typer.Option("--gpus", help="slurm, ray, kubernetes: GPUs of each machine.")]
+Address = Annotated[str | None, typer.Option("--address", help="ray: the cluster.")]
+Master = Annotated[str | None, typer.Option("--master", help="spark: the cluster, as in spark://host:7077.")]
+
+
+def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
+    """The place that was asked for, or in which this process is.
+
+    Raises:
+        ConfigError: there is no such place, or it does not read an option.
+    """
+    from paceline import env
+    from paceline.errors import ConfigError
+    from paceline.launchers.places import base, registry
+
+    place = on or ("ssh" if options.hosts or options.hostfile else None)
+    if place is None and rendezvous is None and (found := registry.find(env.inherited())):
+        place, reason = found
+        if not quiet:
+            say(f"--on {place}: {reason}")
+    place = place or registry.LOCAL
+    if place == registry.LOCAL and options.given():
+        raise ConfigError(f"--{options.given()[0]} says something about a place; name that with --on.")
+    if place != registry.LOCAL:
+        base.check_options(place, registry.place_named(place), options)
+    return place
+
+
+def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
+    """Parse ``--nodes``: the fewest and the most machines; a place knows where they meet.
+
+    Raises:
+        ConfigError: that is no such range, or one of the two options is missing.
+    """
+    from paceline.config import quoted
+    from paceline.errors import ConfigError
+
+    if rendezvous is not None and not local:
+        raise ConfigError(
+            "--rendezvous is for machines on which you start paceline run yourself: leave it or --on out."
+        )
+    if local and (nodes is None) != (rendezvous is None):
+        raise ConfigError("--nodes and --rendezvous belong together: how many machines, and where they meet.")
+    if nodes is None:
+        return None
+    first, _, last = nodes.rpartition(":")
+    found = number_range(first or last, last)
+    if found is None:
+        raise ConfigError(f"--nodes {quoted(nodes)}: give a number of machines, or the fewest and the most, as in 1:3.")
+    return found
+
+
+def number_range(first: str, last: str) -> tuple[int, int] | None:
+    """Two whole numbers from 1 on, of nine digits at most, of which the second is not below the first."""
+    if not all(part.isdecimal() and len(part) < 10 for part in (first, last)) or not 1 <= int(first) <= int(last):
+        return None
+    return int(first), int(last)

@@ -12,7 +12,28 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paceline.cli.options import BEFORE_SCRIPT, Arguments, Plan, Script, Set
+from paceline.cli.options import (
+    BEFORE_SCRIPT,
+    Address,
+    Arguments,
+    DryRun,
+    Gpus,
+    Hostfile,
+    Hosts,
+    Master,
+    Nodes,
+    On,
+    Plan,
+    RunsDir,
+    Script,
+    SecretFile,
+    Set,
+    WhereToMeet,
+    Workers,
+    chosen_place,
+    node_range,
+    number_range,
+)
 from paceline.cli.report import alerts_of, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
 
@@ -32,16 +53,14 @@ Exit code: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items(
 def command(  # noqa: PLR0913 - each argument is an option of the command line
     script: Script,
     arguments: Arguments = None,
-    workers: Annotated[
-        int, typer.Option("--workers", "-n", "-np", "--nproc-per-node", help="How many workers train.")
-    ] = 1,
+    workers: Workers = 1,
     set_: Set = None,
     resume: Annotated[
         str | None,
         typer.Option(help="auto: from the newest checkpoint, if there is one; or the path of a checkpoint."),
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run.", show_default="script-date-time")] = None,
-    runs_dir: Annotated[Path, typer.Option(help="Where the run directories are.")] = Path("runs"),
+    runs_dir: RunsDir = Path("runs"),
     runs_mode: Annotated[
         str, typer.Option(help="Who may enter a new run directory: permissions as of chmod.", metavar="OCTAL")
     ] = "700",
@@ -54,18 +73,9 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         ),
     ] = None,
     standby: Annotated[int, typer.Option(help="Workers that wait, ready to replace lost ones.")] = 0,
-    nodes: Annotated[
-        str | None,
-        typer.Option("--nodes", "--nnodes", help="Machines, or fewest and most, as in 1:3.", metavar="[MIN:]MAX"),
-    ] = None,
-    rendezvous: Annotated[
-        str | None,
-        typer.Option(help="Where machines meet: the first one's name and a free port.", metavar="HOST:PORT"),
-    ] = None,
-    secret_file: Annotated[
-        Path | None,
-        typer.Option(help="The secret of the machines' runs, the same on all; made if it is not there."),
-    ] = None,
+    nodes: Nodes = None,
+    rendezvous: WhereToMeet = None,
+    secret_file: SecretFile = None,
     patience: Annotated[
         float, typer.Option(help="Seconds to wait for workers, or machines, below the fewest.")
     ] = 600.0,
@@ -73,29 +83,22 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         float, typer.Option(help="Seconds after a signal to finish the step and save a checkpoint.")
     ] = 25.0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Show no progress.")] = False,
-    on: Annotated[
-        str | None,
-        typer.Option(
-            help="Where: local, or a place of docs/places.", metavar="PLACE", show_default="where this process is"
-        ),
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be started or submitted.")] = False,
-    hosts: Annotated[
-        str | None, typer.Option("--hosts", "-H", help="ssh, mpi: hosts and their workers, as in h1:4,h2:2.")
-    ] = None,
-    hostfile: Annotated[Path | None, typer.Option(help="ssh, mpi: a file of hosts: lines such as h1 slots=4.")] = None,
+    on: On = None,
+    dry_run: DryRun = False,
+    hosts: Hosts = None,
+    hostfile: Hostfile = None,
     time: Annotated[str | None, typer.Option(help="slurm: the time limit, as in 2:00:00.")] = None,
     partition: Annotated[str | None, typer.Option(help="slurm: the partition.")] = None,
     account: Annotated[str | None, typer.Option(help="slurm: the account.")] = None,
-    gpus: Annotated[int | None, typer.Option(help="slurm, ray, kubernetes: GPUs of each machine.")] = None,
+    gpus: Gpus = None,
     image: Annotated[str | None, typer.Option(help="kubernetes: the image of the container.")] = None,
     namespace: Annotated[str | None, typer.Option(help="kubernetes: the namespace.")] = None,
     kind: Annotated[str | None, typer.Option(help="kubernetes: job, jobset or trainjob.")] = None,
     volume: Annotated[
         str | None, typer.Option(help="kubernetes: a PersistentVolumeClaim for the run directories.", metavar="CLAIM")
     ] = None,
-    address: Annotated[str | None, typer.Option(help="ray: the cluster.")] = None,
-    master: Annotated[str | None, typer.Option(help="spark: the cluster, as in spark://host:7077.")] = None,
+    address: Address = None,
+    master: Master = None,
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
@@ -144,29 +147,6 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         with contextlib.suppress(OSError):  # the folder of another machine
             file.write_text(str(code))
     raise typer.Exit(code)
-
-
-def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet: bool) -> str:
-    """The place that was asked for, or in which this process is.
-
-    Raises:
-        ConfigError: there is no such place, or it does not read an option.
-    """
-    from paceline import env
-    from paceline.errors import ConfigError
-    from paceline.launchers.places import base, registry
-
-    place = on or ("ssh" if options.hosts or options.hostfile else None)
-    if place is None and rendezvous is None and (found := registry.find(env.inherited())):
-        place, reason = found
-        if not quiet:
-            say(f"--on {place}: {reason}")
-    place = place or registry.LOCAL
-    if place == registry.LOCAL and options.given():
-        raise ConfigError(f"--{options.given()[0]} says something about a place; name that with --on.")
-    if place != registry.LOCAL:
-        base.check_options(place, registry.place_named(place), options)
-    return place
 
 
 def train_on(name: str, request: Request, options: Options, dry_run: bool) -> int:
@@ -228,43 +208,12 @@ def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tu
     if elastic is None:
         return (workers, workers) if standby and not several else (None, None)
     first, colon, last = elastic.partition(":")
-    if not colon or (found := _range(first, last)) is None:
+    if not colon or (found := number_range(first, last)) is None:
         raise ConfigError(f"--elastic {quoted(elastic)}: give the fewest and the most workers, as in --elastic 2:8.")
     least, most = found
     if workers > most or (workers < least and not several):
         raise ConfigError(f"--elastic {elastic}: the number of workers to start with, {workers}, is not in between.")
     return least, most
-
-
-def _range(first: str, last: str) -> tuple[int, int] | None:
-    """Two whole numbers from 1 on, of nine digits at most, of which the second is not below the first."""
-    if not all(part.isdecimal() and len(part) < 10 for part in (first, last)) or not 1 <= int(first) <= int(last):
-        return None
-    return int(first), int(last)
-
-
-def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
-    """Parse ``--nodes``: the fewest and the most machines; a place knows where they meet.
-
-    Raises:
-        ConfigError: that is no such range, or one of the two options is missing.
-    """
-    from paceline.config import quoted
-    from paceline.errors import ConfigError
-
-    if rendezvous is not None and not local:
-        raise ConfigError(
-            "--rendezvous is for machines on which you start paceline run yourself: leave it or --on out."
-        )
-    if local and (nodes is None) != (rendezvous is None):
-        raise ConfigError("--nodes and --rendezvous belong together: how many machines, and where they meet.")
-    if nodes is None:
-        return None
-    first, _, last = nodes.rpartition(":")
-    found = _range(first or last, last)
-    if found is None:
-        raise ConfigError(f"--nodes {quoted(nodes)}: give a number of machines, or the fewest and the most, as in 1:3.")
-    return found
 
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:

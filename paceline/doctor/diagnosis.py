@@ -39,12 +39,14 @@ class Diagnosis:
         machines: that took part.
         elsewhere: the machine that has the findings, if it is another one.
         elsewhere_code: and the exit code there.
+        first: whether this is the machine that asks the others; also if there are none.
     """
 
     findings: tuple[Finding, ...] = ()
     machines: tuple[str, ...] = ()
     elsewhere: str | None = None
     elsewhere_code: int = 0
+    first: bool = True
 
     @property
     def code(self) -> int:
@@ -79,7 +81,17 @@ def examine(
         with listener:
             return First(where, wanted, shared, say).examine(listener, patience)
     say(f"waiting for {where}")
-    return _guest(where, wanted, join(where, wanted.host, shared, patience), shared)
+    joined = join(where, wanted.host, shared, patience)
+    if joined.problem is not None:  # a place ends this process soon after the first one
+        say(f"{joined.problem.values}; examining {wanted.host} alone")
+    return _guest(where, wanted, joined, shared)
+
+
+def not_started(error: str) -> Diagnosis:
+    """Say why a place could not start the doctor: a cause in each line."""
+    why = "No worker could start there."
+    cure = "mend it, and start the doctor again: it then looks at the rest"
+    return Diagnosis(tuple(Finding("start", "failure", line.rstrip("."), why, cure) for line in error.splitlines()))
 
 
 def alone(wanted: Wanted, problem: Finding | None = None) -> Diagnosis:
@@ -112,11 +124,11 @@ def _behind(where: Rendezvous, wanted: Wanted, shared: Shared, problem: Finding)
 def _guest(where: Rendezvous, wanted: Wanted, joined: Joined, shared: Shared) -> Diagnosis:
     if joined.connection is None or joined.secret is None:
         assert joined.problem is not None
-        return alone(wanted, joined.problem.at(wanted.host))
+        return replace(alone(wanted, joined.problem.at(wanted.host)), first=False)
     code = serve(joined.connection, wanted, joined.secret)
     if code is not None:
-        return Diagnosis(elsewhere=where.name, elsewhere_code=code)
-    return alone(wanted, _lost(where).at(wanted.host))
+        return Diagnosis(elsewhere=where.name, elsewhere_code=code, first=False)
+    return replace(alone(wanted, _lost(where).at(wanted.host)), first=False)
 
 
 def _lost(where: Rendezvous) -> Finding:
@@ -156,7 +168,8 @@ class First:
         examiner = Examiner(self._wanted, self._where.address, self._secret)
         try:
             others = self._wanted.machines - 1
-            self._say(f"waiting for {others} more machine{'s' if others > 1 else ''} at {self._where}")
+            if others:
+                self._say(f"waiting for {others} more machine{'s' if others > 1 else ''} at {self._where}")
             came = gathering.wait(others, patience)
             self._machines = [
                 Asked(self._wanted.host, self._where.address, examiner),

@@ -55,6 +55,7 @@ class Examiner:
 
     def __init__(self, wanted: Wanted, address: str | None = None, secret: Secret | None = None) -> None:
         self._wanted, self._secret = wanted, secret
+        self._others = wanted.machines - 1 if address is None or not env.is_loopback(address) else 0
         self._interface = network.interface_at(address) if address else None
         self._listener = Listener(address, secret) if address and secret else None
         self._mark: tuple[Path, str, int] | None = None
@@ -122,7 +123,7 @@ class Examiner:
             return []
         host = self._wanted.host
         return [
-            network.own_name(host, network.resolve(host), self._wanted.machines),
+            network.own_name(host, network.resolve(host), self._others + 1),
             network.interface_variables(env.inherited(), self._interface, network.interfaces()),
         ]
 

@@ -28,6 +28,17 @@ HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
+class Examination:
+    """What ``paceline doctor`` looks at besides the machines, and how it reports."""
+
+    script: Path | None = None
+    data: Path | None = None
+    checkpoints: Path | None = None
+    verbose: bool = False
+    as_json: bool = False
+
+
+@dataclass(frozen=True)
 class Request:
     """What the user asked for."""
 
@@ -51,11 +62,17 @@ class Request:
     first: int = 0  # number of the first worker here; above zero on all machines but the first
     environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
     launcher: str = "local"  # a name in the registry
+    examination: Examination | None = None  # of the machines, instead of training on them; the script may be none
 
     @property
     def elastic(self) -> bool:
         """Whether training goes on when a worker is lost."""
         return self.least is not None or self.nodes is not None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What must be on every machine before the start; the doctor says itself what is missing."""
+        return () if self.examination else tuple(one for one in (self.script, self.plan) if one is not None)
 
     @property
     def resume(self) -> str | None:

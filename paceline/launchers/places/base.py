@@ -7,7 +7,7 @@
 
 An agent is ``paceline run --on local`` with ``--nodes`` and ``--rendezvous``: the first machine holds the coordinator,
 the others join it, workers that are lost are replaced, and machines may go and come. A place only starts agents and
-says how they ended.
+says how they ended. For ``paceline doctor`` the agents are doctors, which meet in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import ClassVar
 from paceline import env
 from paceline.config import quoted
 from paceline.errors import ConfigError
-from paceline.launchers.base import Request
+from paceline.launchers.base import Examination, Request
 
 
 @dataclass(frozen=True)
@@ -92,6 +92,8 @@ class Place(ABC):
 
     reads: ClassVar[frozenset[str]] = frozenset()
     """The options that it reads."""
+    examines: ClassVar[bool] = True
+    """Whether agents may be doctors."""
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> str | None:
@@ -170,6 +172,8 @@ def agent_command(
         rendezvous: ``host:port`` of the first machine.
         python: the interpreter on the machine.
     """
+    if request.examination is not None:
+        return _doctor_command(request, request.examination, workers, nodes[1], rendezvous, python)
     words = [python, "-m", "paceline", "run", "--on", "local", "--workers", str(workers)]
     words += ["--nodes", f"{nodes[0]}:{nodes[1]}", "--rendezvous", rendezvous]
     words += ["--elastic", f"{request.least or total}:{request.most or total}"]
@@ -186,6 +190,24 @@ def agent_command(
     for key, setting in request.settings.items():
         words += ["--set", f"{key}={setting}"]
     return [*words, str(request.script), *request.arguments]
+
+
+def _doctor_command(
+    request: Request, wanted: Examination, workers: int, machines: int, rendezvous: str, python: str
+) -> list[str]:
+    """Write the command line of an agent that examines its machine."""
+    words = [python, "-m", "paceline", "doctor", "--on", "local", "--workers", str(workers)]
+    words += ["--nodes", str(machines), "--rendezvous", rendezvous]
+    words += ["--patience", f"{request.patience_seconds:g}", "--runs-dir", str(request.runs)]
+    for option, value in (
+        ("--secret-file", request.secret_file),
+        ("--data", wanted.data),
+        ("--checkpoints", wanted.checkpoints),
+    ):
+        words += [] if value is None else [option, str(value)]
+    words += ["--verbose"] if wanted.verbose else []
+    words += ["--json"] if wanted.as_json else []
+    return [*words, *([] if wanted.script is None else [str(wanted.script)])]
 
 
 def secret_environment(request: Request) -> dict[str, str]:

@@ -59,6 +59,11 @@ class Slurm(Place):
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
         if not _in_allocation(environment):
+            if request.examination is not None:
+                raise ConfigError(
+                    "--on slurm: the doctor examines the nodes of an allocation; `salloc --nodes 2 paceline doctor` "
+                    "gets one."
+                )
             run = runs.choose(request)
             text = batch_script(request, options, run)
             require("sbatch", "scancel", "scontrol")

@@ -67,10 +67,11 @@ class Ssh(Place):
 
     def carry_out(self, placement: Placement, request: Request) -> int:
         agents = placement.agents
-        files = tuple(str(file) for file in (request.script, request.plan) if file is not None)
+        files = tuple(map(str, request.files))
         known = {name: text for name, text in agents[0].environment.items() if name != env.SECRET}
         needs = Needs(sys.executable, os.getcwd(), files, known)
-        address, port = check_hosts({one.machine: _reach(one.machine) for one in agents}, needs)
+        must_meet = request.examination is None  # a doctor says more than that
+        address, port = check_hosts({one.machine: _reach(one.machine) for one in agents}, needs, must_meet)
         clients = [_client(one, f"{address}:{port}", request.grace_seconds) for one in agents]
         delays: dict[str, float] = {}
 
@@ -84,7 +85,11 @@ class Ssh(Place):
             return delay
 
         first = agents[0].machine
-        code = follow(clients, env.inherited(), request.grace_seconds, lambda client, _: client.name != first, again)
+
+        def ended(client: Client, code: int) -> bool:
+            return client.name != first or request.examination is not None  # others may yet say why they did not come
+
+        code = follow(clients, env.inherited(), request.grace_seconds, ended, again)
         if code == CONNECTION_FAILED:
             raise WorkerLost(
                 f"The connection to {first}, the first host, is lost, and the coordinator with it: the run is over. "

@@ -83,12 +83,13 @@ def first_input(order: Mapping[str, object]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in (program, order))
 
 
-def check_hosts(hosts: Mapping[str, Sequence[str]], needs: Needs) -> tuple[str, int]:
+def check_hosts(hosts: Mapping[str, Sequence[str]], needs: Needs, must_meet: bool = True) -> tuple[str, int]:
     """Check all hosts, and give an address and a port of the first one by which the others reach it.
 
     Args:
         hosts: their names, and the command that runs Python there.
         needs: what they must have.
+        must_meet: refuse hosts that do not reach the first one; else give the likeliest address.
 
     Raises:
         StartError: a host cannot be reached, lacks something, or does not reach the first one.
@@ -111,20 +112,31 @@ def check_hosts(hosts: Mapping[str, Sequence[str]], needs: Needs) -> tuple[str, 
             raise StartError("\n".join(wrong))
         port = int(facts[0]["port"])
 
-        def go_on(talk: _Conversation, addresses: Sequence[str]) -> Facts:
-            return talk.ask(json.dumps({"addresses": addresses, "port": port}).encode() + b"\n")
-
         if not others:
             return "127.0.0.1", port
-        tried: dict[str, dict[str, str]] = {talk.host: {} for talk in others}
-        for addresses in _candidates(facts):
+        return _meeting(first.host, others, _candidates(facts), port, must_meet), port
+
+
+def _meeting(
+    first: str, others: Sequence[_Conversation], candidates: Sequence[Sequence[str]], port: int, must_meet: bool
+) -> str:
+    """Find the address of the first host that all others reach."""
+
+    def go_on(talk: _Conversation, addresses: Sequence[str]) -> Facts:
+        return talk.ask(json.dumps({"addresses": addresses, "port": port}).encode() + b"\n")
+
+    tried: dict[str, dict[str, str]] = {talk.host: {} for talk in others}
+    with ThreadPoolExecutor(len(others)) as pool:
+        for addresses in candidates:
             found = list(pool.map(partial(go_on, addresses=addresses), others))
             for talk, answers in zip(others, found, strict=True):
                 tried[talk.host] |= answers
             for address in addresses:
                 if all(answers[address] == "reached" for answers in found):
-                    return address, port
-    raise StartError(_not_reached(first.host, tried, port))
+                    return address
+    if not must_meet and candidates and not any("here" in answers.values() for answers in tried.values()):
+        return candidates[0][0]
+    raise StartError(_not_reached(first, tried, port))
 
 
 def _candidates(facts: Sequence[Facts]) -> list[list[str]]:

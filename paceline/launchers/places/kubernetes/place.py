@@ -37,6 +37,7 @@ class Submission(Placement):
 class Kubernetes(Place):
     """Write the manifests, apply them with the user's context, and follow the pods."""
 
+    examines: ClassVar[bool] = False
     reads: ClassVar[frozenset[str]] = frozenset({"image", "namespace", "kind", "gpus", "volume", "detach"})
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Submission:
