@@ -96,6 +96,7 @@ class Hosts:
         folder = Path("/etc/netns", namespace)  # mounted over /etc
         folder.mkdir(parents=True)
         (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *known, ""]))
+        (folder / "resolv.conf").touch()  # no name server: what is not in hosts is unknown at once
 
     def _make_keys(self) -> None:
         for name in ("host", "user"):

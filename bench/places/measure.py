@@ -1,0 +1,114 @@
+"""One run of a contender, and what its steps tell: when the first one was done, and the longest stall."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import scripts
+
+_SECONDS = 120.0
+"""After which a run hangs."""
+_STARTS = 3
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to train.
+
+    Attributes:
+        name: in the table.
+        words: the command.
+        own: whether it is the engine's own way, to which the others are compared.
+        again: whether somebody must start it again after a loss.
+        environment: more variables.
+    """
+
+    name: str
+    words: tuple[str | Path, ...]
+    own: bool = False
+    again: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """A run.
+
+    Attributes:
+        start: seconds from the command to the first step.
+        stall: seconds from the kill to the next new step; None if the run did not come to its end.
+        said: its output.
+    """
+
+    start: float
+    stall: float | None
+    said: str
+
+
+Starter = Callable[..., "subprocess.Popen[str]"]
+"""Starts words with ``cwd`` and ``environment``, and captures both outputs in one."""
+
+
+def start_here(*words: str | Path, cwd: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """Start a command on this machine."""
+    return subprocess.Popen(
+        list(map(str, words)),
+        cwd=cwd,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(contender: Contender, folder: Path, start: Starter) -> Result:
+    """Train once, through a kill.
+
+    Raises:
+        RuntimeError: it did not come to the kill; with its output.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "train.py").write_text(scripts.PACELINE)
+    (folder / "ddp.py").write_text(scripts.DDP)
+    environment = {"OMP_NUM_THREADS": "1", **({"AGAIN": "1"} if contender.again else {}), **contender.environment}
+    began, said, code = time.time(), "", None
+    for _ in range(_STARTS if contender.again else 1):
+        process = start(*contender.words, cwd=folder, environment=environment)
+        code, output = _end(process)
+        said += output
+        if code in (0, None):
+            break
+    if not (folder / "killed").exists():
+        raise RuntimeError(f"{contender.name} failed with exit code {code}:\n{said}")
+    return _read(folder, began, said, code == 0)
+
+
+def _end(process: subprocess.Popen[str]) -> tuple[int | None, str]:
+    """The exit code and what was said; None for a run that hangs, which is ended."""
+    try:
+        said, _ = process.communicate(timeout=_SECONDS)
+        return process.returncode, said
+    except subprocess.TimeoutExpired:
+        process.terminate()
+    try:
+        return None, process.communicate(timeout=_SECONDS / 4)[0]
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return None, process.communicate()[0]
+
+
+def _read(folder: Path, began: float, said: str, ended_well: bool) -> Result:
+    killed = float((folder / "killed").read_text())
+    steps = [(float(at), int(step)) for at, step, _ in map(str.split, (folder / "steps").read_text().splitlines())]
+    first = min(at for at, step in steps if step == 1)
+    after = [at for at, step in steps if step > scripts.KILLED]
+    through = ended_well and max(step for _, step in steps) == scripts.STEPS
+    return Result(first - began, min(after) - killed if through else None, said)
