@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from paceline.comm.desync.recorder import CallRecorder
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
-from paceline.comm.shm.arena import Arena, SharedMemory, attach_all, attach_members, can_share
+from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
 from paceline.comm.values import decode, encode
 from paceline.comm.waiting import Waiting
@@ -50,12 +50,14 @@ class World(Waiting):
     Attributes:
         device: where this worker computes.
         generation: how often the workers have changed.
-        shared_memory: what workers on one machine share; none if they are on several, or on GPUs.
+        hosts: the ranks of the workers of each machine.
+        host_memory: what the workers of this machine share; none if a worker of any machine cannot, as on GPUs.
         recorder: what the script does with ``torch.distributed``; none in one process.
     """
 
     recorder: CallRecorder | None = None
-    shared_memory: SharedMemory | None = None
+    host_memory: SharedMemory | None = None
+    hosts: tuple[tuple[int, ...], ...] = ((0,),)
 
     def __init__(self, who: Identity, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
         super().__init__(who.rank, who.world_size, timeout, coordinator)
@@ -80,8 +82,10 @@ class World(Waiting):
         """
         if self.size > 1 and not dist.is_initialized():
             EnvRendezvous(self._who, self.timeout).join(self.device)
-        self.shared_memory = self._share_memory()
-        self.recorder = self._record_calls() if self.size > 1 else None
+        if self.size > 1:
+            # launchers number the workers of a machine one after the other; of others no two are taken for neighbours
+            self._share_memory(self.gather(self.rank - self.local_rank, "start"))
+            self.recorder = self._record_calls()
 
     def join(self, membership: Membership) -> None:
         """Come together with the members of a generation, after :meth:`leave`.
@@ -95,36 +99,33 @@ class World(Waiting):
             len(membership.members),
             membership.generation,
         )
-        own = membership.members[self.rank]
-        neighbours = [
-            rank for rank, one in enumerate(membership.members) if (one.host, one.address) == (own.host, own.address)
-        ]
-        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
         self._members = membership.members
+        machines = [(one.host, one.address) for one in self._members]
+        neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
+        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
         if membership.fenced:  # who was dropped may come back and write into what it knows
             self._arena = None
         if self.size == 1 and self.generation > 0:  # the script may have used a group before
             self._group.enter(self.coordinator.open_store(), 0, 1)
             self._group.join()
         if self.size > 1:
-            self._come_together(membership)
+            self._come_together(membership, machines)
             recorder = self._record_calls()
             if self.shared_memory is not None:  # nobody may read what was published in an earlier generation
                 self.shared_memory.all_gather(b"")
             self.recorder = recorder
 
-    def _come_together(self, membership: Membership) -> None:
+    def _come_together(self, membership: Membership, machines: Sequence[tuple[str, str]]) -> None:
         """Through shared memory alone if that is known to be there: torch's group then follows while training goes on.
 
         A group takes a tenth of a second, and only the script may want it.
         """
         assert self.coordinator is not None
         self._group.enter(self.coordinator.open_store(), self.rank, self.size)
-        here = self.local_size == self.size and not membership.fenced and can_share(self.device)
-        self.shared_memory = (
-            attach_members(self, self._own_arena(), membership.members, membership.generation) if here else None
-        )
-        if self.shared_memory is not None:
+        if self.local_size == self.size and not membership.fenced and can_share(self.device):
+            self.hosts = (tuple(range(self.size)),)
+            self.host_memory = attach_members(self, self._own_arena(), membership.members, membership.generation)
+        if self.host_memory is not None:
             self._group.join_soon()
             return
         self.check()  # before the alarm could interrupt this
@@ -134,14 +135,14 @@ class World(Waiting):
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {self.rank}: could not reach the others: {reason_of(error)}.") from error
-        self.shared_memory = self._share_memory()
+        self._share_memory(machines)
 
     def leave(self) -> None:
         """Leave the others, who may be gone or blocked, without sending or waiting."""
         patch.stop()
-        if self.shared_memory is not None:
-            self.shared_memory.give_up()
-        self.shared_memory = self.recorder = None
+        if self.host_memory is not None:
+            self.host_memory.give_up()
+        self.host_memory = self.recorder = None
         self.waits_for(())
         self._rings = {}
         self._group.leave()
@@ -163,11 +164,19 @@ class World(Waiting):
         while self._group.is_connecting(_POLL_SECONDS):
             self.check()
 
-    def _share_memory(self) -> SharedMemory | None:
-        """Share memory if all workers are on one machine; all of them call this together."""
-        if self.size == 1 or self.size != self.local_size or not can_share(self.device):
-            return None
-        return attach_all(self, self._own_arena(), self.gather)
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        """What all workers share; none if they are on several machines, or on GPUs."""
+        return self.host_memory if len(self.hosts) == 1 else None
+
+    def _share_memory(self, machines: Sequence[Hashable]) -> None:
+        """Share memory with the workers of the same machine; all workers of all machines call this together."""
+        self.hosts = tuple(
+            tuple(rank for rank, machine in enumerate(machines) if machine == one) for one in dict.fromkeys(machines)
+        )
+        if max(map(len, self.hosts)) > 1:
+            arena = self._own_arena() if can_share(self.device) else None
+            self.host_memory = attach_hosts(self, arena, self.hosts, self.gather)
 
     def _own_arena(self) -> Arena:
         if self._arena is None:
@@ -202,7 +211,7 @@ class World(Waiting):
 
     def become_single(self) -> None:
         """Be the only worker from now on: the others are gone, or end."""
-        self.rank, self.size, self.local_size = 0, 1, 1
+        self.rank, self.size, self.local_size, self.hosts = 0, 1, 1, ((0,),)
 
     def _record_calls(self) -> CallRecorder:
         if self.shared_memory is not None:

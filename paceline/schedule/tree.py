@@ -102,15 +102,25 @@ def _are_siblings(left: Node, right: Node) -> bool:
     return left.level == right.level and left.place % 2 == 0 and right.place == left.place + 1
 
 
+def fold(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> list[tuple[Node, T]]:
+    """The sums of the fewest nodes that cover these, left to right.
+
+    >>> fold([(Node(0, 2), "c"), (Node(0, 3), "d"), (Node(1, 2), "ef")], str.__add__)
+    [(Node(level=1, place=1), 'cd'), (Node(level=1, place=2), 'ef')]
+    """
+    stack: list[tuple[Node, T]] = []
+    for node, value in nodes:
+        push(stack, node, value, add)
+    return stack
+
+
 def total(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> T:
     """The sum of all microbatches, from the nodes that cover them, left to right.
 
     The right edge of the tree may be incomplete (the number of microbatches is not a power of two): a node without a
     right sibling passes up unchanged, which folding the counter from the right does.
     """
-    stack: list[tuple[Node, T]] = []
-    for node, value in nodes:
-        push(stack, node, value, add)
+    stack = fold(nodes, add)
     _, value = stack.pop()
     while stack:
         value = add(stack.pop()[1], value)

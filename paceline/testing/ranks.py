@@ -100,6 +100,7 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
     kill: Kill | None = None,
     deadline: float = 120.0,
     one_machine: bool = True,
+    machines: Sequence[int] = (),
     absent: Sequence[int] = (),
     start: Callable[[list[Worker]], Sequence[Process]] | None = None,
     after_failure: float | None = None,
@@ -114,6 +115,7 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
         kill: whom to kill, and when.
         deadline: seconds after which workers that still run are killed.
         one_machine: false: each worker counts as alone on a machine, so that they talk over the network.
+        machines: how many workers count as being on each machine; empty: as ``one_machine`` says.
         absent: ranks that are not started.
         start: starts the processes; the default starts a new Python for each.
         after_failure: seconds that the others have to end once one has failed; those that still run then are killed.
@@ -122,7 +124,10 @@ def run(  # noqa: PLR0913 - all but the first three are rarely given
     Raises:
         TimeoutError: not all workers ended before the deadline; shows what they printed.
     """
-    started = [_worker(rank, workers, _path_of(script, directory), directory, one_machine) for rank in range(workers)]
+    sizes = machines or ([workers] if one_machine else [1] * workers)
+    places = [(rank, size) for size in sizes for rank in range(size)]
+    path = _path_of(script, directory)
+    started = [_worker(rank, workers, path, directory, place) for rank, place in enumerate(places)]
     port = str(choose_port(None))
     for worker in started:
         worker.environment.update({"MASTER_PORT": port, **(environment or {})})
@@ -167,14 +172,12 @@ def _path_of(script: str | Path, directory: Path) -> Path:
     return path
 
 
-def _worker(rank: int, workers: int, script: Path, directory: Path, one_machine: bool) -> Worker:
+def _worker(rank: int, workers: int, script: Path, directory: Path, place: tuple[int, int]) -> Worker:
     own = {name: value for name, value in env.inherited().items() if name not in _LAUNCHER}
     own = {name: value for name, value in own.items() if not name.startswith(("PACELINE_", "TORCHELASTIC_"))}
     own["PYTHONPATH"] = ":".join(filter(None, [_PACKAGES, own.get("PYTHONPATH", "")]))
     own.update(PYTHONUNBUFFERED="1", MASTER_ADDR="127.0.0.1", RANK=str(rank), WORLD_SIZE=str(workers))
-    own.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(workers))
-    if not one_machine:
-        own.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    own.update(LOCAL_RANK=str(place[0]), LOCAL_WORLD_SIZE=str(place[1]))
     if sys.platform == "linux":
         own["GLOO_SOCKET_IFNAME"] = "lo"
     return Worker(rank, script, own, directory / f"rank-{rank}.out", directory / f"rank-{rank}.err")

@@ -16,7 +16,6 @@ A bucket starts as soon as its tensors are written, while the backward pass comp
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import groupby
 from time import perf_counter
@@ -33,7 +32,7 @@ from paceline.schedule.tree import Node, first_of, total
 BUCKET_BYTES = 5 * 2**20
 """Large enough to fill the wire, small enough to overlap: 5 MB is the best for gloo in Li et al. 2020 and here."""
 
-_TAGS = 1 << 12
+TAGS = 1 << 12
 """Tags for each bucket: one for each node a worker can hold, the last for the all-gather."""
 
 Divisor = Callable[[], "torch.Tensor | float"]
@@ -78,14 +77,21 @@ class BucketedReduction:
         self._bucket_of = {member: bucket for bucket in self._buckets for member in bucket.members}
         self._place_of = {member: place for bucket in self._buckets for place, member in enumerate(bucket.members)}
         self._nodes: list[list[Node]] = []
+        self._phases: tuple[Callable[[Bucket], None], ...] = (self._scatter, self._reduce, self._await_means)
+        """What becomes of a bucket. Each begins with a wait for what others do in the phase before."""
 
     def _split(self) -> list[list[int]]:
         """The tensors of each bucket."""
         return _split(self._tensors)
 
+    @property
+    def _chunks(self) -> int:
+        """Into how many chunks a bucket is cut."""
+        return self._world.size
+
     def _pack(self, index: int, members: list[int]) -> Bucket:
         elements = sum(_room(self._tensors[member]) for member in members)
-        chunk = -(-elements // self._world.size)
+        chunk = -(-elements // self._chunks)
         return Bucket(index, members, [], [], chunk, [])
 
     @property
@@ -103,7 +109,7 @@ class BucketedReduction:
         """
         self._nodes = nodes
         self._divisor, self._check = divisor, check
-        self._left = self._done = 0
+        self._done = [0] * len(self._phases)
         self._add_flats(max(map(len, nodes)))
         for bucket in self._buckets:
             bucket.waiting = len(bucket.members)
@@ -113,7 +119,7 @@ class BucketedReduction:
         for bucket in self._buckets:
             example = self._example(bucket)
             while len(bucket.flats) < count:
-                flat = torch.zeros(bucket.chunk * self._world.size, dtype=example.dtype, device=example.device)
+                flat = torch.zeros(bucket.chunk * self._chunks, dtype=example.dtype, device=example.device)
                 self._add_flat(bucket, flat)
             while len(bucket.inbox) < count * self._world.size:
                 bucket.inbox.append(example.new_empty(bucket.chunk))
@@ -140,23 +146,35 @@ class BucketedReduction:
         self._world.check()
         bucket = self._bucket_of[member]
         bucket.waiting -= 1
-        while self._left < len(self._buckets) and self._buckets[self._left].waiting == 0:
-            sent = self._buckets[self._left]
-            sent.started = perf_counter()
-            with self._awaiting(sent):
-                self._scatter(sent)
-            self._left += 1
-            if self._left > 1:
-                self._reduce(self._buckets[self._left - 2])
+        while self._done[0] < len(self._buckets) and self._buckets[self._done[0]].waiting == 0:
+            self._buckets[self._done[0]].started = perf_counter()
+            self._advance(0)
+            self._advance_others()
+
+    def _advance_others(self) -> None:
+        """Take one bucket through each phase between the first and the last: none that has just ended the one before.
+
+        So a bucket waits for what others have had time to do.
+        """
+        left = [self._done[0] - 1 if self._done[0] < len(self._buckets) else self._done[0], *self._done[1:]]
+        for phase in range(1, len(self._phases) - 1):
+            if self._done[phase] < left[phase - 1]:
+                self._advance(phase)
+
+    def _advance(self, phase: int) -> None:
+        """Take the next bucket through a phase."""
+        bucket = self._buckets[self._done[phase]]
+        self._done[phase] += 1
+        with self._world.awaiting(f"in the all-reduce of bucket {bucket.index} of the {self._name}"):
+            self._phases[phase](bucket)
 
     def finish(self) -> None:
         """Wait until the means are in :meth:`mean`."""
-        while self._done < len(self._buckets):
-            self._reduce(self._buckets[self._done])
-        for bucket in self._buckets:
-            with self._awaiting(bucket):
-                self._await_means(bucket)
-            self._record(bucket)
+        while self._done[-2] < len(self._buckets):
+            self._advance_others()
+        while self._done[-1] < len(self._buckets):
+            self._advance(len(self._phases) - 1)
+            self._record(self._buckets[self._done[-1] - 1])
 
     def mean(self, member: int) -> torch.Tensor:
         """The mean of a tensor over all workers, after :meth:`finish`; overwritten by the next step."""
@@ -164,18 +182,17 @@ class BucketedReduction:
 
     def _reduce(self, bucket: Bucket) -> None:
         """Add up this worker's chunk along the tree, divide, and give it to all others."""
+        divisor = self._agree(bucket)
+        self._await_parts(bucket)
+        self._deliver(bucket, self._mean(bucket, divisor))
+
+    def _agree(self, bucket: Bucket) -> torch.Tensor | float:
+        """Check that all are at the same step before any part is waited for; what the sums are divided by."""
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
-        self._done += 1
         if self._check is not None:
             self._check()
-        divisor = self._divisor()
-        with self._awaiting(bucket):
-            self._await_parts(bucket)
-            self._deliver(bucket, self._mean(bucket, divisor))
-
-    def _awaiting(self, bucket: Bucket) -> AbstractContextManager[None]:
-        return self._world.awaiting(f"in the all-reduce of bucket {bucket.index} of the {self._name}")
+        return self._divisor()
 
     def _mean(self, bucket: Bucket, divisor: torch.Tensor | float) -> torch.Tensor:
         """The mean of this worker's chunk, added up along the tree."""
@@ -215,7 +232,7 @@ class BucketedReduction:
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
         """Send the mean of this worker's chunk to all others, and get theirs."""
         peers = [peer for peer in range(self._world.size) if peer != self._world.rank]
-        tag = self._tag(bucket) + _TAGS - 1
+        tag = self._tag(bucket) + TAGS - 1
         receives = [Message(bucket.flats[0][self._chunk(bucket, peer)], peer, tag) for peer in peers]
         transfers = self._world.start_transfers([Message(mean, peer, tag) for peer in peers], receives)
         bucket.receives = transfers[: len(receives)]
@@ -230,16 +247,18 @@ class BucketedReduction:
         return slice(rank * bucket.chunk, (rank + 1) * bucket.chunk)
 
     def _tag(self, bucket: Bucket) -> int:
-        return self._tags + bucket.index * _TAGS
+        return self._tags + bucket.index * TAGS
+
+    def _chunks_sent(self) -> int:
+        """How many chunks of each bucket this worker gives to others."""
+        return (len(self._nodes[self._world.rank]) + 1) * (self._world.size - 1)
 
     def _record(self, bucket: Bucket) -> None:
-        own = len(self._nodes[self._world.rank])
-        sent = (own + 1) * (self._world.size - 1) * bucket.chunk * bucket.flats[0].element_size()
         self._events.mark(
             "exchange",
             what=self._name,
             bucket=bucket.index,
-            bytes=sent,
+            bytes=self._chunks_sent() * bucket.chunk * bucket.flats[0].element_size(),
             seconds=perf_counter() - bucket.started,
         )
 

@@ -14,15 +14,6 @@ from paceline.events import EventLog
 from paceline.schedule.tree import Node
 
 
-def reduction_for(
-    world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
-) -> BucketedReduction:
-    """The fastest exchange that these workers can use: through memory on one machine, else over the network."""
-    if world.shared_memory is not None:
-        return SharedMemoryReduction(world, world.shared_memory, tensors, events, name)
-    return BucketedReduction(world, tensors, events, name, tags)
-
-
 class SharedMemoryReduction(BucketedReduction):
     """The same sums through shared memory: a worker reads the others' nodes and writes the mean where they want it.
 
@@ -31,14 +22,20 @@ class SharedMemoryReduction(BucketedReduction):
     """
 
     def __init__(
-        self, world: World, shared_memory: SharedMemory, tensors: list[torch.Tensor], events: EventLog, name: str
+        self,
+        world: World,
+        shared_memory: SharedMemory,
+        tensors: list[torch.Tensor],
+        events: EventLog,
+        name: str,
+        tags: int = 0,
     ) -> None:
-        super().__init__(world, tensors, events, name)
+        super().__init__(world, tensors, events, name, tags)
         self._shared_memory = shared_memory
         self._flag = shared_memory.reserve(2 * len(self._buckets))
         self._steps = 0
         self._seen: list[list[list[torch.Tensor]]] = [[] for _ in self._buckets]
-        """For each bucket and each of its flats, that flat of every rank."""
+        """For each bucket and each of its flats, that flat of every worker of this machine."""
 
     def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
         self._steps += 1
@@ -46,14 +43,14 @@ class SharedMemoryReduction(BucketedReduction):
 
     def _add_flats(self, count: int) -> None:
         while len(self._buckets[0].flats) < count:
-            sizes = [bucket.chunk * self._world.size * self._example(bucket).element_size() for bucket in self._buckets]
+            sizes = [bucket.chunk * self._chunks * self._example(bucket).element_size() for bucket in self._buckets]
             blocks = self._shared_memory.share(sum(map(aligned, sizes)))
             start = 0
             for bucket, size in zip(self._buckets, sizes, strict=True):
-                dtype, elements = self._example(bucket).dtype, bucket.chunk * self._world.size
+                dtype, elements = self._example(bucket).dtype, bucket.chunk * self._chunks
                 flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
                 self._seen[bucket.index].append(flats)
-                self._add_flat(bucket, flats[self._world.rank])
+                self._add_flat(bucket, flats[self._shared_memory.place])
                 start += aligned(size)
 
     def _scatter(self, bucket: Bucket) -> None:
@@ -70,6 +67,9 @@ class SharedMemoryReduction(BucketedReduction):
         for rank, flat in enumerate(self._seen[bucket.index][0]):
             if rank != self._world.rank:
                 flat[mine].copy_(mean)
+        self._announce_means(bucket)
+
+    def _announce_means(self, bucket: Bucket) -> None:
         self._shared_memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
 
     def _await_means(self, bucket: Bucket) -> None:

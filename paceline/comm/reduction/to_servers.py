@@ -45,13 +45,11 @@ class PushReduction(SharedMemoryReduction):
         if self._world.rank == self._home(bucket):
             super()._reduce(bucket)
         else:
-            self._done += 1
-            if self._check is not None:
-                self._check()
+            self._agree(bucket)
 
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
-        self._shared_memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
+        self._announce_means(bucket)
 
     def _await_means(self, bucket: Bucket) -> None:
         """Until the server has read what this worker pushed, which the next step overwrites."""
-        self._shared_memory.wait(self._flag + 2 * bucket.index + 1, self._steps, ranks=(self._home(bucket),))
+        self._shared_memory.wait(self._flag + 2 * bucket.index + 1, self._steps, places=(self._home(bucket),))

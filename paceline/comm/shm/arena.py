@@ -105,43 +105,60 @@ def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], ge
     if len(opened) < len(files):
         _close(opened)
         return None
-    shared_memory = SharedMemory(waiting, opened, [member.pid for member in members])
+    shared_memory = SharedMemory(waiting, opened, [member.pid for member in members], range(len(members)))
     reached = 2 * (generation + 1)
     shared_memory.wait(_GENERATION, reached)
     return shared_memory if shared_memory.announced(_GENERATION, reached + 1, range(len(members))) else None
 
 
-def attach_all(waiting: Waiting, arena: Arena, gather: Callable[[Any, str], list[Any]]) -> SharedMemory | None:
-    """Open the arenas of all workers, exchanged by ``gather``; none if one of them cannot."""
-    arena.reset()
-    handles = gather((os.getpid(), arena.file, arena.token), "start")
-    files = [_open(pid, handle, token) for pid, handle, token in handles]
-    all_attached = all(gather(None not in files, "start"))
-    opened = [file for file in files if file is not None]
-    if not all_attached:
+def attach_hosts(
+    waiting: Waiting, arena: Arena | None, hosts: Sequence[Sequence[int]], gather: Callable[[Any, str], list[Any]]
+) -> SharedMemory | None:
+    """Open the arenas of the workers of this machine, exchanged by ``gather``; none if a worker anywhere cannot.
+
+    Args:
+        waiting: this worker.
+        arena: its own; none if it cannot share.
+        hosts: the ranks of the workers of each machine.
+        gather: as ``World.gather``; all workers of all machines call this together.
+    """
+    if arena is not None:
+        arena.reset()
+    handles = gather(None if arena is None else (os.getpid(), arena.file, arena.token), "start")
+    ranks = next(ranks for ranks in hosts if waiting.rank in ranks)
+    known = [handles[rank] for rank in ranks if handles[rank] is not None]
+    opened = [file for file in (_open(*handle) for handle in known) if file is not None]
+    if not all(gather(len(opened) == len(ranks), "start")):
         _close(opened)
         return None
-    return SharedMemory(waiting, opened, [pid for pid, *_ in handles])
+    return SharedMemory(waiting, opened, [pid for pid, *_ in known], ranks)
 
 
 class SharedMemory:
     """Blocks of memory, one of each worker, and flags to announce what is in them.
 
     All workers share blocks and reserve flags in the same order, so no offset has to be exchanged. The first content of
-    a block is undefined.
+    a block is undefined. Blocks and flags are in the order of ``ranks``; a worker's place in it is its rank if all
+    workers of the run are on this machine.
+
+    Attributes:
+        ranks: of the workers that share.
+        place: of this worker among them.
     """
 
-    def __init__(self, waiting: Waiting, files: list[int], pids: list[int]) -> None:
+    def __init__(self, waiting: Waiting, files: list[int], pids: list[int], ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.place = self.ranks.index(waiting.rank)
         self._waiting = waiting
         self._files = files
         self._next = mmap.PAGESIZE
         opened = list(files)
         self.close = weakref.finalize(self, _close, opened)
         self._handles: dict[int, int] = {}
-        for rank, pid in enumerate(pids):
-            if rank != waiting.rank:
-                self._handles[rank] = _handle(rank, pid)
-                opened.append(self._handles[rank])
+        for place, pid in enumerate(pids):
+            if place != self.place:
+                self._handles[place] = _handle(self.ranks[place], pid)
+                opened.append(self._handles[place])
         self._pids = pids
         blocks = self.share(_SLOTS * 8)
         self._flags = [memoryview(block).cast("q") for block in blocks]
@@ -150,7 +167,7 @@ class SharedMemory:
         self._messages = self._locks = 0
 
     def share(self, size: int) -> list[mmap.mmap]:
-        """Map a new block of each worker, in the order of ranks; all workers call this with the same size."""
+        """Map a new block of each worker, in their order; all workers call this with the same size."""
         size = -(-max(size, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         blocks = [mmap.mmap(file, size, offset=self._next) for file in self._files]
         self._next += size
@@ -180,7 +197,7 @@ class SharedMemory:
         """
         self._messages += 1
         start = _MESSAGES_AT + self._messages % 2 * _MESSAGE_BYTES
-        os.pwrite(self._files[self._waiting.rank], struct.pack("<q", len(message)) + message, start)
+        os.pwrite(self._files[self.place], struct.pack("<q", len(message)) + message, start)
         self.announce(_MESSAGE, self._messages)
         self.wait(_MESSAGE, self._messages)
         sizes = [struct.unpack("<q", os.pread(file, 8, start))[0] for file in self._files]
@@ -190,38 +207,38 @@ class SharedMemory:
         """Write bytes into the ring buffers of this worker; returns how many."""
         done = 0
         while done < len(data):
-            done += os.pwrite(self._files[self._waiting.rank], data[done:], _RINGS_AT + offset + done)
+            done += os.pwrite(self._files[self.place], data[done:], _RINGS_AT + offset + done)
         return done
 
-    def read(self, rank: int, offset: int, into: memoryview) -> int:
+    def read(self, place: int, offset: int, into: memoryview) -> int:
         """Read bytes from the ring buffers of a worker; returns how many."""
         done = 0
         while done < len(into):
-            done += os.preadv(self._files[rank], [into[done:]], _RINGS_AT + offset + done)
+            done += os.preadv(self._files[place], [into[done:]], _RINGS_AT + offset + done)
         return done
 
     def give_up(self) -> None:
         """Announce that this worker will announce nothing more."""
-        self._flags[self._waiting.rank][_GAVE_UP] = 1
-        self._futexes[self._waiting.rank].wake()
+        self._flags[self.place][_GAVE_UP] = 1
+        self._futexes[self.place].wake()
 
     def announce(self, slot: int, value: int) -> None:
         """Raise a flag of this worker to a value."""
-        self._flags[self._waiting.rank][slot] = value
-        self._futexes[self._waiting.rank].wake()
+        self._flags[self.place][slot] = value
+        self._futexes[self.place].wake()
 
-    def announced(self, slot: int, value: int, ranks: Sequence[int]) -> bool:
+    def announced(self, slot: int, value: int, places: Sequence[int]) -> bool:
         """Whether these workers have announced at least this value."""
-        return all(self._flags[rank][slot] >= value for rank in ranks)
+        return all(self._flags[place][slot] >= value for place in places)
 
-    def wait(self, slot: int, value: int, ranks: Sequence[int] | None = None) -> None:
+    def wait(self, slot: int, value: int, places: Sequence[int] | None = None) -> None:
         """Wait until all workers, or these, have raised a flag to at least this value.
 
         Raises:
             WorkerLost: a worker ended, or stayed silent for the timeout.
         """
-        awaited = range(len(self._flags)) if ranks is None else ranks
-        waiting = [rank for rank in awaited if self._flags[rank][slot] < value]
+        awaited = range(len(self._flags)) if places is None else places
+        waiting = [place for place in awaited if self._flags[place][slot] < value]
         polls = 0
         begin = looked = 0.0
         alarmed = False
@@ -237,11 +254,11 @@ class SharedMemory:
                 now = time.monotonic()
                 if not begin:
                     begin = looked = now
-                    self._waiting.waits_for(waiting)
+                    self._waiting.waits_for(self._ranks(waiting))
                 if now - looked > LOOK_SECONDS or self._waiting.alarmed != alarmed:
                     looked, alarmed = now, self._waiting.alarmed
                     self._check_alive(waiting, slot, value, now - begin)
-            waiting = [rank for rank in waiting if self._flags[rank][slot] < value]
+            waiting = [place for place in waiting if self._flags[place][slot] < value]
         if begin:
             self._waiting.waits_for(())
 
@@ -250,14 +267,14 @@ class SharedMemory:
 
         Args:
             ready: the condition.
-            awaited: the workers on which it depends now.
+            awaited: the places of the workers on which it depends now.
 
         Raises:
             WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
         """
         polls, sleep = 0, FIRST_BACKOFF_SECONDS
         begin = looked = 0.0
-        ranks: list[int] = []
+        places: list[int] = []
         while not ready():
             polls += 1
             if polls < _SPINS:
@@ -268,39 +285,42 @@ class SharedMemory:
             sleep = backoff_seconds(now - begin if begin else 0.0)
             if not begin or now - looked > LOOK_SECONDS:
                 self._waiting.check()
-                if (now_awaited := awaited()) != ranks or not begin:
-                    ranks = now_awaited
-                    self._waiting.waits_for(ranks)
+                if (now_awaited := awaited()) != places or not begin:
+                    places = now_awaited
+                    self._waiting.waits_for(self._ranks(places))
                 begin, looked = begin or now, now
-                self.look(ranks, now - begin)
+                self.look(places, now - begin)
         if begin:
             self._waiting.waits_for(())
 
-    def look(self, ranks: list[int], waited: float) -> None:
+    def look(self, places: list[int], waited: float) -> None:
         """Check that workers are alive for whom this one has waited so many seconds.
 
         Raises:
             WorkerLost: one of them was lost, or they stayed silent for the timeout.
         """
-        self._check_alive(ranks, _GAVE_UP, 2, waited)
+        self._check_alive(places, _GAVE_UP, 2, waited)
 
-    def _check_and_look(self, ranks: list[int], waited: float) -> None:
+    def _check_and_look(self, places: list[int], waited: float) -> None:
         self._waiting.check()
-        self.look(ranks, waited)
+        self.look(places, waited)
+
+    def _ranks(self, places: Sequence[int]) -> list[int]:
+        return [self.ranks[place] for place in places]
 
     def _check_alive(self, waiting: list[int], slot: int, value: int, waited: float) -> None:
         if self._waiting.recorder is not None:
             self._waiting.recorder.look()
-        for rank in waiting:
-            gone = self.gone(rank)
-            if gone and self._flags[rank][slot] < value:
+        for place in waiting:
+            gone, rank = self.gone(place), self.ranks[place]
+            if gone and self._flags[place][slot] < value:
                 lost = WorkerLost(
                     f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See the log of rank {rank} for the cause.",
                     ranks=(rank,),
                 )
                 raise self._waiting.explain(lost)
         if waited > self._waiting.timeout:
-            ranks = waiting or self._waiting.others
+            ranks = self._ranks(waiting) or self._waiting.others
             named, are = name_ranks(ranks), "it is" if len(ranks) == 1 else "they are"
             purpose = f" {self._waiting.purpose}" if self._waiting.purpose else ""
             silent = WorkerSilent(
@@ -309,18 +329,18 @@ class SharedMemory:
             )
             raise self._waiting.explain(silent)
 
-    def gone(self, rank: int) -> str:
-        """Why a worker will announce nothing more; empty if it may.
+    def gone(self, place: int) -> str:
+        """Why the worker of this place will announce nothing more; empty if it may.
 
         After a loss, workers still wait for those alive: so either all of them finish a step, or none.
         """
         poll = select.poll()  # select() takes no number above 1023
-        poll.register(self._handles[rank], select.POLLIN)
-        if poll.poll(0) or is_ending(self._pids[rank]):
-            return f"its process {self._pids[rank]} ended"
-        if self._flags[rank][_GAVE_UP]:
+        poll.register(self._handles[place], select.POLLIN)
+        if poll.poll(0) or is_ending(self._pids[place]):
+            return f"its process {self._pids[place]} ended"
+        if self._flags[place][_GAVE_UP]:
             return "it stopped waiting for others"
-        return "it was dropped" if self._waiting.is_missing(rank) else ""
+        return "it was dropped" if self._waiting.is_missing(self.ranks[place]) else ""
 
 
 def _handle(rank: int, pid: int) -> int:

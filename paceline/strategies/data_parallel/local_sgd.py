@@ -29,7 +29,7 @@ import torch
 
 from paceline.checkpoint.tensors import load_optimizer_state, named_tensors
 from paceline.comm.reduction.bucketed import BucketedReduction
-from paceline.comm.reduction.shared_memory import reduction_for
+from paceline.comm.reduction.choice import reduction_for
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError

@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.comm.all_gather import AllGather
 from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
-from paceline.comm.reduction.shared_memory import reduction_for
+from paceline.comm.reduction.choice import reduction_for
 from paceline.comm.step_header import NORMS_TAG, StepHeader
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World

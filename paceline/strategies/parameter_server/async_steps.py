@@ -176,7 +176,7 @@ class AsyncSteps(Strategy):
             self._claims.begin(restored(table, state))
             self._memory.announce(self._flag, self._starts)
         else:
-            self._memory.wait(self._flag, self._starts, ranks=(0,))
+            self._memory.wait(self._flag, self._starts, places=(0,))
             self._server.begin(version)
         self._synchronized = False
         return max(map(int, notices))

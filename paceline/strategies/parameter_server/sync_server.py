@@ -138,7 +138,7 @@ class Servers:
         if self._shard is not None:
             self._shard.write(copy)
             self._memory.announce(self._flag, self.version + 1)
-        self._memory.wait(self._flag, self.version + 1, ranks=self._servers)
+        self._memory.wait(self._flag, self.version + 1, places=self._servers)
         for shard in self.shards:
             if shard is not self._shard:
                 shard.read(copy, states=False)
