@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.coordinator.types import Bounds, Lost, Message, Worker, largest_fit, saver_of
+from paceline.coordinator.types import Bounds, Lost, Message, Worker, by_machine, largest_fit, saver_of
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
 Send = Callable[[int, Message], None]
@@ -372,9 +372,9 @@ class MembershipProtocol:
         self.end(DEADLINE_PASSED if hang else WorkerLost.exit_code, reason, now, save=True, **about)
 
     def _publish(self, chosen: list[int], dismissed: list[int] | None = None) -> None:
-        before = self.members
+        chosen = by_machine(chosen, self.workers)
+        before, self.members = self.members, chosen
         self.generation += 1
-        self.members = chosen
         self.changing = self._shortage_noted = False
         self._since = None
         members = []

@@ -163,6 +163,17 @@ def largest_fit(fits: Sequence[int], count: int) -> int:
     return max((fit for fit in fits if fit <= count), default=0) if fits else count
 
 
+def by_machine(numbers: Sequence[int], workers: Mapping[int, Worker]) -> list[int]:
+    """Put workers of the same machine next to each other, machines in the order of their first worker.
+
+    Neighbours compute neighbouring microbatches, so the workers of a machine have few whole nodes of the canonical
+    tree together.
+    """
+    machines = {number: (workers[number].about.get("host"), workers[number].about.get("address")) for number in numbers}
+    order = list(dict.fromkeys(machines.values()))
+    return sorted(numbers, key=lambda number: order.index(machines[number]))
+
+
 def saver_of(members: Sequence[int], workers: Mapping[int, Worker]) -> int | None:
     """Choose who writes the last checkpoint: the first of the most advanced workers that are ready."""
     ranks = {number: rank for rank, number in enumerate(members)}

@@ -50,6 +50,7 @@ class Hosts:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.workers = 1  # of each
         self.go = folder / "go"
         self._mark = f"{os.getpid() % 10000}"
         self._running: list[subprocess.Popen[bytes]] = []
@@ -89,7 +90,7 @@ class Hosts:
         folder = self.folder / str(place)
         folder.mkdir(exist_ok=True)
         (folder / "train.py").write_text(SCRIPT.replace("STEPS", str(steps)).replace("GO", str(self.go)))
-        command = ["ip", "netns", "exec", self.names[place], PACELINE, "run", "-n", "1", "--quiet"]
+        command = ["ip", "netns", "exec", self.names[place], PACELINE, "run", "-n", str(self.workers), "--quiet"]
         command += ["--rendezvous", f"{self.address(0)}:{PORT}", "--secret-file", str(self.folder / "secret")]
         command += [*options, "train.py"]
         with (folder / "said").open("ab") as said:
@@ -152,13 +153,16 @@ def alone(folder: Path, steps: int) -> str:
 
 
 @needs_root
-def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path, workers: int) -> None:
+    hosts.workers = workers
+    nodes = ["--nodes", "1:3"]
     agents = [
-        hosts.start(0, 500, "--nodes", "1:3", "--name", "job"),
-        hosts.start(1, 500, "--nodes", "1:3"),
-        hosts.start(2, 500, "--nodes", "1:3"),
+        hosts.start(0, 500, *nodes, "--name", "job"),
+        hosts.start(1, 500, *nodes),
+        hosts.start(2, 500, *nodes),
     ]
-    until(lambda: any(event["event"] == "membership" and len(event["workers"]) == 3 for event in hosts.events()))
+    until(lambda: any(len(members) == 3 * workers for members in memberships(hosts)))
     until(lambda: steps_done(hosts) > 5)
     os.kill(hosts.worker(1), signal.SIGKILL)
     until(lambda: any(event["event"] == "recovered" and event["lost"] for event in hosts.events()))
@@ -173,6 +177,11 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path) -> Non
     assert any(text in reason for text in told for reason in lost), lost
     steps = [event["step"] for event in hosts.events() if event["event"] == "step" and event["rank"] == 0]
     assert steps == list(range(500))
+
+
+def memberships(hosts: Hosts) -> list[list[int]]:
+    """The workers of each generation, by rank."""
+    return [event["workers"] for event in hosts.events() if event["event"] == "membership"]
 
 
 @needs_root
