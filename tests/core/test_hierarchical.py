@@ -1,5 +1,6 @@
 """Several workers on each of several machines: the same bits, and each gradient crosses the network once a machine."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,3 +45,34 @@ def test_the_bits_do_not_depend_on_the_machines(machines: tuple[int, ...], case:
         assert one[case]["steps"] == steps_of(case)
         assert one[case]["losses"] == alone[case]["losses"]
         assert one[case]["fingerprint"] == alone[case]["fingerprint"]
+
+
+SENT = """
+from functools import partial
+import torch
+import paceline
+from subjects import tell
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+data = torch.utils.data.TensorDataset(torch.randn(64, 64), torch.randn(64, 64))
+session = paceline.start(
+    model=model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.mse_loss, data=data, batch=16
+)
+for batch in session.batches(steps=3):
+    session.step(batch)
+tell(gradients=4 * sum(value.numel() for value in model.parameters()))
+"""
+
+
+@pytest.mark.parametrize(("machines", "most"), [((2, 2), 1.0), ((4, 4), 1.0), ((2, 2, 2, 2), 1.5)], ids=str)
+def test_a_machine_sends_its_sums_once(
+    printed: Printed, tmp_path: Path, machines: tuple[int, ...], most: float
+) -> None:
+    environment = {"PACELINE_RUN": str(tmp_path)}
+    told = printed(SENT, sum(machines), tmp_path, machines=machines, environment=environment)
+    sent = []
+    for rank in range(sum(machines)):
+        lines = (tmp_path / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
+        events = [json.loads(line) for line in lines]
+        sent.append(sum(one["bytes"] for one in events if one["event"] == "exchange" and one["what"] == "gradients"))
+    of_machine = [sum(sent[sum(machines[:place]) : sum(machines[: place + 1])]) for place in range(len(machines))]
+    assert max(of_machine) / (3 * told[0]["gradients"]) == pytest.approx(most, rel=0.05)  # whole chunks

@@ -429,3 +429,20 @@ def test_the_last_save_does_not_wait_for_a_script_that_has_ended(three: Scripted
     three.of.end(3, "worker 0 ended with exit code 3", three.now, save=True)
     three.ready(0, 2)
     assert three.last(0)["type"] == "end"
+
+
+def test_workers_of_a_machine_have_neighbouring_ranks() -> None:
+    hand = ScriptedMembership(most=5, wanted=5)
+    for number, host in enumerate(["a", "b", "a", "b"]):
+        hand.of.started(number)
+        hand.of.register(number, {"host": host, "address": "10.0.0.1"}, {})
+    hand.of.started(4)
+    for number in range(4):
+        hand.ready(number)
+    hand.now = 31.0
+    hand.of.advance(hand.now)
+    assert hand.of.members == [0, 2, 1, 3]
+    hand.of.register(4, {"host": "a", "address": "10.0.0.1"}, {})
+    hand.ready(4)
+    hand.ready(0, 1, 2, 3)
+    assert hand.of.members == [0, 2, 4, 1, 3]

@@ -3,7 +3,7 @@
 import pytest
 
 from paceline.schedule.shares import even
-from paceline.schedule.tree import Node, merges, push, total, whole_nodes
+from paceline.schedule.tree import Node, fold, merges, push, total, whole_nodes
 
 
 def spelled(first: int, level: int, leaves: int) -> str | None:
@@ -54,3 +54,21 @@ def test_the_additions_do_not_depend_on_the_shares(leaves: int) -> None:
 def test_a_power_of_two_needs_one_node_for_each_worker() -> None:
     for workers in (1, 2, 4, 8):
         assert all(len(whole_nodes(share)) == 1 for share in even(16, workers))
+
+
+@pytest.mark.parametrize("leaves", [*range(2, 18)])
+@pytest.mark.parametrize("machines", [(2, 2), (3, 1), (1, 2, 2), (4, 4)], ids=str)
+def test_sums_made_inside_of_machines_first(machines: tuple[int, ...], leaves: int) -> None:
+    shares = even(leaves, sum(machines))
+    sums, first = [], 0
+    for workers in machines:
+        inside = [
+            (node, spelled(node.place << node.level, node.level, leaves))
+            for share in shares[first : first + workers]
+            for node in whole_nodes(share)
+        ]
+        sums += fold([(node, str(text)) for node, text in inside], add)
+        first += workers
+    assert total(sums, add) == spelled(0, (leaves - 1).bit_length(), leaves)
+    if leaves == 16 and machines == (4, 4):
+        assert [node for node, _ in sums] == [Node(3, 0), Node(3, 1)]

@@ -1,0 +1,96 @@
+"""Several workers on each of several machines: step time, and bytes that leave each machine, beside DDP on gloo.
+
+Each machine is a network namespace with one link; the bytes are those that the kernel counted on it. Each way runs in
+processes of its own, the ways in turns; medians over rounds, and the ratio to DDP of the same round.
+
+    python bench/machines                                        # 2 x 8 and 4 x 4, as fast as the links can
+    python bench/machines --layouts 2x1,4x1,2x2 --rate 1gbit --rounds 3
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from namespaces import network, obstacle
+
+WORKER = Path(__file__).with_name("worker.py")
+DEADLINE = 600.0
+WAYS = ("ddp", "fast", "exact")
+
+
+def run(names: list[str], workers: int, folder: Path, way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Run one way on so many workers of each machine; what each told."""
+    folder.mkdir()
+    size = len(names) * workers
+    with contextlib.ExitStack() as stack:
+        running = []
+        for rank in range(size):
+            environment = {
+                **os.environ,
+                **{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
+                **{"LOCAL_RANK": str(rank % workers), "LOCAL_WORLD_SIZE": str(workers)},
+                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29412", "GLOO_SOCKET_IFNAME": "eth0"},
+            }
+            command = ["ip", "netns", "exec", names[rank // workers], sys.executable, str(WORKER), str(folder), way]
+            output = stack.enter_context((folder / f"output-{rank}").open("w"))
+            process = subprocess.Popen(
+                [*command, str(options.megabytes), str(options.steps)],
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            running.append(process)
+        end = time.monotonic() + DEADLINE
+        while any(process.poll() is None for process in running):
+            failed = next((rank for rank, process in enumerate(running) if process.poll()), None)
+            if failed is not None or time.monotonic() > end:
+                raise SystemExit(f"{way}: worker {failed}\n{(folder / f'output-{failed or 0}').read_text()[-3000:]}")
+            time.sleep(0.1)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+
+
+def measure(layout: str, options: argparse.Namespace) -> None:
+    """Print the table of one layout."""
+    machines, workers = map(int, layout.split("x"))
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    with network(machines, options.rate) as names, tempfile.TemporaryDirectory() as folder:
+        for turn in range(options.rounds):
+            for way in WAYS:
+                everyone = run(names, workers, Path(folder) / f"{turn}-{way}", way, options)
+                slowest = [max(values) for values in zip(*(one["seconds"] for one in everyone), strict=True)]
+                crossed = max(one["bytes"] for one in everyone) / everyone[0]["gradients"]
+                found[way].append((median(slowest), crossed))
+    rate = options.rate or "unlimited"
+    print(f"\n{machines} machines x {workers} workers, links {rate}, G = {everyone[0]['gradients'] / 1e6:.1f} MB")
+    print(f"{'':8} {'ms a step':>10} {'x DDP':>7} {'sent by a machine / G':>22}")
+    for way in WAYS:
+        ratios = [one[0] / base[0] for one, base in zip(found[way], found["ddp"], strict=True)]
+        seconds, crossed = median(one[0] for one in found[way]), max(one[1] for one in found[way])
+        print(f"{way:8} {1e3 * seconds:10.1f} {median(ratios):7.2f} {crossed:22.2f}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", default="2x8,4x4", help="machines x workers of each")
+    parser.add_argument("--rate", help="of each link, as tc writes it: 1gbit")
+    parser.add_argument("--megabytes", type=int, default=20, help="of gradients")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=1)
+    options = parser.parse_args()
+    missing = obstacle()
+    if missing:
+        raise SystemExit(f"left out, as {missing}")
+    for layout in options.layouts.split(","):
+        measure(layout, options)
