@@ -116,6 +116,8 @@ class Examiner:
         if self._wanted.checkpoints is not None:
             self._mark = self._wanted.checkpoints, token, number
             found.append(folders.leave_mark(*self._mark))
+            if found[-1].status != "failure":
+                found.append(folders.room("room for checkpoints", self._wanted.checkpoints))
         return found
 
     def _check_network(self) -> list[Finding]:

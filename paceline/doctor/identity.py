@@ -20,6 +20,8 @@ _TORCH_SECONDS = 120.0
 _INSTRUCTIONS = ("avx", "avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "neon", "asimd", "sve", "bf16")
 _BLOCK, _BLOCKS = 1 << 16, 64
 _MOST_FILES, _FILES_READ = 100_000, 16
+_WHOLE_BYTES = 256 << 20
+"""A data set of up to so many is read as a whole: in a second, where blocks would miss a difference."""
 
 
 def versions() -> dict[str, str]:
@@ -75,14 +77,14 @@ def script_hash(script: Path) -> str | None:
 
 
 def data_facts(path: Path) -> dict[str, Any]:
-    """Describe a data set: how much there is, and a hash over samples of it, not over all.
+    """Describe a data set: how much there is, and a hash; of a large one over samples of it, not over all.
 
-    Of a folder the names and sizes of all files count, and blocks of a few of them.
+    Of a large folder the names and sizes of all files count, and blocks of a few of them.
     """
     try:
         if path.is_file():
             digest = hashlib.sha256()
-            _read_blocks(path, digest)
+            _read_blocks(path, digest, path.stat().st_size <= _WHOLE_BYTES)
             return {"files": 1, "bytes": path.stat().st_size, "hash": digest.hexdigest()[:16]}
         if path.is_dir():
             return _folder_facts(path)
@@ -97,9 +99,11 @@ def _folder_facts(path: Path) -> dict[str, Any]:
     digest = hashlib.sha256()
     for name, count in found:
         digest.update(f"{name}\0{count}\n".encode("utf-8", "surrogateescape"))
-    for name, _ in found[:: max(1, len(found) // _FILES_READ)]:
-        _read_blocks(path / name, digest)
-    return {"files": len(found), "bytes": sum(count for _, count in found), "hash": digest.hexdigest()[:16]}
+    total = sum(count for _, count in found)
+    whole = total <= _WHOLE_BYTES
+    for name, _ in found[:: 1 if whole else max(1, len(found) // _FILES_READ)]:
+        _read_blocks(path / name, digest, whole)
+    return {"files": len(found), "bytes": total, "hash": digest.hexdigest()[:16]}
 
 
 def _files(path: Path) -> Iterator[tuple[str, int]]:
@@ -114,11 +118,14 @@ def _files(path: Path) -> Iterator[tuple[str, int]]:
             yield str(file.relative_to(path)), about.st_size
 
 
-def _read_blocks(path: Path, digest: Any) -> None:
-    """Add the size of a file, and blocks of it at equal distances."""
+def _read_blocks(path: Path, digest: Any, whole: bool) -> None:
+    """Add the size of a file, and blocks of it at equal distances, or all of it."""
     count = path.stat().st_size
     digest.update(f"{count}\n".encode())
     with open(path, "rb") as file:
+        if whole:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+            return
         for place in range(_BLOCKS):
             file.seek(count * place // _BLOCKS if count > _BLOCK * _BLOCKS else _BLOCK * place)
             digest.update(file.read(_BLOCK))

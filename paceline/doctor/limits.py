@@ -50,6 +50,7 @@ class Limits:
     memory_used: int = 0
     shared_size: int | None = None
     shared_free: int = 0
+    shared_writable: bool = True
     files: int | None = None
     locked: int | None = None
     rdma: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ def look() -> Limits:
         memory_used=used,
         shared_size=shared[0] if shared else None,
         shared_free=shared[1] if shared else 0,
+        shared_writable=os.access(_SHARED, os.W_OK),
         files=_soft(resource.RLIMIT_NOFILE),
         locked=_soft(resource.RLIMIT_MEMLOCK),
         rdma=tuple(sorted(path.name for path in _RDMA.glob("*"))),

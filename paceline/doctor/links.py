@@ -35,6 +35,7 @@ _SENT_AGAIN, _SENT, _ROUND_TRIP = 100, 136, 148
 """Where the kernel's ``tcp_info`` has the repeated segments, all segments, and the shortest round trip (µs)."""
 _ECHO, _TAKE = b"e", b"t"
 _STARVED = Path("/proc/thread-self/schedstat")
+_RESET = "connection refused, although a program listens on this port: a firewall resets it, or another machine answers"
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,10 @@ class _NoConnectionError(Exception):
 @contextlib.contextmanager
 def _connected(address: str, port: int, secret: Secret) -> Iterator[socket.socket]:
     tried = attempt(address, port)
+    if tried.kind == "refused":  # the other machine listens there: it has said so
+        raise _NoConnectionError(_RESET, firewall=True)
     if tried.socket is None:
-        raise _NoConnectionError(tried.cause, tried.kind in ("rejected", "no answer")) from None
+        raise _NoConnectionError(tried.cause, tried.kind in ("rejected", "no answer"))
     with tried.socket as connection:
         try:
             authenticate(connection, AGENT, secret.key(AGENT), _PATIENCE)

@@ -174,3 +174,43 @@ def test_a_signal_stops_all(by_signal: bool, capfd: pytest.CaptureFixture[str]) 
     before = signal.getsignal(signal.SIGINT)
     assert follow([first, second], env.inherited(), 20.0, lambda client, code: True) == 75
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_hostfile_with_what_ssh_would_take_for_an_option(tmp_path: Path) -> None:
+    for line in ("-oProxyCommand=true slots=1", ":4"):
+        (tmp_path / "hosts").write_text(f"h1\n{line}\n")
+        with pytest.raises(ConfigError, match=r"line 2: .* begins with no name of a host"):
+            read_hostfile(tmp_path / "hosts", 1)
+
+
+def doctor(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", *words])
+    said = capsys.readouterr()
+    return int(ended.value.code or 0), said.out + said.err
+
+
+def test_the_commands_of_doctors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["-H", "h1:4,h2:2", "--data", "d", "--checkpoints", "c", "--json", "--dry-run", "train.py"]
+    code, said = doctor(words, capsys)
+    first, second = said.splitlines()
+    assert "doctor --on local --workers 4 --nodes 2 --rendezvous h1:PORT --patience 60 --runs-dir runs" in first
+    assert "--workers 2" in second and "--data d --checkpoints c --json train.py" in second
+    assert code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--on", "kubernetes"], "the doctor cannot be started there from here"),
+        (["--on", "slurm"], "the doctor examines the nodes of an allocation"),
+        (["--on", "nowhere"], "there is no such place"),
+        (["--on", "ssh", "-H", "h1:0"], "give hosts and their numbers of workers"),
+        (["--gpus", "2"], "name that with --on"),
+        (["--secret-file", "s"], "give --rendezvous and --nodes, too"),
+    ],
+)
+def test_doctors_that_cannot_be_started(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = doctor(words, capsys)
+    assert text in said
+    assert code == 2

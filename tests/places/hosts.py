@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-PROGRAMS = ("ip", "unshare", "ssh", "ssh-keygen")
+PROGRAMS = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen")
 SSHD = "/usr/sbin/sshd"
 _SECONDS = 60.0
 _SERVER = """
@@ -137,6 +137,15 @@ class Hosts:
         """Put the cable of a host in."""
         _ip(f"-n {self.namespace(host)} link set eth0 up")
         _ip(f"-n {self.namespace(host)} route replace default via {self.address('sw')}")
+
+    def mount(self, host: str, folder: Path, *options: str) -> None:
+        """Put an empty folder over one, as this host alone sees it."""
+        inside = ["nsenter", "-t", str(self._servers[host].pid), "-m"]
+        _run(*inside, "mount", "-t", "tmpfs", *options, "tmpfs", str(folder))
+
+    def unmount(self, host: str, folder: Path) -> None:
+        """Take it away."""
+        _run("nsenter", "-t", str(self._servers[host].pid), "-m", "umount", "--lazy", str(folder))
 
     def running(self, host: str) -> list[str]:
         """The command lines of what runs on a host, but for its SSH server."""

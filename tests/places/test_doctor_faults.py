@@ -172,6 +172,16 @@ def unlike(network: TwoHosts, tmp_path_factory: pytest.TempPathFactory) -> Itera
         network.heal()
 
 
+@needs_root
+def test_a_folder_for_checkpoints_without_room(hosts: TwoHosts, tmp_path: Path) -> None:
+    small = f"mount -t tmpfs -o size=30m tmpfs {tmp_path}"
+    first, second = (hosts.start(name, "--checkpoints", str(tmp_path), setup=small) for name in ("h1", "h2"))
+    found = ended(first)
+    ended(second)
+    assert "disk almost full" in found.found("room for checkpoints", "h2"), found.findings
+    assert found.code == 1
+
+
 PYTHON = ".".join(map(str, sys.version_info[:3]))
 
 
@@ -202,7 +212,11 @@ ESTABLISHED = "ct state established,related accept"
 @needs_firewall
 @pytest.mark.parametrize(
     ("rule", "text"),
-    [("drop", "no answer: a firewall drops what is sent"), ("reject", "connection rejected by a firewall")],
+    [
+        ("drop", "no answer: a firewall drops what is sent"),
+        ("reject", "connection rejected by a firewall"),
+        ("reject with tcp reset", "a firewall resets it"),
+    ],
 )
 def test_a_firewall_closes_the_ports_of_workers(hosts: TwoHosts, rule: str, text: str) -> None:
     hosts.firewall("h2", ESTABLISHED, f"tcp dport 1024-65535 {rule}")

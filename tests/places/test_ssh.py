@@ -1,5 +1,6 @@
 """Runs on hosts that are reached by ssh."""
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, missing, until
 from training import SCRIPT, alone, fingerprints, waiting_script, write_script
+
+import paceline
 
 PACELINE = str(Path(sys.executable).with_name("paceline"))
 
@@ -56,6 +59,51 @@ def test_a_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     assert hosts.running("h1") == []
 
 
+def test_a_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 2)
+    run = hosts.start("sw", PACELINE, "run", "-H", "h1:1,h2:1", script, cwd=tmp_path)
+    until(lambda: all_wait(run, tmp_path, 2), 120)
+    hosts.power_off("h2")
+    (tmp_path / "on").touch()
+    hosts.power_on("h2")
+    said, _ = run.communicate(timeout=250)
+    assert (run.returncode, fingerprints(said)) == (0, [expected]), said
+    assert "host h2 is lost; its agent is started again in 5 s" in said
+    assert [hosts.running(name) for name in hosts.names] == [[], []]
+
+
+def test_the_first_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 2)
+    words = ["--name", "one", "--resume", "auto", "--set", "checkpoint.every=2"]
+    command = [PACELINE, "run", "-H", "h1:1,h2:1", *words, script]
+    run = hosts.start("sw", *command, cwd=tmp_path)
+    until(lambda: all_wait(run, tmp_path, 2), 120)
+    hosts.power_off("h1")
+    said, _ = run.communicate(timeout=250)
+    assert run.returncode == 5, said
+    assert "The connection to h1, the first host, is lost" in said
+    until(lambda: not hosts.running("h2"), 120)
+    hosts.power_on("h1")
+    (tmp_path / "on").touch()
+    again = hosts.start("sw", *command, cwd=tmp_path)
+    said, _ = again.communicate(timeout=250)
+    assert (again.returncode, fingerprints(said)) == (0, [expected]), said
+    assert "from step 0" not in said
+
+
+@pytest.mark.skipif(shutil.which("nft") is None, reason="needs nft: apt-get install nftables")
+def test_a_launcher_that_falls_silent(hosts: Hosts, tmp_path: Path) -> None:
+    script, _ = waiting_script(tmp_path, 2)
+    run = hosts.start("sw", PACELINE, "run", "-H", "h1:1,h2:1", "--grace", "3", script, cwd=tmp_path)
+    until(lambda: all_wait(run, tmp_path, 2), 120)
+    silence = "table ip test { chain one { type filter hook output priority 0; tcp dport 22 drop; }\n}\n"
+    nft = ["ip", "netns", "exec", hosts.namespace("sw"), "nft", "-f", "-"]
+    subprocess.run(nft, input=silence, text=True, check=True)
+    until(lambda: not any(hosts.running(name) for name in hosts.names), 120)
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 5, said
+
+
 def test_a_signal_saves_and_the_next_run_resumes(hosts: Hosts, tmp_path: Path) -> None:
     script, expected = waiting_script(tmp_path, 2)
     command = [PACELINE, "run", "-H", "h1:1,h2:1", "--name", "one", "--resume", "auto", script]
@@ -93,6 +141,14 @@ def test_hosts_that_cannot_be_used(hosts: Hosts, tmp_path: Path) -> None:
         return said
 
     assert "nowhere: " in refused("h1:1,nowhere:1")
+    for folder, text in (
+        (tmp_path, f"h2: there is no {script}"),
+        (Path(paceline.__file__).parent, "cannot import paceline"),
+        (Path(sys.executable).parent, f"h2: there is no Python to run at {sys.executable}"),
+    ):
+        hosts.mount("h2", folder)
+        assert text in refused("h1:1,h2:1")
+        hosts.unmount("h2", folder)
     known = hosts.folder / "known"
     before = known.read_text()
     known.write_text("".join(line for line in before.splitlines(keepends=True) if not line.startswith("h2")))
@@ -101,3 +157,14 @@ def test_hosts_that_cannot_be_used(hosts: Hosts, tmp_path: Path) -> None:
     known.write_text(before)
     (hosts.folder / "user.pub").write_text("")
     assert "without a password" in refused("h1:1,h2:1")
+
+
+def test_an_agent_that_cannot_begin_ends_the_run(hosts: Hosts, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    (tmp_path / "runs").mkdir()
+    hosts.mount("h2", tmp_path / "runs", "-o", "ro")
+    run = hosts.start("sw", PACELINE, "run", "-H", "h1:1,h2:1", "--patience", "1000", script, cwd=tmp_path)
+    said, _ = run.communicate(timeout=120)
+    assert "the agent of h2 has ended with exit code 2; see its lines above" in said, said
+    assert run.returncode == 2
+    assert [hosts.running(name) for name in hosts.names] == [[], []]

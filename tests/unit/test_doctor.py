@@ -48,6 +48,7 @@ def test_nothing_is_wrong_with_a_sound_machine() -> None:
         ({"shared_size": 64 << 20, "shared_free": 64 << 20}, "/dev/shm", "failure", "67.1 MB"),
         ({"shared_free": 200 << 20}, "/dev/shm", "warning", "too small"),
         ({"shared_size": None}, "/dev/shm", "failure", "not there"),
+        ({"shared_writable": False}, "/dev/shm", "failure", "cannot be written"),
         ({"available": 4 * GB}, "memory", "warning", "1 GB for each of 4 workers"),
         ({"memory_limit": 2 * GB, "memory_used": GB}, "memory", "failure", "memory limit 2 GB (1 GB left)"),
         ({"quota": 1.5}, "CPU quota", "warning", "1.5 cores, and 4 are visible"),
@@ -277,3 +278,19 @@ def test_the_quick_part_at_the_start(tmp_path: Path) -> None:
     assert "the content of the script differs" in lines[1]
     assert "the clock of h2 is 100 s behind" in lines[2]
     assert compare.differences("h2", {"torch": ["what is this"], "time": "noon"})[0].startswith("the version of torch")
+
+
+def test_a_difference_in_one_of_many_small_files(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        for number in range(50):
+            (tmp_path / folder / f"{number}").write_bytes(b"x" * 100)
+    assert identity.data_facts(tmp_path / "one") == identity.data_facts(tmp_path / "two")
+    (tmp_path / "two" / "7").write_bytes(b"y" * 100)
+    assert identity.data_facts(tmp_path / "one") != identity.data_facts(tmp_path / "two")
+
+
+def test_who_cannot_load_torch_has_no_other_processor() -> None:
+    broken = {**FACTS, "torch": {"error": "ImportError: libcudnn.so.9"}}
+    found = [one for one in comparison.compare({"h1": FACTS, "h2": broken}) if one.status in ("failure", "warning")]
+    assert [(one.check, one.place) for one in found] == [("torch", "h2")]

@@ -111,6 +111,7 @@ def instructions(machines: Machines) -> Finding:
     values = {
         name: f"{facts['torch'].get('instructions', 'unknown')} ({facts['processor']['instructions']})"
         for name, facts in machines.items()
+        if "error" not in facts["torch"]
     }
     if len(set(values.values())) < 2:
         return ok(check, next(iter(values.values()), ""))
@@ -144,7 +145,8 @@ def canary(machines: Machines) -> Finding:
 def gpus(machines: Machines) -> Finding:
     """Compare the GPUs that torch sees."""
     check = "GPUs"
-    values = {name: ", ".join(_counted(facts["torch"].get("gpus", ()))) for name, facts in machines.items()}
+    loaded = {name: facts["torch"] for name, facts in machines.items() if "error" not in facts["torch"]}
+    values = {name: ", ".join(_counted(torch.get("gpus", ()))) for name, torch in loaded.items()}
     if not any(values.values()):
         return skipped(check, "torch sees none")
     if len(set(values.values())) < 2:

@@ -62,17 +62,20 @@ def locked_pages(limits: Limits) -> Finding:
 def shared_memory(limits: Limits, workers: int) -> Finding:
     """Workers of one machine exchange gradients, and data loaders batches, through /dev/shm."""
     check = "/dev/shm"
+    failed = True
     if limits.shared_size is None:
-        values, status = "/dev/shm is not there", "failure"
+        values = "/dev/shm is not there"
+    elif not limits.shared_writable:
+        values = "/dev/shm cannot be written"
     else:
         values = f"{size(limits.shared_free)} free of {size(limits.shared_size)}"
-        status = "failure" if limits.shared_free < _TOO_LITTLE_SHARED else "warning"
         if limits.shared_free >= _LITTLE_SHARED:
             return ok(check, values)
         values = f"too small: {values}"
+        failed = limits.shared_free < _TOO_LITTLE_SHARED and workers > 1
     return Finding(
         check,
-        "failure" if status == "failure" and (workers > 1 or limits.shared_size is None) else "warning",
+        "failure" if failed else "warning",
         values,
         "Workers of one machine exchange gradients through it, and data loaders their batches; when it is full a "
         "process dies with SIGBUS. Containers have 64 MB by default.",

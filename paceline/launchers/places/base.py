@@ -252,6 +252,8 @@ def read_hostfile(path: Path, slots: int) -> list[tuple[str, int]]:
         if not name:
             continue
         host, colon, count = name.partition(":")
+        if not host or host.startswith("-"):
+            raise ConfigError(f"{path}, line {number}: {quoted(line)} begins with no name of a host.")
         given = [word.partition("=")[2] for word in words if word.startswith("slots=")]
         count = count if colon else given[0] if given else str(slots)
         if not (count.isdecimal() and 0 < int(count) < 10_000):

@@ -47,6 +47,8 @@ _PASSED_ON_WHOLE = ("PYTHONPATH", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 60.0
 _LEFT = 75
 _KILLED = 128
+_REFUSED = (2, 3, 126, 127)
+"""Exit codes of an agent that could not begin; without it the others would wait for --patience."""
 
 
 class Ssh(Place):
@@ -86,10 +88,22 @@ class Ssh(Place):
 
         first = agents[0].machine
 
+        refused: list[int] = []
+
         def ended(client: Client, code: int) -> bool:
-            return client.name != first or request.examination is not None  # others may yet say why they did not come
+            if client.name == first:
+                return request.examination is not None  # others may yet say why they did not come
+            if code not in _REFUSED or request.examination is not None:
+                return True
+            sys.stderr.write(f"the agent of {client.name} has ended with exit code {code}; see its lines above\n")
+            if client.name in delays:  # the others train
+                return True
+            refused.append(code)
+            return False
 
         code = follow(clients, env.inherited(), request.grace_seconds, ended, again)
+        if refused:
+            return refused[0]
         if code == CONNECTION_FAILED:
             raise WorkerLost(
                 f"The connection to {first}, the first host, is lost, and the coordinator with it: the run is over. "
