@@ -94,7 +94,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
         code = run.train(request) if found == LOCAL else run.train_on(found, request, options, dry_run=False)
         if code:
             raise _failure(runs / str(request.name), Path(folder), code)
-        return _results(Path(folder))
+        return _results(runs / str(request.name), Path(folder))
 
 
 def _options(place: Mapping[str, Any]) -> Options:
@@ -128,11 +128,17 @@ def _write(folder: Path, function: Callable[..., Any], arguments: tuple[Any, ...
     (folder / CALL).write_bytes(cloudpickle.dumps({"path": sys.path, "function": sent}))
 
 
-def _results(folder: Path) -> list[Any]:
+def _results(run: Path, folder: Path) -> list[Any]:
+    """What the workers returned, in the order of their ranks at the end; of their numbers, if they have not trained."""
     import cloudpickle
 
-    found = sorted(folder.glob(f"{RESULT}-*"), key=lambda path: int(path.name.rpartition("-")[2]))
-    return [cloudpickle.loads(path.read_bytes()) for path in found]
+    found = {int(path.name.rpartition("-")[2]): path for path in folder.glob(f"{RESULT}-*")}
+    ranks: list[int] = []
+    for line in (run / "events" / "launcher.jsonl").read_text().splitlines():
+        if (record := json.loads(line))["event"] == "membership":
+            ranks = record["workers"]
+    order = [*ranks, *sorted(found.keys() - set(ranks))]
+    return [cloudpickle.loads(found[worker].read_bytes()) for worker in order if worker in found]
 
 
 def _failure(run: Path, folder: Path, code: int) -> Exception:

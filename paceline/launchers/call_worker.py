@@ -1,7 +1,7 @@
 """Run as a script by each worker of ``paceline.launch``: call the function, and keep its result or its error.
 
-In the folder that it is given: ``call`` (the path of modules, the function, its arguments), ``result-<rank>``,
-``error-<number of the worker>``. The folder is the launching user's own; nobody else's is ever read.
+In the folder that it is given: ``call`` (the path of modules, the function, its arguments), and for each worker by its
+number ``result-<number>`` or ``error-<number>``. The folder is the launching user's own; nobody else's is ever read.
 """
 
 import contextlib
@@ -20,11 +20,11 @@ def main(folder: Path) -> None:
     call = cloudpickle.loads((folder / CALL).read_bytes())
     sys.path[:] = call["path"]
     function, arguments = cloudpickle.loads(call["function"])
+    launched = env.launch_info()
+    assert launched is not None
     try:
-        _write(folder, f"{RESULT}-{env.identity().rank}", function(*arguments))
+        _write(folder, f"{RESULT}-{launched.worker}", function(*arguments))
     except Exception as error:
-        launched = env.launch_info()
-        assert launched is not None
         with contextlib.suppress(Exception):  # one that cannot be pickled is told by the worker's log alone
             _write(folder, f"{ERROR}-{launched.worker}", error)
         raise
