@@ -207,12 +207,18 @@ def warnings(job: Job) -> list[str]:
     return [f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}"] if keys else []
 
 
+_WRITERS = {"ray": "from_ray", "pyspark": "from_spark"}
+
+
 def _order(data: Any, settings: Settings, workers: int) -> Order:
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        engine = type(data).__module__.partition(".")[0]
+        cure = "Give it __len__ and __getitem__; a stream can be read into a list first."
+        if engine in _WRITERS:
+            cure = f"Write it once to files that all workers see, by paceline.ParquetDataset.{_WRITERS[engine]}."
         raise InputError(
             f"data must be a map-style data set, with a length and items by number, but {type(data).__name__} has "
-            f"{'no length' if hasattr(data, '__getitem__') else 'no items by number'}. "
-            f"Give it __len__ and __getitem__; a stream can be read into a list first."
+            f"{'no length' if hasattr(data, '__getitem__') else 'no items by number'}. {cure}"
         )
     batch = _batch(settings, workers)
     parts = settings.microbatches or default_microbatches(batch)

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from paceline.data import parquet_files
+from paceline.data import parquet_files, ray_data
 from paceline.data.parquet_files import Column
 from paceline.errors import InputError
 
@@ -66,6 +66,37 @@ class ParquetDataset(Dataset[Any]):
         self._transform = transform
         self.columns = found.columns
         self.fingerprint = found.fingerprint
+
+    @classmethod
+    def from_ray(
+        cls,
+        dataset: Any,
+        folder: str | Path,
+        transform: Callable[[Any], Any] | None = None,
+        memory_gigabytes: float = 1.0,
+    ) -> ParquetDataset:
+        """Let Ray write a Dataset to a new folder, once; a sample is the tuple of its columns.
+
+        Samples are numbered in the order of the Dataset, whatever nodes wrote them.
+
+        Args:
+            dataset: a ``ray.data.Dataset``.
+            folder: that does not exist yet, on a file system that all nodes share; a path or a URL.
+            transform: as of :class:`ParquetDataset`.
+            memory_gigabytes: as of :class:`ParquetDataset`.
+
+        Raises:
+            ConfigError: Ray's part for data, or pyarrow, is not installed.
+            InputError: a column cannot be read, the folder is there already, or not all of it is seen here.
+        """
+        rows, columns = ray_data.write(dataset, folder)
+        data = cls(folder, columns, transform, memory_gigabytes)
+        if len(data) != rows:
+            raise InputError(
+                f"Ray has written {rows} rows to {folder}, and here are {len(data)} of them: its nodes see another "
+                f"folder of that name. Name one that all nodes share."
+            )
+        return data
 
     def __len__(self) -> int:
         return self._reader.rows

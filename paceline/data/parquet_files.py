@@ -230,7 +230,7 @@ def _chosen(schema: Any, columns: Sequence[str] | None, path: str) -> tuple[str,
         if chosen.count(name) > 1:
             raise InputError(f"Column {name!r} is named twice.")
         kind = schema.field(name).type
-        if not _is_readable(kind):
+        if not is_readable(kind):
             raise InputError(
                 f"Column {name!r} of {path} is of type {kind}; what can be read are numbers, texts, bytes, and lists "
                 f"of numbers. Convert it when the file is written (a vector of Spark by vector_to_array), or name the "
@@ -250,7 +250,8 @@ def _check_alike(first: Any, schema: Any, columns: Sequence[str], paths: tuple[s
             )
 
 
-def _is_readable(kind: Any) -> bool:
+def is_readable(kind: Any) -> bool:
+    """Whether values of an Arrow type can become tensors, texts or bytes."""
     types = _pyarrow("types")
     if types.is_dictionary(kind):
         kind = kind.value_type
