@@ -78,6 +78,7 @@ def run(contender: Contender, folder: Path, start: Starter) -> Result:
     folder.mkdir()
     (folder / "train.py").write_text(scripts.PACELINE)
     (folder / "ddp.py").write_text(scripts.DDP)
+    (folder / "ray_train.py").write_text(scripts.RAY_TRAIN)
     environment = {"OMP_NUM_THREADS": "1", **({"AGAIN": "1"} if contender.again else {}), **contender.environment}
     began, said, code = time.time(), "", None
     for _ in range(_STARTS if contender.again else 1):

@@ -6,13 +6,17 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from hosts import Hosts
 from hosts import missing as no_hosts
 from measure import Contender, Starter, start_here
+from ray_cluster import RayCluster
+from ray_cluster import missing as no_ray
 from slurm_cluster import SlurmCluster
 from slurm_cluster import missing as no_slurm
 
@@ -125,10 +129,36 @@ def slurm(folder: Path) -> Iterator[Opened]:
         cluster.down()
 
 
+@contextmanager
+def ray(folder: Path) -> Iterator[Opened]:
+    """Two nodes with two workers each, beside Ray Train."""
+    reason = no_ray()
+    if reason is None and (find_spec("pandas") is None or find_spec("ray.train") is None):
+        reason = "needs Ray Train: pip install 'ray[train]'"
+    if reason:
+        raise NotHere(reason)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as short:  # as paths of sockets must be
+        cluster = RayCluster(Path(short))
+        try:
+            cluster.add()
+            known = {"RAY_ADDRESS": str(cluster.address)}
+            yield lambda *words, cwd, environment: cluster.start(*words, cwd=cwd, **environment).process, [
+                Contender("TorchTrainer of Ray Train, max_failures=3", (
+                    PYTHON, "ray_train.py",
+                ), own=True, environment=known),
+                Contender("paceline run --on ray -n 2 --nodes 2 --elastic 3:4", (
+                    *PACELINE, "--on", "ray", "-n", "2", "--nodes", "2", "--elastic", "3:4", "train.py",
+                ), environment=known),
+            ]  # fmt: skip
+        finally:
+            cluster.down()
+
+
 PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Opened]]] = {
     "local": local,
     "ssh": ssh,
     "openmpi": _mpi("mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
     "mpich": _mpi("mpiexec.hydra"),
     "slurm": slurm,
+    "ray": ray,
 }

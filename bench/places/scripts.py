@@ -105,3 +105,29 @@ if __name__ == "__main__":
     train()
 """
 )
+
+RAY_TRAIN = """
+import sys
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+FOLDER = str(Path(__file__).parent)
+
+
+def train():
+    sys.path.insert(0, FOLDER)
+    import ddp
+
+    ddp.train()
+
+
+ray.init(log_to_driver=False)
+TorchTrainer(
+    train,
+    scaling_config=ScalingConfig(num_workers=4, placement_strategy="SPREAD"),
+    run_config=RunConfig(storage_path=f"{FOLDER}/storage", failure_config=FailureConfig(max_failures=3)),
+).fit()
+"""
