@@ -1,57 +1,271 @@
-"""Training on a Ray cluster of two nodes, in network and process namespaces of its own."""
+"""Training on a Ray cluster of two nodes, through all that can happen to it."""
 
-import os
-import subprocess
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from training import alone, fingerprints, waiting_script, write_script
+from ray_cluster import RayCluster, missing
+from training import SCRIPT, alone, fingerprints, waiting_script, write_script
 
-ALONE = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-WITH_LOOPBACK = ["sh", "-c", 'ip link set lo up; exec "$@"', "sh"]
+STEP = "    session.step(batch)\n"
+ALONE_FIRST = """    session.step(batch)
+    if session.position == 3 and session.workers < 4:
+        Path(f"two-{session.rank}").write_text("here")
+"""
+DEAF = """    session.step(batch)
+    if session.position == 5:
+        Path(f"reached-{session.rank}").write_text("here")
+        while True:
+            if session._job.world.notice():
+                Path(f"leaves-{session.rank}").write_text("here")
+            time.sleep(0.05)
+"""
+LAUNCHES = """
+import os, sys
+from functools import partial
+import torch
+import paceline
+
+def train(seed):
+    torch.manual_seed(seed)
+    inputs = torch.randn(48, 4)
+    session = paceline.start(
+        model=torch.nn.Linear(4, 1), optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.mse_loss,
+        data=torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch=12, exact=True,
+    )
+    for batch in session.batches(epochs=1):
+        session.step(batch)
+    return session.rank, session.fingerprint()
+
+def fail():
+    raise LookupError("no such thing")
+
+where = dict(workers=2, nodes=2, on="ray", address=sys.argv[1])
+results = paceline.launch(train, 7, **where)
+assert [rank for rank, _ in results] == [0, 1, 2, 3], results
+assert {found for _, found in results} == {train(7)[1]}
+try:
+    paceline.launch(fail, **where)
+except LookupError as error:
+    print("raised", error)
+"""
+DATA = """
+import sys, time
+from functools import partial
+import ray, ray.data, torch
+import paceline
+
+def square(rows):
+    time.sleep(0.5 if 0 in rows["id"] else 0.0)  # the first block comes last
+    return {"input": [[x / 96, 1.0] for x in rows["id"]], "target": [(x / 96) ** 2 for x in rows["id"]]}
+
+def train(data):
+    torch.manual_seed(0)
+    session = paceline.start(
+        model=torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Flatten(0)),
+        optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.mse_loss, data=data, batch=12, exact=True,
+    )
+    for batch in session.batches(epochs=2):
+        session.step(batch)
+    return session.fingerprint()
+
+rows = [(torch.tensor([x / 96, 1.0], dtype=torch.float64), torch.tensor((x / 96) ** 2)) for x in range(96)]
+inputs, targets = (torch.stack(column).float() for column in zip(*rows))
+expected = train(torch.utils.data.TensorDataset(inputs, targets))
+
+ray.init(sys.argv[1], log_to_driver=False)
+dataset = ray.data.range(96, override_num_blocks=6).map_batches(square, batch_size=16)
+data = paceline.ParquetDataset.from_ray(dataset, "rows", lambda row: tuple(one.float() for one in row))
+assert not dataset.context.execution_options.preserve_order
+for nodes in (1, 2):
+    assert set(paceline.launch(train, data, workers=2, nodes=nodes, on="ray")) == {expected}
+assert ray.is_initialized()
+try:
+    paceline.launch(train, data, on="ray", address="head:6379")
+except paceline.ConfigError as error:
+    print(error)
+"""
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """Where the cluster keeps its files: a short path, as those of sockets must be."""
-    if find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'paceline[ray]'")
-    if os.geteuid() or subprocess.run([*ALONE, *WITH_LOOPBACK, "true"], capture_output=True).returncode:
-        pytest.skip("no right to make network namespaces")
+    """Where a cluster keeps its files: a short path, as those of sockets must be."""
+    if reason := missing():
+        pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as made:
         yield Path(made)
 
 
-def train(folder: Path, scenario: str, *arguments: str, **environment: str) -> tuple[int, str]:
-    """Train on a new cluster; gives the exit code, and what was printed."""
-    program = [sys.executable, str(Path(__file__).with_name("ray_cluster.py")), str(folder), scenario]
-    variables = {**os.environ, "RAY_TMPDIR": str(folder), **environment}
-    ended = subprocess.run(
-        [*ALONE, *WITH_LOOPBACK, *program, *arguments], env=variables, capture_output=True, text=True, timeout=250
-    )
-    return ended.returncode, ended.stdout + ended.stderr
+@pytest.fixture
+def cluster(folder: Path) -> Iterator[RayCluster]:
+    """One of the head alone."""
+    made = RayCluster(folder)
+    try:
+        yield made
+        assert made.left() == []
+    finally:
+        made.down()
 
 
-def test_a_killed_worker(folder: Path) -> None:
-    script = write_script(folder)
-    code, said = train(folder, "well", "-n", "2", "--nodes", "2", str(script), KILL="1")
-    assert (code, fingerprints(said)) == (0, [alone(script)]), said
-    assert (folder / "killed").exists()
+@pytest.fixture
+def ray(cluster: RayCluster) -> RayCluster:
+    """One of two nodes."""
+    cluster.add()
+    return cluster
 
 
-def test_a_lost_node(folder: Path) -> None:
-    script, expected = waiting_script(folder, 4)
-    code, said = train(folder, "lost-node", "-n", "2", "--nodes", "1:2", "--elastic", "2:4", str(script))
+@pytest.fixture
+def no_cluster(folder: Path) -> Iterator[RayCluster]:
+    """A machine without one."""
+    made = RayCluster(folder, head=False)
+    try:
+        yield made
+        assert made.left() == []
+    finally:
+        made.down()
+
+
+def test_a_killed_worker(ray: RayCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    expected = alone(script)
+    script.write_text(SCRIPT.replace('os.environ.get("KILL")', "True"))
+    code, said = ray.train("-n", "2", "--nodes", "2", script, cwd=tmp_path).wait()
+    assert (code, fingerprints(said)) == (0, [expected]), said
+    assert (tmp_path / "killed").exists()
+
+
+def test_nodes_come_and_go(cluster: RayCluster, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 4)
+    script.write_text(script.read_text().replace(STEP, ALONE_FIRST, 1))
+    run = cluster.train("-n", "2", "--nodes", "1:2", "--elastic", "2:4", script, cwd=tmp_path)
+    run.wait_for(tmp_path, "two-*", 2)
+    second = cluster.add()
+    workers = run.wait_for(tmp_path, "reached-*", 4)
+    cluster.remove(second)
+    cluster.wait_for_ends(workers, 2)
+    (tmp_path / "on").touch()
+    cluster.add()
+    code, said = run.wait()
     assert (code, fingerprints(said)) == (0, [expected]), said
 
 
-def test_a_cluster_that_is_too_small(folder: Path) -> None:
-    script = write_script(folder)
-    code, said = train(folder, "well", "-n", "3", "--nodes", "2", "--patience", "8", str(script))
+def test_ctrl_c_saves_and_the_next_run_resumes(ray: RayCluster, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 4)
+    words = ["-n", "2", "--nodes", "2", "--name", "one", "--resume", "auto", script]
+    script.write_text(script.read_text().replace("not world.leaving", "not world.notice()"))
+    run = ray.train(*words, cwd=tmp_path)
+    run.wait_for(tmp_path, "reached-*", 4)
+    run.press_ctrl_c()
+    code, said = run.wait()
+    assert code == 75, said
+    assert re.search(r"resume with: paceline run --on ray .*--name one --resume auto", said), said
+    assert ray.left() == []
+    (tmp_path / "on").touch()
+    code, said = ray.train(*words, cwd=tmp_path).wait()
+    assert (code, fingerprints(said)) == (0, [expected]), said
+    assert "from step 0" not in said
+
+
+def test_a_second_ctrl_c_ends_it_at_once(ray: RayCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    script.write_text("import time\n" + SCRIPT.replace(STEP, DEAF))
+    run = ray.train("-n", "2", "--nodes", "2", "--grace", "1000", script, cwd=tmp_path)
+    run.wait_for(tmp_path, "reached-*", 4)
+    run.press_ctrl_c()
+    run.wait_for(tmp_path, "leaves-*", 1)
+    run.press_ctrl_c()
+    code, said = run.wait()
+    assert code == 137, said
+
+
+def test_a_killed_command_leaves_nothing(ray: RayCluster, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 4)
+    words = ["-n", "2", "--nodes", "2", "--name", "one", "--set", "checkpoint.every=2", "--resume", "auto", script]
+    run = ray.train(*words, cwd=tmp_path)
+    run.wait_for(tmp_path, "reached-*", 4)
+    run.kill()
+    run.wait()
+    assert ray.left() == []
+    (tmp_path / "on").touch()
+    code, said = ray.train(*words, cwd=tmp_path).wait()
+    assert (code, fingerprints(said)) == (0, [expected]), said
+    assert "from step 0" not in said
+
+
+def test_a_cluster_that_is_too_small(ray: RayCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    code, said = ray.train("-n", "3", "--nodes", "2", "--patience", "8", script, cwd=tmp_path).wait()
     assert code == 3, said
     assert "2 nodes with 3 CPU each asked for; there: 127.0.0.1 with 2 CPU; 127.0.0.1 with 2 CPU; free: 4 CPU" in said
-    assert not (folder / "runs").exists()
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_function(ray: RayCluster, tmp_path: Path) -> None:
+    (tmp_path / "launches.py").write_text(LAUNCHES)
+    code, said = ray.start(sys.executable, "launches.py", str(ray.address), cwd=tmp_path).wait()
+    assert code == 0 and "raised no such thing" in said, said
+
+
+def test_a_dataset_of_ray(ray: RayCluster, tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    pytest.importorskip("pandas")
+    (tmp_path / "data.py").write_text(DATA)
+    code, said = ray.start(sys.executable, "data.py", str(ray.address), cwd=tmp_path).wait()
+    assert code == 0, said
+    assert f"this process is connected to the Ray cluster at {ray.address}" in said
+
+
+def test_a_node_without_the_script(cluster: RayCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    cluster.add_without(tmp_path, num_cpus=3)
+    code, said = cluster.train("-n", "3", script, cwd=tmp_path).wait()
+    assert code == 3, said
+    assert f"node 127.0.0.1 has no {script}. Put the script where all nodes see it" in said, said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_gpus(cluster: RayCluster, tmp_path: Path) -> None:
+    cluster.add(num_cpus=1, num_gpus=2)
+    script = tmp_path / "devices.py"
+    script.write_text("import os; open('sees', 'w').write(os.environ['CUDA_VISIBLE_DEVICES'])")
+    code, said = cluster.train("-n", "1", "--gpus", "2", script, cwd=tmp_path).wait()
+    assert code == 0, said
+    assert (tmp_path / "sees").read_text() == "0,1"
+    code, said = cluster.train("-n", "1", "--gpus", "3", "--patience", "1", script, cwd=tmp_path).wait()
+    assert code == 3 and "1 node with 1 CPU, 3 GPU asked for" in said and "127.0.0.1 with 1 CPU, 2 GPU" in said, said
+
+
+def test_a_cluster_of_its_own(no_cluster: RayCluster, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 2)
+    script.write_text(script.read_text().replace("not world.leaving", "not world.notice()"))
+    words = ["-n", "2", "--name", "one", "--resume", "auto", script]
+    run = no_cluster.train(*words, cwd=tmp_path)
+    run.wait_for(tmp_path, "reached-*", 2)
+    run.press_ctrl_c()
+    code, said = run.wait()
+    assert code == 75 and "no Ray cluster was found: starting one on this machine" in said, said
+    assert no_cluster.left() == []
+    (tmp_path / "on").touch()
+    code, said = no_cluster.train(*words, cwd=tmp_path).wait()
+    assert (code, fingerprints(said)) == (0, [expected]), said
+
+
+def test_a_killed_command_leaves_no_cluster_of_its_own(no_cluster: RayCluster, tmp_path: Path) -> None:
+    script, _ = waiting_script(tmp_path, 2)
+    run = no_cluster.train("-n", "2", script, cwd=tmp_path)
+    run.wait_for(tmp_path, "reached-*", 2)
+    run.kill()
+    run.wait()
+
+
+def test_no_cluster_is_there(no_cluster: RayCluster, tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    code, said = no_cluster.train("-n", "1", "--nodes", "2", script, cwd=tmp_path).wait()
+    assert code == 3 and "no Ray cluster was found, and a new one has one node, of 2 that are asked for" in said, said
+    words = ["--address", "127.0.0.1:1", "--patience", "10", script]
+    code, said = no_cluster.train(*words, cwd=tmp_path).wait()
+    assert code == 3 and "--on ray: the cluster at 127.0.0.1:1 cannot be reached: " in said, said
+    assert not (tmp_path / "runs").exists()

@@ -29,7 +29,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import PREEMPTED, ConfigError, StartError
 from paceline.launchers.base import Request
-from paceline.launchers.child import command_of
+from paceline.launchers.child import command_of, end_with_parent
 from paceline.launchers.machine import choose_port
 from paceline.launchers.places.base import Agent, Options, Place, Placement, agent_command, secret_environment
 from paceline.launchers.places.clients import Client, follow
@@ -130,7 +130,29 @@ def _say(line: str) -> None:
 
 @contextlib.contextmanager
 def _connected(ray: Any, address: str | None, cpus: int, fewest: int, seconds: float) -> Iterator[None]:
-    """Connect to a cluster, or start one on this machine if none is named and none is found."""
+    """Connect to a cluster, or start one on this machine if none is named and none is found.
+
+    A process that is connected already, as in a notebook, stays so; its cluster is the one.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    own = not ray.is_initialized()
+    if own:
+        _connect(ray, address, cpus, fewest, seconds)
+        signal.signal(signal.SIGTERM, _end)  # Ray has set a handler that ends with another code
+    elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
+        raise ConfigError(
+            f"--address {address}: this process is connected to the Ray cluster at "
+            f"{ray.get_runtime_context().gcs_address}. Leave the address out, or call ray.shutdown() first."
+        )
+    try:
+        yield
+    finally:
+        if own:
+            ray.shutdown()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _connect(ray: Any, address: str | None, cpus: int, fewest: int, seconds: float) -> None:
     env.set_default("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": "CRITICAL", "configure_logging": True}
     limit = threading.Timer(seconds, _give_up, (address, seconds))  # Ray may try for ever
@@ -153,11 +175,6 @@ def _connected(ray: Any, address: str | None, cpus: int, fewest: int, seconds: f
         raise StartError(_unreachable(address, str(error))) from None
     finally:
         limit.cancel()
-    signal.signal(signal.SIGTERM, _end)  # Ray has set a handler that ends with another code
-    try:
-        yield
-    finally:
-        ray.shutdown()
 
 
 def _unreachable(address: str | None, why: str) -> str:
@@ -330,6 +347,7 @@ class NodeAgent:
         """Run the agent; gives the address of the node, the exit code, and the last lines."""
         if lacking := self.missing():
             return _address_here(), StartError.exit_code, lacking
+        end_with_parent()  # Ray's own way takes a minute when the whole cluster is gone
         # Ray sets the number of threads of its own processes; it says nothing about workers.
         inherited = {name: value for name, value in env.inherited().items() if name != "OMP_NUM_THREADS"}
         with subprocess.Popen(
