@@ -163,6 +163,12 @@ class Settings(BaseModel):
     shares: Literal["speed", "even"] = Field(
         "speed", description="how strategy stealing divides a batch among workers: by speed, or evenly"
     )
+    reduction: Literal["auto", "tree", "collective"] = Field(
+        "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
+    )
+    bucket_megabytes: PositiveFloat | None = Field(
+        None, description="gradients sent together; none: 5 along a tree, 25 with the back end's all-reduce"
+    )
     backup: BackupSettings = BackupSettings()
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
@@ -253,6 +259,8 @@ class Arguments(TypedDict, total=False):
     batch_per_worker: int
     microbatches: int
     shares: Literal["speed", "even"]
+    reduction: Literal["auto", "tree", "collective"]
+    bucket_megabytes: float | None
     backup: BackupSettings | dict[str, Any]
     server: ServerSettings | dict[str, Any]
     local: LocalSettings | dict[str, Any]

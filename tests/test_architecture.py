@@ -37,7 +37,7 @@ SETTINGS = {
         "nonfinite",
     ),
     *("missing_gradient", "threads", "timeout_seconds", "hang_seconds"),
-    *("shares", "backup.workers", "backup.late", "local.every", "local.after"),
+    *("reduction", "bucket_megabytes", "shares", "backup.workers", "backup.late", "local.every", "local.after"),
     *("pipeline.schedule", "pipeline.stages", "pipeline.chunks", "pipeline.cut", "pipeline.replicas"),
     *("pipeline.memory_gigabytes", "pipeline.recompute", "pipeline.update_every", "pipeline.vertical_sync"),
     "pipeline.flush_every",

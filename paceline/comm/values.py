@@ -18,6 +18,8 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 import torch
 
+from paceline.errors import InputError
+
 _HEAD = struct.Struct("<QQ")
 _DOUBLE = struct.Struct("<d")
 _PLAIN = frozenset((type(None), bool, int, str))
@@ -46,6 +48,18 @@ def encode(value: object) -> bytes:
     encoder = _Encoder()
     text = json.dumps(encoder.plain(value, ""), separators=(",", ":")).encode()
     return b"".join((_HEAD.pack(len(text), sum(map(len, encoder.parts))), text, *encoder.parts))
+
+
+def encode_call(what: str, value: object, made: tuple[float, float]) -> bytes:
+    """Write what a worker says in a gather: where in the script it is, its value, and which calls it has made.
+
+    Raises:
+        InputError: the value cannot be sent.
+    """
+    try:
+        return encode((what, value, made))
+    except TypeError as error:
+        raise InputError(f"Not all that belongs to {what!r} can be sent to other workers: {error}.") from error
 
 
 def decode(data: bytes | memoryview) -> Any:

@@ -18,13 +18,12 @@ from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
-from paceline.comm.values import decode, encode
+from paceline.comm.values import decode, encode_call
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
 from paceline.engines.start import Identity
 from paceline.errors import (
     DisagreementError,
-    InputError,
     PacelineError,
     StartError,
     WorkerLost,
@@ -234,7 +233,7 @@ class World(Waiting):
         met = self.recorder and what not in _WITHIN
         made = self.recorder.meet(f"session.{what}", what) if self.recorder and met else (0.0, 0.0)
         with self.awaiting(f"in a gather of all workers ({what})"):
-            values = self._read(self._exchange(_written((what, value, made), what)))
+            values = self._read(self._exchange(encode_call(what, value, made)))
         if any(call != what for call, *_ in values):
             places = ", ".join(f"rank {rank} in {call}" for rank, (call, *_) in enumerate(values))
             raise DisagreementError(
@@ -283,6 +282,16 @@ class World(Waiting):
         except RuntimeError as error:
             raise self.lost(peers, where, error) from error
         return [Transfer(self, work, peers, where) for work in works]
+
+    def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
+        """Start to add up a tensor over all workers, in place and in any order; it is to be waited for."""
+        self.await_process_group()
+        try:
+            work = dist.all_reduce(tensor, async_op=True)
+        except RuntimeError as error:
+            raise self.lost([], self.purpose, error) from error
+        assert work is not None
+        return Transfer(self, work, [], self.purpose)
 
     def _start(self, begin: Callable[..., dist.Work | None], message: Message, where: str) -> Transfer:
         """Start one send or receive, so that an error names the one peer that it is about."""
@@ -353,7 +362,7 @@ class Message:
 
 
 class Transfer:
-    """A send or receive under way."""
+    """A send or receive under way; or a collective operation of all workers, if no peers are named."""
 
     __slots__ = ("_peers", "_where", "_work", "_world")
 
@@ -369,15 +378,8 @@ class Transfer:
         Raises:
             WorkerLost: the peer went away, or stayed silent for the timeout.
         """
-        with self._world.waiting_in_group(self._peers, self._peers, self._where):
+        with self._world.waiting_in_group(self._peers or self._world.others, self._peers, self._where):
             self._work.wait()
-
-
-def _written(value: object, what: str) -> bytes:
-    try:
-        return encode(value)
-    except TypeError as error:
-        raise InputError(f"Not all that belongs to {what!r} can be sent to other workers: {error}.") from error
 
 
 def _device(who: Identity) -> torch.device:

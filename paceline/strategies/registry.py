@@ -13,7 +13,7 @@ from paceline.settings import Settings
 from paceline.step.job import Job
 from paceline.strategies import auto, single
 from paceline.strategies.base import Capabilities, Strategy, check_shares
-from paceline.strategies.data_parallel import backup_workers, local_sgd, work_stealing
+from paceline.strategies.data_parallel import allreduce, backup_workers, local_sgd, work_stealing
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.parameter_server import hogwild
 from paceline.strategies.parameter_server import strategy as parameter_server
@@ -57,7 +57,7 @@ class Entry:
 
 
 _ENTRIES: dict[str, Entry] = {
-    "allreduce": Entry(AllReduce),
+    "allreduce": Entry(AllReduce, capabilities=allreduce.capabilities),
     "auto": Entry(auto.Auto, capabilities=auto.capabilities),
     "backup": Entry(
         backup_workers.build,

@@ -29,11 +29,11 @@ from paceline.comm.world import Message, Transfer, World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, first_of, total
 
-BUCKET_BYTES = 5 * 2**20
-"""Large enough to fill the wire, small enough to overlap: 5 MB is the best for gloo in Li et al. 2020 and here."""
-
 TAGS = 1 << 12
 """Tags for each bucket: one for each node a worker can hold, the last for the all-gather."""
+
+SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
+_MESSAGE_BYTES = 2**19
 
 Divisor = Callable[[], "torch.Tensor | float"]
 
@@ -63,12 +63,25 @@ class BucketedReduction:
         events: where to record each bucket.
         name: what is being summed, for the records.
         tags: the first tag to use.
+        bucket_bytes: when a bucket is full; None: as :meth:`_full`.
+
+    Attributes:
+        kind: of the reduction, for the records.
     """
 
+    kind = "tree"
+
     def __init__(
-        self, world: World | Subgroup, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
+        self,
+        world: World | Subgroup,
+        tensors: list[torch.Tensor],
+        events: EventLog,
+        name: str,
+        tags: int = 0,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._world = world
+        self._bucket_bytes = bucket_bytes or self._full()
         self._events = events
         self._name = name
         self._tensors = tensors
@@ -82,7 +95,18 @@ class BucketedReduction:
 
     def _split(self) -> list[list[int]]:
         """The tensors of each bucket."""
-        return _split(self._tensors)
+        return _split(self._tensors, self._bucket_bytes)
+
+    def _full(self) -> int:
+        """The bytes of a full bucket: enough to fill the wire with each of its chunks, little enough to overlap.
+
+        5 MB is the best for gloo in Li et al. 2020 and here; with many workers that would be many small messages.
+        """
+        return min(max(SMALLEST_BUCKET, self._chunks * _MESSAGE_BYTES), LARGEST_BUCKET)
+
+    def describe(self) -> dict[str, str | int]:
+        """What this is, for the records."""
+        return {"kind": self.kind, "buckets": len(self._buckets), "bucket_bytes": self._bucket_bytes}
 
     @property
     def _chunks(self) -> int:
@@ -249,22 +273,25 @@ class BucketedReduction:
     def _tag(self, bucket: Bucket) -> int:
         return self._tags + bucket.index * TAGS
 
-    def _chunks_sent(self) -> int:
-        """How many chunks of each bucket this worker gives to others."""
-        return (len(self._nodes[self._world.rank]) + 1) * (self._world.size - 1)
+    def _bytes_sent(self, bucket: Bucket) -> int:
+        """How much of a bucket this worker gives to others."""
+        return (len(self._nodes[self._world.rank]) + 1) * (self._world.size - 1) * self._chunk_bytes(bucket)
+
+    def _chunk_bytes(self, bucket: Bucket) -> int:
+        return bucket.chunk * bucket.flats[0].element_size()
 
     def _record(self, bucket: Bucket) -> None:
         self._events.mark(
             "exchange",
             what=self._name,
             bucket=bucket.index,
-            bytes=self._chunks_sent() * bucket.chunk * bucket.flats[0].element_size(),
+            bytes=self._bytes_sent(bucket),
             seconds=perf_counter() - bucket.started,
         )
 
 
-def _split(tensors: list[torch.Tensor]) -> list[list[int]]:
-    """Buckets of neighbours of one type, each of about ``BUCKET_BYTES``."""
+def _split(tensors: list[torch.Tensor], most: int) -> list[list[int]]:
+    """Buckets of neighbours of one type, each of about so many bytes."""
     buckets: list[list[int]] = []
     for _, run in groupby(range(len(tensors)), key=lambda member: (tensors[member].dtype, tensors[member].device)):
         members: list[int] = []
@@ -272,7 +299,7 @@ def _split(tensors: list[torch.Tensor]) -> list[list[int]]:
         for member in run:
             members.append(member)
             size += tensors[member].numel() * tensors[member].element_size()
-            if size >= BUCKET_BYTES:
+            if size >= most:
                 buckets.append(members)
                 members, size = [], 0
         if members:

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.reduction.collective import CollectiveReduction
 from paceline.comm.reduction.hierarchical import HierarchicalReduction
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.world import World
 from paceline.events import EventLog
 
 
+class Wanted(NamedTuple):
+    """What is asked of a reduction.
+
+    Attributes:
+        kind: ``tree``; ``collective``, the all-reduce of the back end; or ``auto``, what is faster.
+        megabytes: of a bucket; None: what is best for the kind.
+    """
+
+    kind: str = "tree"
+    megabytes: float | None = None
+
+
 def reduction_for(
-    world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0
+    world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0, wanted: Wanted | None = None
 ) -> BucketedReduction:
-    """The reduction with the fewest bytes between machines: through memory inside of each, where it can be shared."""
+    """The fastest reduction on these machines that does what is wanted.
+
+    The tree sends the fewest bytes between machines that can be, and none inside of one: what the workers of a machine
+    can share goes through memory. Where they cannot, as on GPUs, the collectives of the back end are faster.
+    """
+    kind, megabytes = wanted or Wanted()
+    size = None if megabytes is None else int(megabytes * 1e6)
+    if kind == "collective" or (kind == "auto" and world.device.type != "cpu"):
+        return CollectiveReduction(world, tensors, events, name, bucket_bytes=size)
     if world.shared_memory is not None:
-        return SharedMemoryReduction(world, world.shared_memory, tensors, events, name)
+        return SharedMemoryReduction(world, world.shared_memory, tensors, events, name, bucket_bytes=size)
     if world.host_memory is not None:
-        return HierarchicalReduction(world, world.host_memory, tensors, events, name, tags)
-    return BucketedReduction(world, tensors, events, name, tags)
+        return HierarchicalReduction(world, world.host_memory, tensors, events, name, tags, bucket_bytes=size)
+    return BucketedReduction(world, tensors, events, name, tags, bucket_bytes=size)

@@ -24,7 +24,7 @@ from itertools import chain
 
 import torch
 
-from paceline.comm.reduction.bucketed import TAGS, Bucket, Divisor
+from paceline.comm.reduction.bucketed import TAGS, Bucket, BucketedReduction, Divisor
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import Message, World
@@ -40,8 +40,10 @@ class HierarchicalReduction(SharedMemoryReduction):
     Args:
         world: the workers, on the machines ``world.hosts``.
         memory: that those of this machine share.
-        tensors, events, name, tags: see :class:`BucketedReduction`.
+        tensors, events, name, tags, bucket_bytes: see :class:`BucketedReduction`.
     """
+
+    kind = "hierarchical tree"
 
     def __init__(
         self,
@@ -51,13 +53,14 @@ class HierarchicalReduction(SharedMemoryReduction):
         events: EventLog,
         name: str,
         tags: int = 0,
+        bucket_bytes: int | None = None,
     ) -> None:
         self._hosts = world.hosts
         self._host = world.hosts.index(memory.ranks)
         self._columns = max(map(len, world.hosts))
         self._served = [column for column in range(self._columns) if self._server(self._host, column) == world.rank]
         self._others = [host for host in range(len(world.hosts)) if host != self._host]
-        super().__init__(world, memory, tensors, events, name, tags)
+        super().__init__(world, memory, tensors, events, name, tags, bucket_bytes)
         self._sums: dict[tuple[int, int], Sums] = {}
         self._phases = (self._scatter, self._send_sums, self._reduce, self._spread, self._await_means)
 
@@ -68,6 +71,9 @@ class HierarchicalReduction(SharedMemoryReduction):
     @property
     def _chunks(self) -> int:
         return len(self._hosts) * self._columns
+
+    def _full(self) -> int:
+        return BucketedReduction._full(self)
 
     def _piece(self, bucket: Bucket, host: int, column: int) -> slice:
         start = (host * self._columns + column) * bucket.chunk
@@ -162,8 +168,10 @@ class HierarchicalReduction(SharedMemoryReduction):
                         flat[piece].copy_(bucket.flats[0][piece])
         self._announce_means(bucket)
 
-    def _chunks_sent(self) -> int:
-        return len(self._served) * len(self._others) * (len(self._host_nodes[self._host]) + 1)
+    def _bytes_sent(self, bucket: Bucket) -> int:
+        """To other machines."""
+        sums = len(self._host_nodes[self._host]) + 1
+        return len(self._served) * len(self._others) * sums * self._chunk_bytes(bucket)
 
 
 def _in_order(nodes: list[list[Node]], ranks: tuple[int, ...]) -> list[Node]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.reduction.bucketed import Bucket, BucketedReduction, Divisor
+from paceline.comm.reduction.bucketed import SMALLEST_BUCKET, Bucket, BucketedReduction, Divisor
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned
 from paceline.comm.world import World
@@ -21,6 +21,8 @@ class SharedMemoryReduction(BucketedReduction):
     worker q has announced the mean.
     """
 
+    kind = "tree in shared memory"
+
     def __init__(
         self,
         world: World,
@@ -29,13 +31,17 @@ class SharedMemoryReduction(BucketedReduction):
         events: EventLog,
         name: str,
         tags: int = 0,
+        bucket_bytes: int | None = None,
     ) -> None:
-        super().__init__(world, tensors, events, name, tags)
+        super().__init__(world, tensors, events, name, tags, bucket_bytes)
         self._shared_memory = shared_memory
         self._flag = shared_memory.reserve(2 * len(self._buckets))
         self._steps = 0
         self._seen: list[list[list[torch.Tensor]]] = [[] for _ in self._buckets]
         """For each bucket and each of its flats, that flat of every worker of this machine."""
+
+    def _full(self) -> int:
+        return SMALLEST_BUCKET
 
     def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
         self._steps += 1

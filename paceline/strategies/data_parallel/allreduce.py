@@ -8,8 +8,8 @@
 
 Gradients are sent in buckets while the backward pass of a worker's last microbatch computes the rest (Li et al. 2020,
 arXiv 2006.15704). A worker adds the gradients of its own microbatches first: with ``exact`` along the canonical tree,
-sending each whole node (``comm.reduction.bucketed``); without, into one running sum. All workers then hold the same
-mean and make the same update.
+sending each whole node (``comm.reduction.bucketed``); without, into one running sum, which the back end may add up in
+an order of its own (``comm.reduction.collective``). All workers then hold the same mean and make the same update.
 """
 
 from __future__ import annotations
@@ -22,13 +22,23 @@ import torch
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
+from paceline.settings import Settings
 from paceline.step.accumulate import Accumulator
 from paceline.step.commit import Apply, commit
 from paceline.step.fusion import Fusion
 from paceline.step.job import Job, StepResult
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import Results
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """See ``strategies.registry.Entry``."""
+    return Capabilities(
+        exact=settings.reduction != "collective",
+        exact_with='reduction="tree"',
+        reads=("reduction", "bucket_megabytes"),
+    )
 
 
 class AllReduce(Strategy):
@@ -54,7 +64,7 @@ class AllReduce(Strategy):
         self._job = job
         self.seconds: list[float] = [0.0] * job.world.size
         self._fusion = Fusion(job)
-        self._reducer = reducer or Reducer(job)
+        self._reducer = reducer or Reducer(job, any_order=not job.settings.exact)
         self._results = Results(job, job.order.microbatches)
         self._shares = shares or (lambda microbatches: even(microbatches, job.world.size))
         self._apply = apply

@@ -19,7 +19,7 @@ from torch import nn
 
 from paceline.comm.all_gather import AllGather
 from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
-from paceline.comm.reduction.choice import reduction_for
+from paceline.comm.reduction.choice import Wanted, reduction_for
 from paceline.comm.step_header import NORMS_TAG, StepHeader
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World
@@ -47,6 +47,7 @@ class Reducer:
         workers: which have a part of each sum; None: all.
         reduction: brings the gradients together, the last parameter's first; None: as fits these workers.
         overlap: whether ``push`` and ``last`` will be used.
+        any_order: whether each worker has one sum at most, and the sums may be added in any order.
     """
 
     def __init__(
@@ -56,10 +57,12 @@ class Reducer:
         workers: World | Subgroup | None = None,
         reduction: BucketedReduction | None = None,
         overlap: bool = True,
+        any_order: bool = False,
     ) -> None:
         named = job.update.parameters if parameters is None else parameters
         self._job = job
         self._workers = workers or job.world
+        self._any_order = any_order
         self._names = list(named)
         self._parameters = list(named.values())
         self._reduction = reduction or self._reduction_of(
@@ -76,10 +79,16 @@ class Reducer:
 
     def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int) -> BucketedReduction | None:
         if isinstance(self._workers, World):
-            return reduction_for(self._workers, examples, self._job.events, name, tags)
+            chosen = reduction_for(self._workers, examples, self._job.events, name, tags, self._wanted())
+            self._job.events.mark("reduction", what=name, **chosen.describe())
+            return chosen
         if self._workers.size == 1:
             return None
         return BucketedReduction(self._workers, examples, self._job.events, name, tags)
+
+    def _wanted(self) -> Wanted:
+        settings = self._job.settings
+        return Wanted(settings.reduction if self._any_order else "tree", settings.bucket_megabytes)
 
     def close(self) -> None:
         """Do nothing more, and release the gradients."""

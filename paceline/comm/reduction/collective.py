@@ -1,0 +1,77 @@
+"""Sums over all workers by the back end's own all-reduce: in its order, at its speed.
+
+What DistributedDataParallel does (Li et al. 2020, arXiv 2006.15704)::
+
+    backward    layer 3   layer 2   layer 1   layer 0
+    bucket of layers 3 and 2          └ all_reduce ───────┐
+    bucket of layers 1 and 0                              │   └ all_reduce ─┐
+    finish                                                └─────────────────┴─ divide
+
+The order of additions is the back end's, and depends on the number of workers: not for ``exact``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor
+from paceline.comm.world import World
+from paceline.events import EventLog
+from paceline.schedule.tree import Node
+
+
+class CollectiveReduction(BucketedReduction):
+    """Averages tensors over all workers, each of which has one running sum, or none.
+
+    Args:
+        world, tensors, events, name, bucket_bytes: see :class:`BucketedReduction`.
+    """
+
+    kind = "collective"
+
+    def __init__(
+        self,
+        world: World,
+        tensors: list[torch.Tensor],
+        events: EventLog,
+        name: str,
+        bucket_bytes: int | None = None,
+    ) -> None:
+        super().__init__(world, tensors, events, name, bucket_bytes=bucket_bytes)
+        self._workers = world
+        self._phases = (self._start, self._finish)
+
+    def _full(self) -> int:
+        """As in DistributedDataParallel: each operation has a cost of its own, more so on GPUs."""
+        return LARGEST_BUCKET
+
+    @property
+    def _chunks(self) -> int:
+        return 1
+
+    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
+        assert all(len(held) <= 1 for held in nodes), "only running sums can be added in any order"
+        super().begin(nodes, divisor, check)
+        if not nodes[self._world.rank]:
+            for bucket in self._buckets:
+                bucket.flats[0].zero_()
+
+    def _add_flats(self, count: int) -> None:
+        for bucket in self._buckets:
+            if not bucket.flats:
+                self._add_flat(bucket, torch.zeros_like(self._example(bucket).new_empty(bucket.chunk)))
+
+    def _start(self, bucket: Bucket) -> None:
+        bucket.sends = [self._workers.start_all_reduce(bucket.flats[0])]
+
+    def _finish(self, bucket: Bucket) -> None:
+        divisor = self._agree(bucket)
+        bucket.sends.pop().wait()
+        bucket.flats[0].div_(divisor)
+
+    def _bytes_sent(self, bucket: Bucket) -> int:
+        """What a ring sends, the least possible."""
+        size = self._world.size
+        return 2 * (size - 1) * self._chunk_bytes(bucket) // size
