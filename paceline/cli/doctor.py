@@ -78,7 +78,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     if secret_file is not None and rendezvous is None and place == LOCAL:
         raise ConfigError("--secret-file is for several machines: give --rendezvous and --nodes, too.")
     request = Request(
-        script=script or Path(),
+        script=Path(),
         workers=workers,
         runs=runs_dir,
         patience_seconds=patience,
@@ -132,7 +132,7 @@ def _examine_here(request: Request) -> int:
         end_with_parent()
     assert request.examination is not None
     wanted = Wanted(
-        workers=request.workers,
+        workers=max(1, request.workers),
         machines=request.nodes[1] if request.nodes else 1,
         host=socket.gethostname(),
         runs=request.runs,

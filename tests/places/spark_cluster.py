@@ -88,16 +88,16 @@ class SparkCluster:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
 
-    def run(self, *words: str | Path, cwd: Path) -> tuple[int, str]:
-        """Run ``paceline run --on spark`` in the namespaces; gives its exit code and all that it said.
+    def run(self, *words: str | Path, cwd: Path, command: str = "run") -> tuple[int, str]:
+        """Run ``paceline run --on spark``, or another command, there; gives its exit code and all that it said.
 
         Its process id is in the file ``driver`` of that folder.
         """
         children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text().split()
         inside = ["nsenter", "--net", "--pid", "--mount", f"--target={children[0]}", "--", "sh", "-c"]
-        command = [sys.executable, "-m", "paceline", "run", "--on", "spark", "--master", self.master, *map(str, words)]
+        whole = [sys.executable, "-m", "paceline", command, "--on", "spark", "--master", self.master, *map(str, words)]
         started = subprocess.Popen(
-            [*inside, 'cd "$0"; echo $$ > driver; exec "$@"', cwd, *command],
+            [*inside, 'cd "$0"; echo $$ > driver; exec "$@"', cwd, *whole],
             env=self._environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -269,3 +269,10 @@ def test_no_cluster_is_there(no_cluster: RayCluster, tmp_path: Path) -> None:
     code, said = no_cluster.train(*words, cwd=tmp_path).wait()
     assert code == 3 and "--on ray: the cluster at 127.0.0.1:1 cannot be reached: " in said, said
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_doctor(ray: RayCluster, tmp_path: Path) -> None:
+    command = (sys.executable, "-m", "paceline", "doctor", "--on", "ray", "--address", str(ray.address))
+    code, said = ray.start(*command, "--nodes", "2", "no.py", cwd=tmp_path).wait()
+    assert code == 1, said
+    assert "FAILURE script: the script is missing on" in said and "checks on 3 machines" in said, said

@@ -59,3 +59,9 @@ def test_too_few_slots(spark: SparkCluster, tmp_path: Path) -> None:
     assert code == 3, said
     assert "needs 3 slots of 1 CPUs" in said and "Spark has 2" in said, said
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_doctor(spark: SparkCluster, tmp_path: Path) -> None:
+    code, said = spark.run("--nodes", "2", "no.py", cwd=tmp_path, command="doctor")
+    assert code == 1, said
+    assert "FAILURE script: the script is missing on" in said and "checks on 2 machines" in said, said

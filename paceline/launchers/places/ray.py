@@ -77,8 +77,9 @@ class RayPlace(Place):
             least=request.least or request.workers * nodes[0],
             most=request.most or request.workers * nodes[1],
         )
-        here = agent_command(replace(request, standby=0), 0, 0, nodes, _HERE)
-        there = agent_command(request, request.workers, 0, nodes, _HERE)
+        machines = nodes if request.examination is None else (nodes[0] + 1, nodes[1] + 1)  # this one is examined, too
+        here = agent_command(replace(request, standby=0), 0, 0, machines, _HERE)
+        there = agent_command(request, request.workers, 0, machines, _HERE)
         known = secret_environment(request)
         passed = {name: environment[name] for name in sorted(environment) if _travels(name)}
         text = [

@@ -87,7 +87,7 @@ class Spark(Place):
         try:
             with stop_signals() as received, Driver(context, request, agent.environment) as driver:
                 for attempt in range(1, _ATTEMPTS + 1):
-                    command = agent.command if attempt == 1 else _resumed(agent.command, request)
+                    command = agent.command if attempt == 1 or request.examination else _resumed(agent.command, request)
                     stage = _Stage(context, driver.task(command), tasks)
                     code = _follow(stage, driver, received, request.grace_seconds)
                     if code is not None:
@@ -95,9 +95,11 @@ class Spark(Place):
                     _say(f"Spark has lost a task of attempt {attempt} of {_ATTEMPTS}: {stage.lost}")
         finally:
             context.stop()
+        lost = f"Spark has lost tasks in {_ATTEMPTS} attempts; the logs of its executors say why."
+        if request.examination is not None:
+            raise StartError(lost)
         raise WorkerLost(
-            f"Spark has lost tasks in {_ATTEMPTS} attempts; the logs of its executors say why. "
-            f"To go on from the newest checkpoint, give --resume auto --name {_name(agent.command)}."
+            f"{lost} To go on from the newest checkpoint, give --resume auto --name {_name(agent.command)}."
         )
 
 
