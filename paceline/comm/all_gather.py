@@ -14,12 +14,14 @@ from paceline.comm.world import Message, World
 class PendingGather:
     """An all-gather under way."""
 
-    def __init__(self, finish: Callable[[], list[torch.Tensor]]) -> None:
+    def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish = finish
-        self._gathered: list[torch.Tensor] | None = None
+        self._gathered: torch.Tensor | None = None
 
-    def wait(self) -> list[torch.Tensor]:
-        """Wait for the tensors of all workers, in the order of ranks.
+    def wait(self) -> torch.Tensor:
+        """Wait for the tensors of all workers: in the memory of the host, one after the other in the order of ranks.
+
+        From a GPU that is one copy, however many workers there are.
 
         Raises:
             WorkerLost: another worker went away or stayed silent.
@@ -48,15 +50,16 @@ class AllGather:
         """Send a tensor to all other workers, which send one of the same shape."""
         if self._shared is not None:
             return PendingGather(partial(self._shared.read, own, self._shared.write(self.world.rank, own)))
-        gathered = [own if rank == self.world.rank else torch.empty_like(own) for rank in range(self.world.size)]
+        gathered = own.new_empty(self.world.size, *own.shape)
+        gathered[self.world.rank] = own
         sends = [Message(own, peer, self._tag) for peer in self.world.others]
         receives = [Message(gathered[peer], peer, self._tag) for peer in self.world.others]
         transfers = self.world.start_transfers(sends, receives)
 
-        def finish() -> list[torch.Tensor]:
+        def finish() -> torch.Tensor:
             for transfer in transfers:
                 transfer.wait()
-            return gathered
+            return gathered.cpu()
 
         return PendingGather(finish)
 
@@ -82,11 +85,11 @@ class _SharedBlocks:
         self._shared_memory.announce(self._flag, self._written)
         return self._written
 
-    def read(self, example: torch.Tensor, number: int) -> list[torch.Tensor]:
+    def read(self, example: torch.Tensor, number: int) -> torch.Tensor:
         """Copy what each worker wrote, once all have."""
         self._shared_memory.wait(self._flag, number)
         count = example.numel()
-        return [
-            torch.frombuffer(block, dtype=example.dtype, count=count).view(example.shape).clone()
-            for block in self._blocks[number % 2]
-        ]
+        blocks = self._blocks[number % 2]
+        return torch.stack([torch.frombuffer(one, dtype=example.dtype, count=count) for one in blocks]).view(
+            -1, *example.shape
+        )

@@ -116,8 +116,8 @@ class StepHeader:
         if self._losses is not None:
             return
         with self._world.awaiting("in the exchange of losses"):
-            tables = self._pending.wait()
-        headers = [table[:_ROWS].tolist() for table in tables]
+            tables = self._pending.wait().tolist()
+        headers = [table[:_ROWS] for table in tables]
         check_steps([int(header[0][0]) for header in headers], {self._step})
         self.notice = max(int(header[0][1]) for header in headers)
         self.seconds = [header[0][2] for header in headers]
@@ -128,7 +128,7 @@ class StepHeader:
         self._losses = sorted(
             PieceLoss(int(start), rank, loss, count)
             for rank, table in enumerate(tables)
-            for start, loss, count in table[_ROWS : _ROWS + int(headers[rank][2][0])].tolist()
+            for start, loss, count in table[_ROWS : _ROWS + int(headers[rank][2][0])]
         )
 
     def losses(self) -> list[PieceLoss]:

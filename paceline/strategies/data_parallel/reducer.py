@@ -256,7 +256,7 @@ class Reducer:
         norms = torch._foreach_norm([*given.values()]) if given else []
         for place, norm in zip(given, norms, strict=True):
             here[place] = norm
-        everyone = torch.stack([one.cpu() for one in self._norms.start(here.to(world.device)).wait()]).amax(0)
+        everyone = self._norms.start(here.to(world.device)).wait().amax(0)
         known = everyone != _NOT_HERE
         if not known.any():
             return torch.zeros(())

@@ -58,7 +58,7 @@ class Results:
             DisagreementError: the workers do not hold the same state.
         """
         self._replicas.check(header.state_digests, header.seconds)
-        without = _without_gradient(layout, [] if missing is None else missing.wait())
+        without = _without_gradient(layout, None if missing is None else missing.wait())
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
         return [
@@ -67,9 +67,9 @@ class Results:
         ]
 
 
-def _without_gradient(layout: list[list[range]], tables: list[torch.Tensor]) -> list[frozenset[int]]:
+def _without_gradient(layout: list[list[range]], tables: torch.Tensor | None) -> list[frozenset[int]]:
     """For each piece of all workers the places of the parameters to which it gave no gradient."""
-    if not any(table.any() for table in tables):
+    if tables is None or not tables.any():
         return [frozenset()] * sum(map(len, layout))
     return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]
 
