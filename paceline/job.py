@@ -26,7 +26,7 @@ from paceline.config import Resolved
 from paceline.data.feed import Feed
 from paceline.data.order import Order
 from paceline.data.parquet import ParquetDataset
-from paceline.engines.start import Identity
+from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
@@ -260,8 +260,16 @@ def _threads(settings: Settings, who: Identity) -> int:
         return settings.threads
     if settings.exact:
         return 1
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return env.thread_limit() or max(1, cores // who.local_world_size)
+    given = env.started_by().cores or _cores(os.getppid())
+    return env.thread_limit() or threads_of(_cores(0), given, who.local_world_size)
+
+
+def _cores(process: int) -> int:
+    """On how many cores a process may run; the parent of a worker that its engine has bound to some may run on all."""
+    try:
+        return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    except OSError:  # of another user
+        return 1
 
 
 def _facts(

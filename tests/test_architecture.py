@@ -168,6 +168,11 @@ def test_training_imports_no_code_for_tests() -> None:
     assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
 
 
+def test_a_worker_that_starts_waits_for_no_import_that_it_may_never_need() -> None:
+    script = "import sys, paceline.session; sys.exit('torch.distributed.checkpoint' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], cwd=PACKAGE.parent, check=False).returncode == 0
+
+
 def test_commands_do_not_hide_modules_of_python() -> None:
     """The demo's script is run from their folder, where Python looks first."""
     files = {path.stem for path in (Path(paceline.__file__).parent / "cli").glob("*.py")}

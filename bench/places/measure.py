@@ -12,7 +12,9 @@ from pathlib import Path
 
 import scripts
 
-_SECONDS = 120.0
+RUN = "run"
+"""The folder of a run, in that of its place."""
+_SECONDS = 300.0
 """After which a run hangs."""
 _STARTS = 3
 
@@ -76,9 +78,8 @@ def run(contender: Contender, folder: Path, start: Starter) -> Result:
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    (folder / "train.py").write_text(scripts.PACELINE)
-    (folder / "ddp.py").write_text(scripts.DDP)
-    (folder / "ray_train.py").write_text(scripts.RAY_TRAIN)
+    for name, text in scripts.FILES.items():
+        (folder / name).write_text(text)
     environment = {"OMP_NUM_THREADS": "1", **({"AGAIN": "1"} if contender.again else {}), **contender.environment}
     began, said, code = time.time(), "", None
     for _ in range(_STARTS if contender.again else 1):

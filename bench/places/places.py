@@ -14,11 +14,13 @@ from pathlib import Path
 
 from hosts import Hosts
 from hosts import missing as no_hosts
-from measure import Contender, Starter, start_here
+from measure import RUN, Contender, Starter, start_here
 from ray_cluster import RayCluster
 from ray_cluster import missing as no_ray
 from slurm_cluster import SlurmCluster
 from slurm_cluster import missing as no_slurm
+from spark_cluster import SparkCluster
+from spark_cluster import missing as no_spark
 
 from paceline.launchers.machine import choose_port
 
@@ -129,6 +131,13 @@ def slurm(folder: Path) -> Iterator[Opened]:
         cluster.down()
 
 
+def _inside(first: int, folder: Path) -> tuple[str | Path, ...]:
+    """Words before a command that put it into namespaces, of which a process of ``unshare --fork`` is the parent."""
+    children = Path(f"/proc/{first}/task/{first}/children").read_text().split()
+    enter = ("nsenter", "--net", "--pid", "--mount", f"--target={children[0]}", "--")
+    return (*enter, "sh", "-c", 'cd "$0"; exec "$@"', folder / RUN)
+
+
 @contextmanager
 def ray(folder: Path) -> Iterator[Opened]:
     """Two nodes with two workers each, beside Ray Train."""
@@ -154,6 +163,28 @@ def ray(folder: Path) -> Iterator[Opened]:
             cluster.down()
 
 
+@contextmanager
+def spark(folder: Path) -> Iterator[Opened]:
+    """A standalone cluster of two executors in namespaces of its own, with a worker each, beside TorchDistributor."""
+    if reason := no_spark():
+        raise NotHere(reason)
+    cluster = SparkCluster(folder)
+    try:
+        cluster.up()
+        inside, here = _inside(cluster.first, folder), cluster.environment
+        on_spark = (*PACELINE, "--on", "spark", "--master", cluster.master, "--nodes", "2")
+        yield start_here, [
+            Contender("TorchDistributor, started again", (
+                *inside, PYTHON, "torch_distributor.py", cluster.master,
+            ), own=True, again=True, environment=here),
+            Contender("paceline run --on spark --nodes 2 --elastic 1:2", (
+                *inside, *on_spark, "--elastic", "1:2", "train.py",
+            ), environment=here),
+        ]  # fmt: skip
+    finally:
+        cluster.down()
+
+
 PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Opened]]] = {
     "local": local,
     "ssh": ssh,
@@ -161,4 +192,5 @@ PLACES: dict[str, Callable[[Path], contextlib.AbstractContextManager[Opened]]] =
     "mpich": _mpi("mpiexec.hydra"),
     "slurm": slurm,
     "ray": ray,
+    "spark": spark,
 }

@@ -63,9 +63,9 @@ DDP = (
 ENGINES = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")
 )
-if "RANK" not in os.environ:
-    rank, size = next(names for names in ENGINES if names[0] in os.environ)
-    os.environ |= {"RANK": os.environ[rank], "WORLD_SIZE": os.environ[size]}
+for rank, size in ENGINES:
+    if rank in os.environ and "RANK" not in os.environ:
+        os.environ |= {"RANK": os.environ[rank], "WORLD_SIZE": os.environ[size]}
 
 
 def train():
@@ -131,3 +131,15 @@ TorchTrainer(
     run_config=RunConfig(storage_path=f"{FOLDER}/storage", failure_config=FailureConfig(max_failures=3)),
 ).fit()
 """
+
+TORCH_DISTRIBUTOR = """
+import sys
+from pathlib import Path
+from pyspark.ml.torch.distributor import TorchDistributor
+from pyspark.sql import SparkSession
+
+SparkSession.builder.master(sys.argv[1]).getOrCreate()
+TorchDistributor(num_processes=2, local_mode=False, use_gpu=False).run(str(Path(__file__).with_name("ddp.py")))
+"""
+
+FILES = {"train.py": PACELINE, "ddp.py": DDP, "ray_train.py": RAY_TRAIN, "torch_distributor.py": TORCH_DISTRIBUTOR}

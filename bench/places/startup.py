@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "tests" / "places"))
 
-from measure import Contender, Result, Starter, run
+from measure import RUN, Contender, Result, Starter, run
 from places import PLACES, NotHere
 
 _SHOWN = 12
@@ -86,7 +86,7 @@ def main() -> None:
             try:
                 with PLACES[place](Path(temporary)) as (start, all_contenders):
                     contenders = [one for one in all_contenders if one.own or options.contender in one.name]
-                    found = measure(contenders, start, Path(temporary, "run"), options.rounds)
+                    found = measure(contenders, start, Path(temporary, RUN), options.rounds)
                     tables.append(table(place, contenders, found))
             except NotHere as error:
                 print(f"  left out: {error}")

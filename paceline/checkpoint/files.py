@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from paceline.checkpoint.manifest import METADATA, TENSORS, DamagedError, Manifest, dtype_of
 
@@ -65,6 +63,10 @@ class _Hashed:
 
 def write(create: Create, state: Mapping[str, torch.Tensor]) -> Written:
     """Write named tensors; ``create`` opens a new file by its name."""
+    # Here, because importing it takes a good part of the time in which a worker starts.
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])

@@ -14,6 +14,7 @@ from paceline.comm.desync import patch
 from paceline.comm.desync.board import Board, SharedMemoryBoard, StoreBoard
 from paceline.comm.desync.recorder import CallRecorder
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.devices import device_of
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_members, can_share
@@ -25,7 +26,6 @@ from paceline.engines.start import Identity
 from paceline.errors import (
     DisagreementError,
     PacelineError,
-    StartError,
     WorkerLost,
     WorkerSilent,
     name_ranks,
@@ -63,7 +63,7 @@ class World(Waiting):
         self.local_rank = who.local_rank
         self.local_size = who.local_world_size
         self.generation = who.generation
-        self.device = _device(who)
+        self.device = device_of(who)
         self.leaving = False
         self._rings: dict[int, Rings] = {}
         self._in_process_group = False
@@ -380,16 +380,3 @@ class Transfer:
         """
         with self._world.waiting_in_group(self._peers or self._world.others, self._peers, self._where):
             self._work.wait()
-
-
-def _device(who: Identity) -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    if torch.cuda.device_count() < who.local_world_size:
-        raise StartError(
-            f"{who.local_world_size} workers on this machine but {torch.cuda.device_count()} GPUs: start as many "
-            f"workers as GPUs, or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."
-        )
-    device = torch.device("cuda", who.local_rank)
-    torch.cuda.set_device(device)
-    return device

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.engines.start import LOOPBACK, Identity, Start, number, read_identity
+from paceline.errors import ConfigError
 
 
 def open_mpi(environment: Mapping[str, str]) -> Start | None:
@@ -21,8 +22,17 @@ def open_mpi(environment: Mapping[str, str]) -> Start | None:
 
 
 def hydra(environment: Mapping[str, str]) -> Start | None:
-    """By mpiexec of MPICH or Intel MPI, which is Hydra; srun sets variables of PMI, too, but not the local ones."""
+    """By mpiexec of MPICH or Intel MPI, which is Hydra; srun sets variables of PMI, too, but not the local ones.
+
+    Raises:
+        ConfigError: it was told to give no variables.
+    """
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+    if "PMI_ID" in environment and names[0] not in environment and "MPI_LOCALRANKID" in environment:
+        raise ConfigError(
+            "mpiexec with -pmi-port does not say how many workers there are: leave -pmi-port out, or set RANK and "
+            "WORLD_SIZE of each."
+        )
     if not {*names} <= environment.keys():
         return None
     engine = "Intel MPI" if any(name.startswith("I_MPI_") for name in environment) else "MPICH"

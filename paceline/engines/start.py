@@ -34,6 +34,7 @@ class Start:
         port: on which port; None if only rank 0 can say.
         job: a text that all processes of this start on this machine have, and no others; empty if there is none.
         manager: the descriptor of a connection to the engine's process on this machine, of which that is true, too.
+        cores: of this machine that all processes of this start have; None if the engine does not say.
     """
 
     engine: str
@@ -42,6 +43,22 @@ class Start:
     port: int | None = None
     job: str = ""
     manager: int | None = None
+    cores: int | None = None
+
+
+def threads_of(own: int, machine: int, workers: int) -> int:
+    """How many threads a worker has.
+
+    Args:
+        own: cores on which it may run: those of the machine that the start has, or some of them if it is bound.
+        machine: cores that the start has on this machine.
+        workers: of the start on this machine.
+
+    Example:
+        >>> threads_of(own=8, machine=8, workers=4), threads_of(own=2, machine=8, workers=4)
+        (2, 2)
+    """
+    return max(1, min(own, max(own, machine) // workers))
 
 
 def number(environment: Mapping[str, str], name: str, default: int) -> int:

@@ -126,7 +126,7 @@ def _first(
         workers,
         _ranks_of(workers, coordinator),
         tuple(one for one in causes if one.worker not in workers and one.worker in named and not cause.consequence),
-        _rest(reports, named, coordinator),
+        _rest(reports, named, coordinator, cause.time),
         _last_seen_of(cause, coordinator),
     )
 
@@ -164,7 +164,7 @@ def _by_coordinator(
     cause = WorkerReport(workers[0], coordinator.kind, message, when, code, host=host, pid=pid, step=last_seen.step)
     others = tuple(one for one in causes if one.worker not in workers)
     named = {*workers, *(one.worker for one in others)}
-    rest = _rest(reports, named, coordinator)
+    rest = _rest(reports, named, coordinator, when)
     return Failure(
         coordinator.kind, code, message, when, cause, workers, _ranks_of(workers, coordinator), others, rest, last_seen
     )
@@ -187,9 +187,11 @@ def _interrupted(result: RunResult, coordinator: CoordinatorReport) -> Failure |
 
 
 def _rest(
-    reports: dict[int, WorkerReport], named: set[int], coordinator: CoordinatorReport
+    reports: dict[int, WorkerReport], named: set[int], coordinator: CoordinatorReport, when: float
 ) -> tuple[WorkerReport, ...]:
-    gone = coordinator.replaced()
+    """Whom the failure at this time has ended: not those that were replaced, or killed before they had joined."""
+    killed = {number for number, one in reports.items() if not one.self_reported and one.time < when}
+    gone = coordinator.replaced() | (killed - coordinator.ranks.keys() if coordinator.ranks else set())
     return tuple(one for number, one in sorted(reports.items()) if number not in named and number not in gone)
 
 

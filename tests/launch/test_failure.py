@@ -239,6 +239,14 @@ def test_a_worker_that_was_replaced_is_no_failure(scenario: Scenario, tmp_path: 
     assert lost_in_words(coordinator) == "1 worker was lost on the way; 1 was replaced"
 
 
+def test_who_was_killed_before_it_had_joined_is_no_consequence(scenario: Scenario) -> None:
+    scenario.ends(2, -9, 1.0, tolerated=True)
+    scenario.reports(0, "ValueError", "bad", 5.0).reports(1, "WorkerLost", "lost rank 0", 5.1, consequence=True)
+    scenario.ends(3, -9, 5.2, tolerated=True)
+    lines = scenario.lines(CoordinatorReport(elastic=True, ranks=BOTH))
+    assert "rank 1 and worker 3 stopped because they lost rank 0; what they report follows from that" in lines
+
+
 def test_who_failed_after_the_last_step_decides_the_exit_code(scenario: Scenario) -> None:
     scenario.ends(0, 3, 1.0).ends(1, 3, 1.0)
     assert scenario.failure(CoordinatorReport(code=0, ranks=BOTH)).code == 3

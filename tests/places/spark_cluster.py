@@ -54,7 +54,7 @@ class SparkCluster:
         home = Path(pyspark.__file__).parent
         self._folder = folder
         self._class = str(home / "bin" / "spark-class")
-        self._environment = {
+        self.environment = {
             **{
                 name: value
                 for name, value in os.environ.items()
@@ -81,24 +81,29 @@ class SparkCluster:
         script = "\n".join(["ip link set lo up", *lines, "echo $$; exec sleep infinity"])
         namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self._first = subprocess.Popen(
-            [*namespaces, "sh", "-c", script], env=self._environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+            [*namespaces, "sh", "-c", script], env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         )
         deadline = time.monotonic() + _SECONDS
         while len(set(line.split("worker ")[-1] for line in self._registered(log))) < 2:
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
 
+    @property
+    def first(self) -> int:
+        """The process that holds the namespaces."""
+        return self._first.pid
+
     def run(self, *words: str | Path, cwd: Path, command: str = "run") -> tuple[int, str]:
         """Run ``paceline run --on spark``, or another command, there; gives its exit code and all that it said.
 
         Its process id is in the file ``driver`` of that folder.
         """
-        children = Path(f"/proc/{self._first.pid}/task/{self._first.pid}/children").read_text().split()
+        children = Path(f"/proc/{self.first}/task/{self.first}/children").read_text().split()
         inside = ["nsenter", "--net", "--pid", "--mount", f"--target={children[0]}", "--", "sh", "-c"]
         whole = [sys.executable, "-m", "paceline", command, "--on", "spark", "--master", self.master, *map(str, words)]
         started = subprocess.Popen(
             [*inside, 'cd "$0"; echo $$ > driver; exec "$@"', cwd, *whole],
-            env=self._environment,
+            env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

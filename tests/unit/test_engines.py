@@ -2,12 +2,13 @@
 
 import pytest
 
+from paceline.comm.rendezvous.devices import choose_gpu, refuse_shared
 from paceline.comm.rendezvous.networks import shared_address
 from paceline.comm.rendezvous.port_exchange import PortServer, ask_port
 from paceline.engines.find import find_start
 from paceline.engines.slurm import first_host, tasks_per_node
-from paceline.engines.start import Identity
-from paceline.errors import ConfigError
+from paceline.engines.start import Identity, threads_of
+from paceline.errors import ConfigError, StartError
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -126,3 +127,38 @@ def test_the_port_of_rank_0() -> None:
     finally:
         server.close()
     assert ask_port("one job", 0) is None
+
+
+def test_hydra_without_variables() -> None:
+    silent = {"PMI_ID": "1", "PMI_PORT": "here:4000", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+    with pytest.raises(ConfigError, match="-pmi-port"):
+        find_start(silent)
+    assert find_start({**silent, **TORCHRUN}).engine == "torchrun"
+    assert find_start({**silent, **MPICH}).identity.rank == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "machine", "workers", "threads"),
+    [(8, 8, 4, 2), (2, 8, 4, 2), (1, 8, 4, 1), (8, 8, 3, 2), (2, 2, 4, 1), (4, 1, 2, 2), (2, 64, 4, 2)],
+    ids=str,
+)
+def test_threads_of_a_worker(own: int, machine: int, workers: int, threads: int) -> None:
+    assert threads_of(own, machine, workers) == threads
+
+
+def test_the_cores_of_a_step() -> None:
+    assert find_start({**STEP, "SLURM_CPUS_ON_NODE": "8"}).cores == 8
+    assert find_start(OPEN_MPI).cores is None
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "number"), [(0, 0, None), (1, 0, 0), (1, 3, 0), (2, 3, 1), (4, 3, 3), (8, 3, 3)], ids=str
+)
+def test_the_gpu_of_a_worker(visible: int, local_rank: int, number: int | None) -> None:
+    assert choose_gpu(visible, local_rank) == number
+
+
+def test_a_gpu_is_of_one_worker() -> None:
+    refuse_shared(["a", "b", "c"])
+    with pytest.raises(StartError, match=r"ranks 0, 2 have the same GPU \(a\)"):
+        refuse_shared(["a", "b", "a"])

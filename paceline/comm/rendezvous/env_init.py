@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.rendezvous.address import Address, find_address, listen, within
+from paceline.comm.rendezvous.devices import compare_gpus
 from paceline.comm.rendezvous.networks import interface_towards
 from paceline.engines.start import Identity, Start
 from paceline.errors import StartError, name_ranks
@@ -46,10 +47,12 @@ class EnvRendezvous:
             store = self._open_store(where, start)
             self._await_everyone(store, str(where), who)
         _choose_interface(where.host)
+        own = PrefixStore(f"paceline/{who.generation}", store)
+        compare_gpus(own, self.rank, self.size, device)
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
-            store=PrefixStore(f"paceline/{who.generation}", store),
+            store=own,
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=self.timeout),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
+from paceline.comm.rendezvous.devices import compare_gpus
 from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
 
 _LOOK_SECONDS = 0.01
@@ -55,7 +56,10 @@ class ProcessGroup:
 
         Raises:
             RuntimeError: torch could not, or was interrupted.
+            StartError: two workers have the same GPU.
         """
+        assert self._store is not None
+        compare_gpus(self._store, self._rank, self._size, self._device)
         dist.distributed_c10d._world.group_count = 0  # it is in torch's keys, and stays higher after a failure to join
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
