@@ -17,6 +17,7 @@ RUN = "run"
 _SECONDS = 300.0
 """After which a run hangs."""
 _STARTS = 3
+_SHOWN = 3000
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def run(contender: Contender, folder: Path, start: Starter) -> Result:
         if code in (0, None):
             break
     if not (folder / "killed").exists():
-        raise RuntimeError(f"{contender.name} failed with exit code {code}:\n{said}")
+        raise RuntimeError(f"{contender.name} failed with exit code {code}:\n{said[-_SHOWN:]}")
     return _read(folder, began, said, code == 0)
 
 

@@ -171,7 +171,8 @@ def spark(folder: Path) -> Iterator[Opened]:
     cluster = SparkCluster(folder)
     try:
         cluster.up()
-        inside, here = _inside(cluster.first, folder), cluster.environment
+        inside = _inside(cluster.first, folder)
+        here = {**cluster.environment, "PYSPARK_PYTHON": PYTHON, "PYSPARK_DRIVER_PYTHON": PYTHON}
         on_spark = (*PACELINE, "--on", "spark", "--master", cluster.master, "--nodes", "2")
         yield start_here, [
             Contender("TorchDistributor, started again", (
