@@ -118,35 +118,35 @@ class Started:
     """A command in the namespaces."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
+        self.process = process
 
     def wait(self) -> tuple[int, str]:
         """Wait for its end; gives the exit code, and all that it said."""
         try:
-            said, _ = self._process.communicate(timeout=SECONDS)
+            said, _ = self.process.communicate(timeout=SECONDS)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"still running after {SECONDS} s: {self._process.communicate()[0]}") from None
-        return self._process.returncode, said
+            raise AssertionError(f"still running after {SECONDS} s: {self.process.communicate()[0]}") from None
+        return self.process.returncode, said
 
     def wait_for(self, folder: Path, pattern: str, count: int) -> list[str]:
         """Wait until there are so many files with something in them; gives that."""
         deadline = time.monotonic() + SECONDS
         while len(found := [text for path in folder.glob(pattern) if (text := path.read_text())]) < count:
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if self.process.poll() is not None or time.monotonic() > deadline:
                 self.kill()
-                raise AssertionError(f"{len(found)} of {count} {pattern}: {self._process.communicate()[0]}")
+                raise AssertionError(f"{len(found)} of {count} {pattern}: {self.process.communicate()[0]}")
             time.sleep(0.05)
         return found
 
     def press_ctrl_c(self) -> None:
         """Signal the command and what is in its process group, as a terminal does."""
-        os.killpg(_child_of(self._process.pid), signal.SIGINT)
+        os.killpg(_child_of(self.process.pid), signal.SIGINT)
 
     def kill(self) -> None:
         """Kill the command alone."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(_child_of(self._process.pid), signal.SIGKILL)
+            os.kill(_child_of(self.process.pid), signal.SIGKILL)
 
 
 def _child_of(pid: int) -> int:
