@@ -8,6 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkpoints.py bench/accuracy.py bench/stragglers bench/pipeline
 
+# Extras that start workers elsewhere. One that cannot be installed is said, and its tests are skipped.
+ENGINES := spark
+
 # Three at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
@@ -37,7 +40,7 @@ test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m 'slow and not place'
 
 # Slurm, MPI and others where they are installed; the rest is skipped.
-test-places: $(VENV)/.installed-dev $(VENV)/.installed-places
+test-places: $(VENV)/.installed-dev $(VENV)/.installed-places $(VENV)/.installed-engines
 	$(PYTEST) -n 2 -m place
 
 test-all: test test-slow test-places
@@ -61,6 +64,14 @@ format: $(VENV)/.installed-dev
 clean:
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(VENV)/.installed-engines: $(VENV)/.installed-places
+	@for engine in $(ENGINES); do \
+	  echo "Installing paceline[$$engine] into $(VENV); this takes minutes."; \
+	  $(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -e ".[$$engine]" \
+	    || echo "paceline[$$engine] could not be installed." >&2; \
+	done
+	@touch $@
 
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing paceline[$*] into $(VENV); the first time takes a minute or more.'
