@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+import paceline
 from paceline import config
 from paceline.cli import run
 from paceline.cli.options import chosen_place, node_range
@@ -29,7 +31,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
     function: Callable[..., _T],
     *arguments: Any,
     workers: int = 1,
-    on: str = "local",
+    on: Any = "local",
     settings: Mapping[str, Any] | None = None,
     elastic: str | None = None,
     nodes: str | int | None = None,
@@ -46,9 +48,11 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
 
     Args:
         function: what each worker calls.
-        *arguments: for the function, the same on all workers; sent with it.
+        *arguments: for the function, the same on all workers; sent with it. A DataFrame of Spark is written by it to
+            Parquet files beside the runs, once, and the function gets a :class:`paceline.ParquetDataset`.
         workers: of each machine.
-        on: ``"local"``; ``"debug"``: this process itself is the one worker, for a debugger; or a place, as ``--on``.
+        on: ``"local"``; ``"debug"``: this process itself is the one worker, for a debugger; a place, as ``--on``; or a
+            ``SparkSession``, which runs a barrier stage of ``nodes`` tasks.
         settings: as ``--set``, such as ``{"exact": True}``; they win over the arguments of :func:`paceline.start`.
         elastic: ``"MIN:MAX"``: the run goes on when a worker is lost.
         nodes: how many machines, or ``"MIN:MAX"``.
@@ -70,18 +74,22 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
                 f"on='debug' calls the function in this process, as the only worker, and workers is {workers}: leave "
                 f"it out. With exact the result is that of any number of workers."
             )
-        return [function(*arguments)]
+        if not any(map(_is_data_frame, arguments)):
+            return [function(*arguments)]
+        with _call_folder(runs_dir) as folder:
+            return [function(*_readable(arguments, folder))]
+    if not isinstance(on, str):
+        on, place = "spark", {**place, "session": on}
     options = _options(place)
     if (found := chosen_place(on, options, None, quiet=False)) != LOCAL and workers < 1:
         raise ConfigError(f"workers = {workers}: at least one worker must train.")
     least, most = run.bounds(elastic, workers, 0, several=found != LOCAL or nodes is not None)
     own = getattr(function, "__name__", type(function).__name__).strip("<>")
-    runs = Path(runs_dir).absolute()
-    runs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".call-", dir=runs) as folder:
+    with _call_folder(runs_dir) as folder:
+        runs = folder.parent
         request = Request(
             script=Path(call_worker.__file__),
-            arguments=(folder,),
+            arguments=(str(folder),),
             workers=workers,
             settings=config.parse_command_line(_as_on_the_command_line(settings or {})),
             runs=runs,
@@ -90,11 +98,32 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             most=most,
             nodes=node_range(None if nodes is None else str(nodes), None, found == LOCAL),
         )
-        _write(Path(folder), function, arguments)
+        _write(folder, function, _readable(arguments, folder))
         code = run.train(request) if found == LOCAL else run.train_on(found, request, options, dry_run=False)
         if code:
-            raise _failure(runs / str(request.name), Path(folder), code)
-        return _results(runs / str(request.name), Path(folder))
+            raise _failure(runs / str(request.name), folder, code)
+        return _results(runs / str(request.name), folder)
+
+
+@contextlib.contextmanager
+def _call_folder(runs_dir: str | Path) -> Iterator[Path]:
+    """A folder for what this process and the workers hand each other, beside the runs; nobody else's."""
+    runs = Path(runs_dir).absolute()
+    runs.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".call-", dir=runs) as folder:
+        yield Path(folder)
+
+
+def _readable(arguments: tuple[Any, ...], folder: Path) -> tuple[Any, ...]:
+    """The arguments, with Parquet files for DataFrames, which only this process could read."""
+    return tuple(
+        paceline.ParquetDataset.from_spark(one, folder / f"data-{place}") if _is_data_frame(one) else one
+        for place, one in enumerate(arguments)
+    )
+
+
+def _is_data_frame(value: object) -> bool:
+    return type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame"
 
 
 def _options(place: Mapping[str, Any]) -> Options:

@@ -21,11 +21,12 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from paceline.data import parquet_files, ray_data
+from paceline.data import data_frame, parquet_files, ray_data
 from paceline.data.parquet_files import Column
 from paceline.errors import InputError
 
 _GIGABYTE = 10**9
+_MOST_FOOTERS = 64
 
 
 class ParquetDataset(Dataset[Any]):
@@ -98,6 +99,38 @@ class ParquetDataset(Dataset[Any]):
             )
         return data
 
+    @classmethod
+    def from_spark(
+        cls,
+        frame: Any,
+        folder: str | Path,
+        transform: Callable[[Any], Any] | None = None,
+        memory_gigabytes: float = 1.0,
+    ) -> ParquetDataset:
+        """Let Spark write a DataFrame to a new folder, once; a sample is the tuple of its columns.
+
+        Samples are numbered in an order that follows from the rows, whatever executors wrote them.
+
+        Args:
+            frame: a ``pyspark.sql.DataFrame``.
+            folder: that does not exist yet, on a file system that all machines share; a path or a URL.
+            transform: as of :class:`ParquetDataset`.
+            memory_gigabytes: as of :class:`ParquetDataset`.
+
+        Raises:
+            ConfigError: pyspark or pyarrow is not installed.
+            InputError: a column cannot be read, the folder is there already, or not all of it is seen here.
+        """
+        parquet_files.check_installed()
+        rows = data_frame.write(frame, folder)
+        data = cls(folder, frame.columns, transform, memory_gigabytes)
+        if len(data) != rows:
+            raise InputError(
+                f"Spark has written {rows} rows to {folder}, and here are {len(data)} of them: its executors see "
+                f"another folder of that name. Name one that all machines share."
+            )
+        return data
+
     def __len__(self) -> int:
         return self._reader.rows
 
@@ -132,6 +165,7 @@ class _Reader:
         self._most_bytes = most_bytes
         self._kept: OrderedDict[int, list[Column]] = OrderedDict()
         self._bytes = 0
+        self._footers: OrderedDict[str, Any] = OrderedDict()
         self._process = 0
         self._systems: dict[str, Any] = {}
 
@@ -159,7 +193,11 @@ class _Reader:
             self._kept.move_to_end(number)
             return self._kept[number]
         file, group = self._groups[number]
-        columns = parquet_files.read(self._system(file.source), file, group, self._columns)
+        footer = self._footers.pop(file.path, None)
+        columns, footer = parquet_files.read(self._system(file.source), file, group, self._columns, footer)
+        self._footers[file.path] = footer
+        if len(self._footers) > _MOST_FOOTERS:
+            self._footers.popitem(last=False)
         self._kept[number] = columns
         self._bytes += _size(columns)
         while self._bytes > self._most_bytes and len(self._kept) > 1:
@@ -174,7 +212,14 @@ class _Reader:
         return self._systems[source]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_process": 0, "_systems": {}, "_kept": OrderedDict(), "_bytes": 0}
+        return {
+            **vars(self),
+            "_process": 0,
+            "_systems": {},
+            "_footers": OrderedDict(),
+            "_kept": OrderedDict(),
+            "_bytes": 0,
+        }
 
 
 def _size(columns: list[Column]) -> int:

@@ -74,7 +74,7 @@ def test_what_cannot_be_sent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"on": "nowhere"}, {"colour": "red"}, {"workers": 0}, {"elastic": "3:2"}, {"image": "x"}, {"nodes": 2}],
+    [{"on": "nowhere"}, {"on": 3}, {"colour": "red"}, {"workers": 0}, {"elastic": "3:2"}, {"image": "x"}, {"nodes": 2}],
     ids=lambda given: next(iter(given)),
 )
 def test_arguments_that_cannot_be_used(given: dict[str, Any], tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster, missing
+from spark_cluster import SparkCluster
+from spark_cluster import missing as spark_is_missing
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -21,6 +23,20 @@ def slurm(no_temporary_files: None) -> Iterator[SlurmCluster]:
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
         cluster = SlurmCluster(Path(folder))
+        try:
+            cluster.up()
+            yield cluster
+        finally:
+            cluster.down()
+
+
+@pytest.fixture(scope="module")
+def spark() -> Iterator[SparkCluster]:
+    """A Spark of two executors, for the tests of a file."""
+    if reason := spark_is_missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="spark-", ignore_cleanup_errors=True) as folder:
+        cluster = SparkCluster(Path(folder))
         try:
             cluster.up()
             yield cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -12,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-_SECONDS = 240.0
+_SECONDS = 500.0
 """For the cluster to come up, and for a run to end, on a busy machine."""
 _PACKAGE = "org.apache.spark.deploy"
 _LIGHT = "-XX:+UseSerialGC -XX:TieredStopAtLevel=1"
 _DEFAULTS = f"""
 spark.driver.host 127.0.0.1
 spark.driver.bindAddress 127.0.0.1
-spark.executor.cores 1
+spark.executor.cores 2
 spark.executor.memory 512m
 spark.executor.extraJavaOptions {_LIGHT}
 spark.ui.enabled false
@@ -40,7 +41,7 @@ def missing() -> str | None:
 
 
 class SparkCluster:
-    """A standalone master and two workers with one executor of one core each.
+    """A standalone master and two workers with one executor of two cores each.
 
     Args:
         folder: for logs and what Spark writes.
@@ -76,7 +77,7 @@ class SparkCluster:
         log, daemon = self._folder / "master.log", f"{self._class} {_PACKAGE}"
         lines = [f"{daemon}.master.Master --host 127.0.0.1 --port 7077 --webui-port 0 > {log} 2>&1 &"]
         for number in (1, 2):
-            worker = f"{daemon}.worker.Worker --host 127.0.0.1 --cores 1 --memory 1g --webui-port 0 {self.master}"
+            worker = f"{daemon}.worker.Worker --host 127.0.0.1 --cores 2 --memory 1g --webui-port 0 {self.master}"
             lines.append(f"{worker} > {self._folder}/worker-{number}.log 2>&1 &")
         script = "\n".join(["ip link set lo up", *lines, "echo $$; exec sleep infinity"])
         namespaces = ["unshare", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
@@ -94,27 +95,57 @@ class SparkCluster:
         return self._first.pid
 
     def run(self, *words: str | Path, cwd: Path, command: str = "run") -> tuple[int, str]:
-        """Run ``paceline run --on spark``, or another command, there; gives its exit code and all that it said.
+        """Run ``paceline run --on spark``, or another command, there; gives its exit code and all that it said."""
+        return self.finish(self.start(*words, cwd=cwd, command=command))
 
-        Its process id is in the file ``driver`` of that folder.
-        """
-        children = Path(f"/proc/{self.first}/task/{self.first}/children").read_text().split()
-        inside = ["nsenter", "--net", "--pid", "--mount", f"--target={children[0]}", "--", "sh", "-c"]
-        whole = [sys.executable, "-m", "paceline", command, "--on", "spark", "--master", self.master, *map(str, words)]
-        started = subprocess.Popen(
-            [*inside, 'cd "$0"; echo $$ > driver; exec "$@"', cwd, *whole],
+    def start(self, *words: str | Path, cwd: Path, command: str = "run") -> subprocess.Popen[str]:
+        """Start it in the namespaces."""
+        return self.python("-m", "paceline", command, "--on", "spark", "--master", self.master, *words, cwd=cwd)
+
+    def python(self, *words: str | Path, cwd: Path) -> subprocess.Popen[str]:
+        """Start Python in the namespaces; its process id there is in the file ``driver`` of that folder."""
+        return subprocess.Popen(
+            [
+                *self._inside(),
+                "sh",
+                "-c",
+                'cd "$0"; echo $$ > driver; exec "$@"',
+                cwd,
+                sys.executable,
+                *map(str, words),
+            ],
             env=self.environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def finish(self, started: subprocess.Popen[str]) -> tuple[int, str]:
+        """Wait for its end; gives its exit code and all that it said."""
         try:
             said, _ = started.communicate(timeout=_SECONDS)
         except subprocess.TimeoutExpired:
             self.down()  # what holds the pipe ends, too
             pytest.fail(f"still running after {_SECONDS} s: {started.communicate()[0]}")
         return started.returncode, said
+
+    def signal(self, number: int, cwd: Path) -> None:
+        """Send a signal to what was started in this folder."""
+        subprocess.run([*self._inside(), "kill", f"-{number}", (cwd / "driver").read_text().strip()], check=True)
+
+    def running(self, script: Path) -> list[str]:
+        """The command lines of the processes that run a script."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if str(script) in (words := path.read_text().split("\0")):
+                    found.append(" ".join(words))
+        return found
+
+    def _inside(self) -> list[str]:
+        children = Path(f"/proc/{self.first}/task/{self.first}/children").read_text().split()
+        return ["nsenter", "--net", "--pid", "--mount", f"--target={children[0]}", "--"]
 
     def down(self) -> None:
         """End everything in the namespaces."""

@@ -1,12 +1,12 @@
 """Spark: the bits of one process through the loss of a worker and of a task."""
 
-import tempfile
-from collections.abc import Iterator
+import signal
 from pathlib import Path
 
 import pytest
-from spark_cluster import SparkCluster, missing
-from training import SCRIPT, alone, fingerprints, write_script
+from hosts import until
+from spark_cluster import SparkCluster
+from training import SCRIPT, alone, fingerprints, waiting_script, write_script
 
 STEP = "    session.step(batch)\n"
 LOSSES = """    session.step(batch)
@@ -19,19 +19,13 @@ LOSSES = """    session.step(batch)
             while lost == task:  # Spark ends it
                 signal.pause()
 """
-
-
-@pytest.fixture(scope="module")
-def spark() -> Iterator[SparkCluster]:
-    if reason := missing():
-        pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="spark-", ignore_cleanup_errors=True) as folder:
-        cluster = SparkCluster(Path(folder))
-        try:
-            cluster.up()
-            yield cluster
-        finally:
-            cluster.down()
+pytestmark = pytest.mark.timeout(900)
+LEAVES = """ and not world.leaving:
+"""
+STAYS = """:
+            if world.leaving:
+                Path("leaving").touch()
+"""
 
 
 def test_the_bits_of_one_process(spark: SparkCluster, tmp_path: Path) -> None:
@@ -55,9 +49,9 @@ def test_a_worker_is_replaced_and_a_task_resumed(spark: SparkCluster, tmp_path: 
 
 
 def test_too_few_slots(spark: SparkCluster, tmp_path: Path) -> None:
-    code, said = spark.run("--nodes", "3", write_script(tmp_path), cwd=tmp_path)
+    code, said = spark.run("--nodes", "5", write_script(tmp_path), cwd=tmp_path)
     assert code == 3, said
-    assert "needs 3 slots of 1 CPUs" in said and "Spark has 2" in said, said
+    assert "needs 5 slots of 1 CPUs" in said and "Spark has 4" in said, said
     assert not (tmp_path / "runs").exists()
 
 
@@ -65,3 +59,37 @@ def test_the_doctor(spark: SparkCluster, tmp_path: Path) -> None:
     code, said = spark.run("--nodes", "2", "no.py", cwd=tmp_path, command="doctor")
     assert code == 1, said
     assert "FAILURE script: the script is missing on" in said and "checks on 2 machines" in said, said
+
+
+def all_wait(folder: Path) -> bool:
+    """Whether both workers have come to where they wait."""
+    return all((folder / f"reached-{rank}").exists() for rank in range(2))
+
+
+def test_a_signal_saves_and_the_next_run_resumes(spark: SparkCluster, tmp_path: Path) -> None:
+    script, expected = waiting_script(tmp_path, 2)
+    words = ["--nodes", "2", "--name", "one", "--resume", "auto", script]
+    run = spark.start(*words, cwd=tmp_path)
+    until(lambda: all_wait(tmp_path) or run.poll() is not None, 200)
+    spark.signal(signal.SIGTERM, tmp_path)
+    code, said = spark.finish(run)
+    assert code == 75, said
+    assert "resume with: paceline run --on spark --master" in said, said
+    assert spark.running(script) == []
+    (tmp_path / "on").touch()
+    code, said = spark.run(*words, cwd=tmp_path)
+    assert code == 0, said
+    assert set(fingerprints(said)) == {expected} and "from step 0" not in said, said
+
+
+def test_a_second_signal_ends_the_workers(spark: SparkCluster, tmp_path: Path) -> None:
+    script, _ = waiting_script(tmp_path, 2)
+    script.write_text(script.read_text().replace(LEAVES, STAYS, 1))
+    run = spark.start("--nodes", "2", "--grace", "200", script, cwd=tmp_path)
+    until(lambda: all_wait(tmp_path) or run.poll() is not None, 200)
+    spark.signal(signal.SIGINT, tmp_path)
+    until(lambda: (tmp_path / "leaving").exists() or run.poll() is not None, 60)
+    spark.signal(signal.SIGINT, tmp_path)
+    code, said = spark.finish(run)
+    assert code == 130, said
+    until(lambda: spark.running(script) == [], 60)

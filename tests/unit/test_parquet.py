@@ -101,9 +101,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     read: list[tuple[str, int]] = []
     original = parquet_files.read
 
-    def count(system: Any, file: Any, group: int, columns: Any) -> Any:
+    def count(system: Any, file: Any, group: int, *more: Any) -> Any:
         read.append((Path(file.path).name, group))
-        return original(system, file, group, columns)
+        return original(system, file, group, *more)
 
     monkeypatch.setattr(parquet_files, "read", count)
     return read
@@ -213,6 +213,11 @@ def a_struct(folder: Path) -> None:
 
 def nulls(folder: Path) -> None:
     pq.write_table(pa.table({"number": [1, None]}), folder / "x.parquet")
+    ParquetDataset(folder / "x.parquet")
+
+
+def nulls_without_statistics(folder: Path) -> None:
+    pq.write_table(pa.table({"number": [1, None]}), folder / "x.parquet", write_statistics=False)
     ParquetDataset(folder / "x.parquet")[0]
 
 
@@ -248,6 +253,7 @@ REFUSED = {
     a_missing_column: r"'pair' is of type list<element: double> in .*part-0\.parquet, and is not there in .*part-3",
     a_struct: "'number' of .* is of type struct<.*vector_to_array",
     nulls: r"Column 'number' has nulls in row group 0 of .*x\.parquet",
+    nulls_without_statistics: r"Column 'number' has nulls in row group 0 of .*x\.parquet",
     nulls_in_a_list: r"Column 'number' has nulls in row group 0 of .*x\.parquet",
     an_uneven_matrix: r"'number', row 1 of row group 0 in .*x\.parquet: lists of 1 to 2 elements",
     an_unknown_url: "nothing://host/folder cannot be opened: ",

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from paceline import env
 from paceline.config import quoted
@@ -42,6 +42,7 @@ class Options:
     volume: str | None = None  # a claim of Kubernetes, for the runs
     address: str | None = None  # of a Ray cluster
     master: str | None = None  # of a Spark cluster
+    session: Any = field(default=None, repr=False)  # a SparkSession, from Python only
     detach: bool = False  # submit, and do not wait for the end
 
     def given(self) -> list[str]:
@@ -53,6 +54,7 @@ class Options:
         return [
             word
             for name in self.given()
+            if name != "session"
             for word in (f"--{name}", *([] if name == "detach" else [str(getattr(self, name))]))
         ]
 

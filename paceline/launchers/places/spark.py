@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -47,21 +48,20 @@ _LAST_SECONDS = 10.0
 _LONGEST_REASON = 300
 _QUIET = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
 """What Spark has to say is said here, in words; on an executor its logs have it."""
-_CONFIGURATION = {
-    "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "1s",
-    "spark.scheduler.barrier.maxConcurrentTasksCheck.maxFailures": str(_SLOT_SECONDS),
-}
-"""Unless the user has said otherwise in spark-defaults.conf."""
 
 
 class Spark(Place):
-    """A Spark cluster that the driver, this process, connects to."""
+    """A Spark cluster that the driver, this process, connects to, or is connected to by a session."""
 
-    reads = frozenset({"master"})
+    reads = frozenset({"master", "session"})
+    _session: Any = None
 
     def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
         """One agent for each task; where they meet is known when they run."""
-        if options.master is None:
+        self._session, master = options.session, options.master
+        if self._session is not None:
+            master = _master_of(self._session)
+        elif master is None:
             raise ConfigError(
                 "--on spark: name the cluster with --master, such as spark://host:7077, yarn or local[2]."
             )
@@ -76,25 +76,27 @@ class Spark(Place):
             agent_command(_absolute(request), request.workers, total, (tasks, tasks), MEETING, python="python")
         )
         known = secret_environment(request)
-        text = f"on {options.master}, a barrier stage of {tasks} tasks with {request.workers} CPUs each, and in each:\n"
+        text = f"on {master}, a barrier stage of {tasks} tasks with {request.workers} CPUs each, and in each:\n"
         agents = tuple(Agent(f"task {number}", command, known) for number in range(tasks))
-        return Placement(options.master, agents, text + "  " + shlex.join(command))
+        return Placement(master, agents, text + "  " + shlex.join(command))
 
     def carry_out(self, placement: Placement, request: Request) -> int:
         """Submit the stage; again, to resume from the newest checkpoint, when Spark has lost one of its tasks."""
         agent, tasks = placement.agents[0], len(placement.agents)
-        context = _connect(placement.place, request)
+        context = self._session.sparkContext if self._session is not None else _connect(placement.place, request)
         try:
+            _check_allocation(context)
             with stop_signals() as received, Driver(context, request, agent.environment) as driver:
                 for attempt in range(1, _ATTEMPTS + 1):
                     command = agent.command if attempt == 1 or request.examination else _resumed(agent.command, request)
-                    stage = _Stage(context, driver.task(command), tasks)
+                    stage = _Stage(context, driver.task(command), tasks, request.workers)
                     code = _follow(stage, driver, received, request.grace_seconds)
                     if code is not None:
                         return code
                     _say(f"Spark has lost a task of attempt {attempt} of {_ATTEMPTS}: {stage.lost}")
         finally:
-            context.stop()
+            if self._session is None:
+                context.stop()
         lost = f"Spark has lost tasks in {_ATTEMPTS} attempts; the logs of its executors say why."
         if request.examination is not None:
             raise StartError(lost)
@@ -174,8 +176,7 @@ def _connect(master: str, request: Request) -> Any:
     configuration = SparkConf().setMaster(master).setAppName(f"paceline {request.script.name}")
     for key, value in _QUIET.items():
         configuration.set(key, value)
-    for key, value in {**_CONFIGURATION, "spark.task.cpus": str(request.workers)}.items():
-        configuration.setIfMissing(key, value)
+    configuration.setIfMissing("spark.task.cpus", str(request.workers))
     try:
         context = SparkContext(conf=configuration)
     except Exception as error:
@@ -185,6 +186,31 @@ def _connect(master: str, request: Request) -> Any:
     if "PYSPARK_PYTHON" not in variables:
         context.pythonExec = sys.executable
     return context
+
+
+def _master_of(session: Any) -> str:
+    """The master of a SparkSession.
+
+    Raises:
+        ConfigError: it is none, or one of Spark Connect.
+    """
+    context = getattr(session, "sparkContext", None)
+    if context is None:
+        connect = ".connect." in type(session).__module__
+        raise ConfigError(
+            "on = a session of Spark Connect: it runs no barrier stages. Use on='spark' with master=..., or a "
+            "SparkSession that is made with .master(...)."
+            if connect
+            else f"on = a {type(session).__name__}: give the name of a place, or a SparkSession."
+        )
+    return str(context.master)
+
+
+def _check_allocation(context: Any) -> None:
+    if context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true":
+        raise StartError(
+            "Spark runs no barrier stage with dynamic allocation: set spark.dynamicAllocation.enabled to false."
+        )
 
 
 def _check_master(master: str) -> None:
@@ -213,9 +239,7 @@ class _Stage(threading.Thread):
         error: why it could not run, otherwise.
     """
 
-    _GROUP = "paceline"
-
-    def __init__(self, context: Any, task: Task, tasks: int) -> None:
+    def __init__(self, context: Any, task: Task, tasks: int, cpus: int) -> None:
         super().__init__(daemon=True)
         self.codes: list[int] | None = None
         self.lost: str | None = None
@@ -223,28 +247,53 @@ class _Stage(threading.Thread):
         self._context = context
         self._task = task
         self._tasks = tasks
+        self._cpus = cpus
+        self._group = f"paceline-{secrets.token_hex(4)}"
+        self._cancelled = threading.Event()
 
     def run(self) -> None:
-        self._context.setJobGroup(self._GROUP, self._context.appName, interruptOnCancel=True)
-        rows = self._context.parallelize(range(self._tasks), self._tasks).barrier()
         try:
-            self.codes = [code for _, code in sorted(rows.mapPartitions(partial(run_agent, self._task)).collect())]
+            rows = self._context.parallelize(range(self._tasks), self._tasks)
+            if int(self._context.getConf().get("spark.task.cpus", "1")) != self._cpus:
+                rows = _with_cpus(rows, self._cpus)
+            self._await_slots(rows)
+            self._context.setJobGroup(self._group, self._context.appName, interruptOnCancel=True)
+            self.codes = [
+                code for _, code in sorted(rows.barrier().mapPartitions(partial(run_agent, self._task)).collect())
+            ]
+        except StartError as error:
+            self.error = str(error)
         except Exception as error:  # noqa: BLE001 - of py4j, of pyspark, or of a driver that has stopped
             self._explain(str(error))
 
     def cancel(self) -> None:
         """Let Spark kill the tasks; their agents end with them."""
+        self._cancelled.set()
         with contextlib.suppress(Exception):  # the cluster may be gone
-            self._context.cancelJobGroup(self._GROUP)
+            self._context.cancelJobGroup(self._group)
+
+    def _await_slots(self, rows: Any) -> None:
+        """Wait for the executors, also for one that comes again; Spark itself would wait for 10 minutes.
+
+        Raises:
+            StartError: they do not come, or the run has been stopped.
+        """
+        inside = self._context._jsc.sc()
+        profile = rows._jrdd.rdd().getResourceProfile() or inside.resourceProfileManager().defaultResourceProfile()
+        deadline = time.monotonic() + _SLOT_SECONDS
+        while (slots := inside.maxNumConcurrentTasks(profile)) < self._tasks:
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"--nodes {self._tasks}: a barrier stage needs {self._tasks} slots of {self._cpus} CPUs (-n) at "
+                    f"once; after {_SLOT_SECONDS} s Spark has {slots}. Ask for less, or give the cluster more "
+                    f"executors."
+                )
+            self._cancelled.wait(_LOOK_SECONDS)
+            if self._cancelled.is_set():
+                raise StartError("The run was stopped while it waited for executors.")
 
     def _explain(self, text: str) -> None:
-        if "requires more slots" in text:
-            cpus = self._context.getConf().get("spark.task.cpus")
-            self.error = (
-                f"--nodes {self._tasks}: a barrier stage needs {self._tasks} slots of {cpus} CPUs (-n) at once; after "
-                f"{_SLOT_SECONDS} s Spark has {self._slots()}. Ask for less, or give the cluster more executors."
-            )
-        elif (module := re.search(r"No module named '(paceline|pyspark)[.']", text)) is not None:
+        if (module := re.search(r"No module named '(paceline|pyspark)[.']", text)) is not None:
             self.error = (
                 f"The executors' Python has no {module[1]}: install it there, or name another Python by PYSPARK_PYTHON."
             )
@@ -254,9 +303,23 @@ class _Stage(threading.Thread):
         else:
             self.lost = _first_line(text)
 
-    def _slots(self) -> object:
-        inside = self._context._jsc.sc()
-        return inside.maxNumConcurrentTasks(inside.resourceProfileManager().defaultResourceProfile())
+
+def _with_cpus(rows: Any, cpus: int) -> Any:
+    """The same rows with another number of CPUs for each task than the session says.
+
+    Raises:
+        StartError: its executors are too small.
+    """
+    if rows.context.master.startswith("local") and not rows.context.master.startswith("local-cluster"):
+        return rows  # its tasks are threads of one process, which Spark does not divide
+    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
+
+    try:
+        return rows.withResources(ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus)).build)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("py4j", "pyspark"):
+            raise
+        raise StartError(f"-n {cpus}: Spark gives a task no {cpus} CPUs: {_first_line(error)}") from None
 
 
 def _first_line(error: object) -> str:

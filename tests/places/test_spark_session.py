@@ -1,0 +1,159 @@
+"""A SparkSession and its DataFrames: each rank's result, the bits of one process, the first cause."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spark_cluster import SparkCluster
+from training import fingerprints
+
+pytestmark = pytest.mark.timeout(900)
+
+FUNCTION = """
+import os, signal, sys
+from functools import partial
+from pathlib import Path
+import torch
+import paceline
+
+
+def train(data, kill=None):
+    torch.manual_seed(0)
+    session = paceline.start(
+        model=torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 4)),
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        loss=torch.nn.functional.cross_entropy,
+        data=data,
+        batch=12,
+        exact=True,
+        timeout_seconds=120,
+    )
+    for batch in session.batches(epochs=2):
+        session.step(batch)
+        if kill and session.rank == 1 and session.position == 7 and not Path(kill).exists():
+            Path(kill).touch()
+            task = int(Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[1])
+            os.kill(task, signal.SIGKILL)
+            while True:  # Spark ends it
+                signal.pause()
+    return session.rank, session.workers, session.fingerprint()
+
+
+def fail():
+    if os.environ["RANK"] == "1":
+        raise LookupError("rank 1 has no such thing")
+    signal.pause()  # ends with the other one
+"""
+
+DRIVER = """
+import json
+import cloudpickle, job
+import re
+from pyspark.sql import SparkSession
+
+os.environ["PYSPARK_PYTHON"] = sys.executable
+FOUND = {}
+cloudpickle.register_pickle_by_value(job)  # the executors do not have this folder
+
+def raised(call):
+    try:
+        return repr(call())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+spark = SparkSession.builder.master("spark://127.0.0.1:7077").getOrCreate()
+torch.manual_seed(0)
+inputs = torch.randn(96, 8)
+rows = [(row.tolist(), int(row[:4].argmax())) for row in inputs]
+frame = spark.createDataFrame(rows, "inputs array<float>, label bigint")
+"""
+
+
+def driven(spark: SparkCluster, folder: Path, body: str) -> dict[str, Any]:
+    """Run a driver that adds to FOUND."""
+    (folder / "job.py").write_text(FUNCTION)
+    script = folder / "driver.py"
+    script.write_text(f"from job import *\n{DRIVER}\n{body}\nprint('FOUND ' + json.dumps(FOUND), flush=True)\n")
+    code, said = spark.finish(spark.python(script, cwd=folder))
+    assert code == 0, said
+    (line,) = [line for line in said.splitlines() if line.startswith("FOUND ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
+    return found
+
+
+TRAINED = """
+FOUND["results"] = paceline.launch(train, frame.repartition(3), "killed", on=spark, nodes=2,
+                                   settings={"checkpoint": {"every": 2}})
+data = paceline.ParquetDataset.from_spark(frame.repartition(7), "samples")
+FOUND["same"] = sorted((row[0].tolist(), int(row[1])) for row in data) == sorted((list(x), y) for x, y in rows)
+"""
+
+ALONE = """
+from job import *
+print("fingerprint", train(paceline.ParquetDataset("samples", ["inputs", "label"]))[2])
+"""
+
+
+def test_the_bits_of_one_process_through_the_loss_of_a_task(spark: SparkCluster, tmp_path: Path) -> None:
+    found = driven(spark, tmp_path, TRAINED)
+    (tmp_path / "alone.py").write_text(ALONE)
+    alone = subprocess.run([sys.executable, "alone.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert alone.returncode == 0, alone.stderr
+    (expected,) = fingerprints(alone.stdout)
+    assert found == {"results": [[rank, 2, expected] for rank in range(2)], "same": True}
+    assert (tmp_path / "killed").exists()
+    assert not list((tmp_path / "runs").glob(".call-*"))
+
+
+CAUSE = """
+FOUND["cause"] = raised(lambda: paceline.launch(fail, on=spark, workers=2))
+FOUND["usable"] = spark.range(5).count()
+"""
+
+
+def test_the_first_cause_is_raised_and_the_session_goes_on(spark: SparkCluster, tmp_path: Path) -> None:
+    assert driven(spark, tmp_path, CAUSE) == {"cause": "LookupError: rank 1 has no such thing", "usable": 5}
+
+
+REFUSED = """
+from pyspark.ml.linalg import Vectors
+FOUND["slots"] = raised(lambda: paceline.launch(train, frame, on=spark, nodes=5))
+FOUND["cpus"] = raised(lambda: paceline.launch(train, frame, on=spark, workers=3))
+FOUND["no session"] = raised(lambda: paceline.launch(train, frame, on=3))
+FOUND["date"] = raised(lambda: paceline.launch(train, spark.sql("select 1 as x, current_date() as day"), on=spark))
+FOUND["null"] = raised(lambda: paceline.launch(train, spark.sql("select cast(null as bigint) as y"), on=spark))
+FOUND["no rows"] = raised(lambda: paceline.launch(train, frame.limit(0), on=spark))
+pairs = [(Vectors.dense([1.0, 2.0]), "a"), (Vectors.sparse(2, {1: 3.0}), "b")]
+vectors = spark.createDataFrame(pairs, ["x", "y`z"])
+data = paceline.ParquetDataset.from_spark(vectors, Path("vectors"))
+FOUND["vectors"] = sorted((x.tolist(), y) for x, y in data)
+FOUND["there"] = raised(lambda: paceline.ParquetDataset.from_spark(vectors, "vectors"))
+"""
+
+
+def test_what_is_refused(spark: SparkCluster, tmp_path: Path) -> None:
+    found = driven(spark, tmp_path, REFUSED)
+    assert "needs 5 slots of 1 CPUs" in found["slots"] and "Spark has 4" in found["slots"]
+    assert "StartError: -n 3: Spark gives a task no 3 CPUs: " in found["cpus"]
+    assert found["no session"] == "ConfigError: on = a int: give the name of a place, or a SparkSession."
+    assert "'day' of the DataFrame is of type date" in found["date"]
+    assert "Column 'y' has nulls in row group 0" in found["null"]
+    assert "There are no rows in" in found["no rows"]
+    assert found["vectors"] == [[[0.0, 3.0], "b"], [[1.0, 2.0], "a"]]
+    assert "vectors is there already" in found["there"]
+
+
+def test_the_page(spark: SparkCluster, tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "places" / "spark.md").read_text()
+    source = page.partition("## From a notebook")[2].partition("```python\n")[2].partition("```")[0]
+    script = tmp_path / "notebook.py"
+    source = source.replace("spark://host:7077", spark.master)
+    script.write_text(f"import os, sys\nos.environ['PYSPARK_PYTHON'] = sys.executable\n{source}")
+    code, said = spark.finish(spark.python(script, cwd=tmp_path))
+    assert code == 0, said
+    losses = re.findall(r"\((\d), ([\d.e-]+)\)", said)
+    assert [rank for rank, _ in losses] == ["0", "1"] and losses[0][1] == losses[1][1], said
