@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline import env
 from paceline.errors import ConfigError
-from paceline.settings import GROUPS, STRATEGIES, Settings
+from paceline.settings import GROUPS, ONE_MACHINE, STRATEGIES, Settings
 
 _PLAN_BYTES = 1 << 20
 _QUOTED = 80
@@ -68,6 +68,19 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         cure = f"Did you mean {near[0]!r}?" if near else f"The settings are: {', '.join(known)}."
         raise ConfigError(f"{where}: there is no setting {quoted(key)}. {cure}")
+
+
+def check_machines(strategy: str, machines: str) -> None:
+    """Refuse several machines for a strategy of one; ``machines`` says what tells that there are several.
+
+    Raises:
+        ConfigError: names another strategy.
+    """
+    if strategy in ONE_MACHINE:
+        raise ConfigError(
+            f"strategy {strategy!r} is for one machine, whose workers share the weights in memory, and there are "
+            f"several ({machines}): use 'parameter-server' with server.mode = 'async', or start all workers on one."
+        )
 
 
 def check_strategy(name: str, known: Sequence[str] = STRATEGIES) -> None:

@@ -22,7 +22,7 @@ from paceline import agreement, env
 from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
-from paceline.config import Resolved
+from paceline.config import Resolved, check_machines
 from paceline.data.feed import Feed
 from paceline.data.order import Order
 from paceline.data.parquet import ParquetDataset
@@ -89,6 +89,8 @@ def build(
     sparse = largest == 1 or capabilities.sparse_gradients
     _check_model(given.model, sparse)
     _check_capabilities(settings, capabilities, given)
+    if who.local_world_size < who.world_size:
+        check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
     registry.entry_of(settings.strategy).validate(settings, given.model, order, who.world_size, largest)
     threads = _threads(settings, who)
     torch.set_num_threads(threads)

@@ -93,6 +93,9 @@ class ServerSettings(BaseModel):
     )
     count: PositiveInt = Field(1, description="number of servers that share the parameters")
     dedicated: bool = Field(False, description="the first workers only serve; false: they also compute")
+    copies: Literal[1, 2] = Field(
+        2, description="on several machines: how many workers hold each server's part, so that one may be lost"
+    )
     staleness: NonNegativeInt = Field(
         1, description="bounded: how many rounds (a step of each worker) the weights may be behind"
     )
@@ -240,6 +243,8 @@ STRATEGIES = (
     "stealing",
 )
 """The names in :mod:`paceline.strategies.registry`, for code that does not import torch."""
+ONE_MACHINE = frozenset({"hogwild"})
+"""Those whose workers must all be on one machine."""
 
 GROUPS: dict[str, type[BaseModel]] = {
     "checkpoint": CheckpointSettings,

@@ -141,8 +141,7 @@ class TrainingLoop:
             self._activity.begin("in the data loader")
 
     def _batch(self, step: int, pieces: list[Piece], waited: float, generation: int) -> Batch:
-        order = self._job.order
-        self._given = step
+        order, self._given = self._job.order, step
         last = (step + 1) % order.steps_per_epoch == 0
         return Batch(step, order.epoch_of(step), order.samples_of(step), last, pieces, waited, generation)
 
@@ -313,6 +312,7 @@ class TrainingLoop:
             self.strategy.synchronize(self.progress.steps)
             world.gather(None, "start")
         self.strategy.close()
+        world.end_servers()
         if world.coordinator is not None:
             world.leave()
             world.coordinator.report(dict)  # the next session has a client of its own

@@ -41,7 +41,15 @@ SETTINGS = {
     *("pipeline.schedule", "pipeline.stages", "pipeline.chunks", "pipeline.cut", "pipeline.replicas"),
     *("pipeline.memory_gigabytes", "pipeline.recompute", "pipeline.update_every", "pipeline.vertical_sync"),
     "pipeline.flush_every",
-    *("server.mode", "server.count", "server.dedicated", "server.staleness", "server.scale_lr", "server.drop_after"),
+    *(
+        "server.mode",
+        "server.copies",
+        "server.count",
+        "server.dedicated",
+        "server.staleness",
+        "server.scale_lr",
+        "server.drop_after",
+    ),
 }
 OPTIONS = {
     "run": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Member
-from paceline.errors import PacelineError, WorkerLost
+from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
 
 
 class Awaited(NamedTuple):
@@ -72,6 +73,27 @@ class Waiting:
         if self.alarmed:
             raise WorkerLost(f"Rank {self.rank}: another worker was lost.")
 
+    def check_silence(self, ranks: Sequence[int], waited: float) -> None:
+        """Do not wait any longer than for the timeout.
+
+        Args:
+            ranks: the workers for whom this one waits; none: it is not known for whom.
+            waited: seconds.
+
+        Raises:
+            WorkerSilent: they stayed silent for the timeout.
+        """
+        if waited <= self.timeout:
+            return
+        ranks = ranks or self.others
+        named, are = name_ranks(ranks), "it is" if len(ranks) == 1 else "they are"
+        purpose = f" {self.purpose}" if self.purpose else ""
+        silent = WorkerSilent(
+            f"Rank {self.rank} waited {waited:.0f} s for {named}{purpose} (timeout_seconds). "
+            f"See the log of {named}: {are} stopped, or busy with something else."
+        )
+        raise self.explain(silent)
+
     def is_missing(self, rank: int) -> bool:
         """Whether a worker was dropped from the next membership."""
         if self.coordinator is None or not self.coordinator.alarmed:
@@ -80,7 +102,20 @@ class Waiting:
 
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Remember whom this worker waits for; nobody when it goes on."""
-        self.awaited = Awaited(tuple(ranks), time.monotonic())
+        if tuple(ranks) != self.awaited.ranks:
+            self.awaited = Awaited(tuple(ranks), time.monotonic())
+
+    @contextmanager
+    def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
+        """Wait for these workers, unless the main thread does so for others already, of whose wait this is a part."""
+        tells = not self.awaited.ranks and threading.current_thread() is threading.main_thread()
+        if tells:
+            self.waits_for(ranks)
+        try:
+            yield
+        finally:
+            if tells:
+                self.waits_for(())
 
     @contextmanager
     def awaiting(self, purpose: str) -> Iterator[None]:

@@ -52,6 +52,7 @@ class World(Waiting):
         hosts: the ranks of the workers of each machine.
         host_memory: what the workers of this machine share; none if a worker of any machine cannot, as on GPUs.
         recorder: what the script does with ``torch.distributed``; none in one process.
+        end_servers: ends those of a parameter server, which others read until the workers have come together anew.
     """
 
     recorder: CallRecorder | None = None
@@ -67,6 +68,7 @@ class World(Waiting):
         self.leaving = False
         self._rings: dict[int, Rings] = {}
         self._in_process_group = False
+        self.end_servers: Callable[[], None] = lambda: None
         self._arena: Arena | None = None
         self._who = who
         self._group = ProcessGroup(self.device, timeout)

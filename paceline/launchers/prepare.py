@@ -100,4 +100,6 @@ def known_settings(request: Request) -> Settings:
     )
     settings = config.resolve({}, *layers).settings
     config.check_strategy(settings.strategy)
+    if request.nodes is not None and request.nodes[1] > 1:
+        config.check_machines(settings.strategy, f"--nodes {request.nodes[1]}")
     return settings

@@ -62,6 +62,6 @@ def go_back(job: Job, checkpointer: Checkpointer, state: TrainingState, everyone
         )
         raise CheckpointError(
             f"Rank {job.world.rank}: {what} held by lost workers only, and there is no checkpoint to go back to. Save "
-            f"regularly (checkpoint.every), or let two workers hold each stage."
+            f"regularly (checkpoint.every), or let two workers hold each part of the model."
         )
     return steps

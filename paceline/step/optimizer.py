@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -118,6 +121,40 @@ class Update:
                         f"The optimizer has a parameter of shape {list(value.shape)} that is not one of the model's "
                         f"trainable ones. Put a loss's parameters into the model, and use forward(model, microbatch)."
                     )
+
+    def copied(self, names: Container[str]) -> Update:
+        """An update of copies of some parameters, for another thread; its optimizer and schedule begin without a state.
+
+        Args:
+            names: of the parameters. The others are empty there, and get no gradient.
+
+        Raises:
+            InputError: the optimizer or the schedule has something that cannot be copied.
+        """
+        made = copy.copy(self)
+        made.parameters = {
+            name: nn.Parameter(torch.empty_like(value) if name in names else value.new_empty(0))
+            for name, value in self.parameters.items()
+        }
+        made.drew, made._frozen = False, {}
+        memo: dict[int, Any] = {id(value): made.parameters[name] for name, value in self.parameters.items()}
+        memo[id(self.optimizer.state)] = defaultdict(dict)
+        made.optimizer = memo[id(self.optimizer)] = object.__new__(type(self.optimizer))
+        try:
+            for key, value in vars(self.optimizer).items():
+                if key != "step":  # a schedule has put it there, bound to the original
+                    setattr(made.optimizer, key, copy.deepcopy(value, memo))
+            made.schedule = copy.deepcopy(self.schedule, memo)
+        except (TypeError, RuntimeError) as error:
+            raise InputError(
+                f"{type(self.optimizer).__name__} or its schedule cannot be copied, as servers on several machines "
+                f"need it: {error}."
+            ) from error
+        if made.schedule is not None:
+            step: Any = partial(type(made.optimizer).step, made.optimizer)
+            step._wrapped_by_lr_sched = made.optimizer._opt_called = True  # type: ignore[attr-defined]
+            made.optimizer.step = step  # type: ignore[method-assign]
+        return made
 
     def check_frozen(self) -> None:
         """Refuse a parameter that was frozen at the start and requires a gradient now.

@@ -147,6 +147,7 @@ OPTIONS = [
     ("--nodes", "1", "--rendezvous", "127.0.0.1:" + "9" * 5000),
     ("--nodes", "1", "--rendezvous", "127.0.0.1:70000"),
     ("--nodes", "1", "--rendezvous", "x" * 300 + ":1"),
+    ("--nodes", "2", "--rendezvous", "127.0.0.1:29534", "--set", "strategy=hogwild"),
     ("--name", "x" * 300),
     ("--name", "a\nb"),
     ("--name", ".."),

@@ -262,7 +262,8 @@ def test_workers_on_several_machines_are_refused(ranks: Run, tmp_path: Path) -> 
     script = "import sample_counts\nsample_counts.start(strategy='hogwild')"
     for one in ranks(script, 2, tmp_path, one_machine=False):
         assert one.code == 2
-        assert "'hogwild' needs workers that share memory" in one.err
+        assert "'hogwild' is for one machine" in one.err
+        assert "several (1 of 2 workers are on this one): use 'parameter-server'" in one.err
 
 
 RESUMED = """

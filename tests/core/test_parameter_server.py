@@ -34,10 +34,10 @@ def counted(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, An
     """Run the task that counts; the updates that were made, after what must always be so."""
 
     def run(
-        server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, dropped: bool = False
+        server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, one_machine: bool = True
     ) -> list[dict[str, Any]]:
         environment = {"SERVER": json.dumps(server), "SLOW": slow, "PACELINE_RUN": str(tmp_path)}
-        everyone = printed(COUNTED, workers, tmp_path, environment=environment)
+        everyone = printed(COUNTED, workers, tmp_path, environment=environment, one_machine=one_machine)
         assert len({json.dumps(one["weights"] + [one["fingerprint"], *one["values"]]) for one in everyone}) == 1
         updates = sorted(updates_in(tmp_path), key=lambda one: one["version"])
         assert sorted(one["step"] for one in updates) == list(range(EPOCHS * STEPS))

@@ -26,9 +26,10 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.backoff import backoff_seconds
@@ -113,8 +114,60 @@ class ClaimTable:
         return sorted({owner for step, owner in self.open.items() if step < stop and owner != FREE})
 
 
+class Claims(Protocol):
+    """The table of these workers, wherever it is."""
+
+    def begin(self, table: ClaimTable) -> None:
+        """Start anew; only rank 0 does, while the others do nothing with the table."""
+        ...
+
+    def await_begin(self) -> None:
+        """Until all workers can go on from the new start; all call this."""
+        ...
+
+    def look(self) -> ClaimTable:
+        """The table as it is now."""
+        ...
+
+    def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
+        """Wait for a condition on the table.
+
+        Args:
+            ready: the condition.
+            awaited: the workers on which it depends.
+
+        Raises:
+            WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
+        """
+        ...
+
+    def change(self) -> AbstractContextManager[ClaimTable]:
+        """Change the table; if the body raises, nothing is changed.
+
+        Raises:
+            WorkerLost: a worker was lost, and others have gone on with the table as it was.
+        """
+        ...
+
+    def arrive(self) -> None:
+        """This worker synchronizes."""
+        ...
+
+    def missing(self) -> list[int]:
+        """The workers that have yet to synchronize."""
+        ...
+
+    def close(self) -> ClaimTable:
+        """The last table: nobody changes it any more. For workers that re-form because one was lost."""
+        ...
+
+    def last(self) -> ClaimTable:
+        """The table after :meth:`close`, with the updates that were made and that nobody could write into it."""
+        ...
+
+
 class StepClaims:
-    """The table of these workers, with a lock for changes; all of them make it together, then rank 0 begins it."""
+    """The table in shared memory, with a lock for changes; all of them make it together, then rank 0 begins it."""
 
     def __init__(self, world: World, shared_memory: SharedMemory) -> None:
         self._world = world
@@ -127,12 +180,35 @@ class StepClaims:
         self._busy, self._made = (self._updates[world.rank] + word for word in (_BUSY, _MADE))
         self._hasty = False
         self._lock = shared_memory.lock(self._look)
+        self._flag = shared_memory.reserve(2)
+        self._starts = 0
 
     def begin(self, table: ClaimTable) -> None:
         """Start anew; only one worker does, while the others do nothing with the table."""
         for word in range(_WORDS + len(self._updates) * _WORDS_EACH):
             self._words[word] = 0
         self._write(table)
+
+    def await_begin(self) -> None:
+        """Until rank 0 has begun."""
+        self._starts += 1
+        if self._world.rank == 0:
+            self._shared_memory.announce(self._flag, self._starts)
+        else:
+            self._shared_memory.wait(self._flag, self._starts, places=(0,))
+
+    def arrive(self) -> None:
+        """See :class:`Claims`."""
+        self._shared_memory.announce(self._flag + 1, self._starts)
+
+    def missing(self) -> list[int]:
+        """See :class:`Claims`."""
+        announced, arrived = self._shared_memory.announced, self._flag + 1
+        return [rank for rank in range(self._world.size) if not announced(arrived, self._starts, [rank])]
+
+    def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
+        """See :class:`Claims`."""
+        self._shared_memory.wait_until(lambda: ready(self.look()), lambda: awaited(self.look()))
 
     def look(self) -> ClaimTable:
         """The table as it is now, without the lock."""

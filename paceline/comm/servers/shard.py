@@ -1,4 +1,4 @@
-"""What a parameter server holds: some parameters, buffers and optimizer states, in the memory that all workers see.
+"""What a parameter server holds: some parameters, buffers and optimizer states, in two copies.
 
 ::
 
@@ -7,21 +7,23 @@
 
 An update is written into the spare copy; then a number elsewhere (``comm.assignment.step_claims``) says that it counts.
 A worker that is killed at any instant leaves the other copy whole.
+
+On one machine it lies in memory that all workers see. On several, each has it in its own memory (:class:`OwnBlocks`),
+and a copy goes from one to another as the bytes that it is.
 """
 
 from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned, view_of
 from paceline.comm.values import decode, encode, sendable
 from paceline.errors import InputError
@@ -54,11 +56,35 @@ class _Metadata(NamedTuple):
     schedule: dict[str, Any] | None
 
 
+class Blocks(Protocol):
+    """Where a shard lies."""
+
+    def share(self, size: int) -> list[mmap.mmap]:
+        """Map a new block; the shard lies in the first one."""
+        ...
+
+
+class OwnBlocks:
+    """Memory of this process alone."""
+
+    def share(self, size: int) -> list[mmap.mmap]:
+        """Map a block; what is not written takes no memory."""
+        return [mmap.mmap(-1, size)]
+
+
+class Buffered(Protocol):
+    """What has buffers, as a model does."""
+
+    def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """The buffers by name."""
+        ...
+
+
 class Shard:
     """A part of the state; all workers make it together, in the same order.
 
     Args:
-        shared_memory: of the workers.
+        memory: of the workers, or of this one alone.
         model: whose buffers it holds.
         parameters: that it holds, by name.
         buffers: the names of the buffers that it holds.
@@ -68,8 +94,8 @@ class Shard:
 
     def __init__(
         self,
-        shared_memory: SharedMemory,
-        model: nn.Module,
+        memory: Blocks,
+        model: Buffered,
         parameters: dict[str, nn.Parameter],
         buffers: Sequence[str],
         optimizer: Optimizer,
@@ -86,7 +112,7 @@ class Shard:
         self._states_at = _NOTES_AT + self._notes_room + sum(aligned(value.nbytes) for value in fixed)
         states = sum(_STATES * (aligned(value.nbytes) + 64) for value in self.parameters)
         self._size = -(-(self._states_at + states) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        self._block = shared_memory.share(2 * self._size)[0]
+        self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]
         self._entries: tuple[bytes, list[_Entry]] = b"", []  # as bytes too: they hardly ever change
@@ -117,6 +143,28 @@ class Shard:
     def read_buffers(self, copy: int) -> None:
         """Take over the buffers alone."""
         self._copy_buffers(self._tensors()[len(self.parameters) :], self._fixed[copy][len(self.parameters) :])
+
+    def weights(self, copy: int) -> memoryview:
+        """The bytes of the parameters and buffers of a copy, to be read or written."""
+        start = copy * self._size + _NOTES_AT + self._notes_room
+        return memoryview(self._block)[start : copy * self._size + self._states_at]
+
+    def contents(self, copy: int) -> memoryview:
+        """The bytes of a whole copy, as far as it is used."""
+        _, notes, _ = self._noted(copy)
+        ends = [entry.place + entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in notes.entries]
+        return memoryview(self._block)[copy * self._size : copy * self._size + max([self._states_at, *ends])]
+
+    def fill(self, copy: int, contents: bytes | bytearray | memoryview) -> None:
+        """Put the :meth:`contents` of a shard of another worker into a copy."""
+        start = copy * self._size
+        self._block[start : start + len(contents)] = bytes(contents)
+        self._read_notes[copy] = None
+        self.forget()
+
+    def forget(self) -> None:
+        """What this worker has may be of no copy any more: the next one is taken over as a whole."""
+        self._taken = -1
 
     def _copy_buffers(self, to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
         if to:

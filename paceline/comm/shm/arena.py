@@ -31,7 +31,7 @@ from paceline.comm.shm.futex import Futex
 from paceline.comm.shm.lock import Lock, Look
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
-from paceline.errors import WorkerLost, WorkerSilent, name_ranks
+from paceline.errors import WorkerLost
 from paceline.launchers.kernel import is_ending
 
 if TYPE_CHECKING:
@@ -319,15 +319,7 @@ class SharedMemory:
                     ranks=(rank,),
                 )
                 raise self._waiting.explain(lost)
-        if waited > self._waiting.timeout:
-            ranks = self._ranks(waiting) or self._waiting.others
-            named, are = name_ranks(ranks), "it is" if len(ranks) == 1 else "they are"
-            purpose = f" {self._waiting.purpose}" if self._waiting.purpose else ""
-            silent = WorkerSilent(
-                f"Rank {self._waiting.rank} waited {waited:.0f} s for {named}{purpose} (timeout_seconds). "
-                f"See the log of {named}: {are} stopped, or busy with something else."
-            )
-            raise self._waiting.explain(silent)
+        self._waiting.check_silence(self._ranks(waiting), waited)
 
     def gone(self, place: int) -> str:
         """Why the worker of this place will announce nothing more; empty if it may.

@@ -13,17 +13,19 @@ from __future__ import annotations
 
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.shard import Shard, cut
-from paceline.settings import Settings
+from paceline.settings import ServerSettings, Settings
 from paceline.step.job import Job, StepResult
-from paceline.strategies.parameter_server.async_steps import Gradients, Server, Shared, finish, update
+from paceline.strategies.parameter_server.async_steps import Gradients, Server, finish, update
+from paceline.strategies.parameter_server.sharing import OnOneMachine
 
 
 class ShardedServer(Server):
     """Keep two copies of the weights in shared memory: workers pull from one, updates go into the other."""
 
-    def __init__(self, shared: Shared, computing: int) -> None:
+    def __init__(self, shared: OnOneMachine, computing: int) -> None:
         super().__init__(shared)
         job = self._job
+        self._memory, self._claims = shared.memory, shared.claims
         self._settings = job.settings.server
         self._computing = computing  # the steps of a round
         count = servers_among(job.settings, job.world.size)
@@ -53,9 +55,7 @@ class ShardedServer(Server):
         current = step // self._computing
         if self._settings.mode == "bounded":
             oldest = (current - self._settings.staleness) * self._computing
-            self._memory.wait_until(
-                lambda: self._claims.look().done_before >= oldest, lambda: self._claims.look().owners(oldest)
-            )
+            self._claims.wait_until(lambda table: table.done_before >= oldest, lambda table: table.owners(oldest))
         with self._claims.hold() as table:
             if table.version != self._version:
                 for shard in self._shards:
@@ -73,10 +73,10 @@ class ShardedServer(Server):
             shard.write(version % 2)
 
     def _factor(self, delay: int) -> float:
-        return 1.0 / (1 + delay) if self._settings.scale_lr else 1.0
+        return factor_of(self._settings, delay)
 
     def _is_late(self, delay: int) -> bool:
-        return self._settings.drop_after is not None and delay > self._settings.drop_after
+        return is_late(self._settings, delay)
 
     def _record_update(self, step: int, delay: int, version: int, rate: float) -> None:
         self._staleness.add(delay, self._rounds_behind)
@@ -91,7 +91,7 @@ class ShardedServer(Server):
 class InlineServer(ShardedServer):
     """Whoever pushes updates all shards itself, one after the other."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: OnOneMachine) -> None:
         super().__init__(shared, computing=shared.job.world.size)
 
     def push(self, gradients: Gradients) -> StepResult | None:
@@ -114,6 +114,16 @@ class InlineServer(ShardedServer):
             return None
         self._record_update(step, delay, table.version, result.learning_rate)
         return result
+
+
+def factor_of(settings: ServerSettings, delay: int) -> float:
+    """Of the learning rate of an update."""
+    return 1.0 / (1 + delay) if settings.scale_lr else 1.0
+
+
+def is_late(settings: ServerSettings, delay: int) -> bool:
+    """Whether a gradient is to be dropped."""
+    return settings.drop_after is not None and delay > settings.drop_after
 
 
 def servers_among(settings: Settings, workers: int) -> int:

@@ -23,29 +23,16 @@ from typing import Any
 
 import torch
 
-from paceline.comm.assignment.step_claims import FREE, ClaimTable, StepClaims
-from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.assignment.step_claims import FREE, Claims, ClaimTable
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.errors import ConfigError, DisagreementError
+from paceline.errors import DisagreementError, WorkerLost
 from paceline.step.checks import Part, mean_loss
 from paceline.step.commit import locate_here, skip
-from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.strategies.parameter_server.last_worker import STATE, newest_result, restored
-from paceline.strategies.parameter_server.staleness import Staleness
-
-
-@dataclass(frozen=True)
-class Shared:
-    """What the loop and its server both use."""
-
-    job: Job
-    memory: SharedMemory
-    claims: StepClaims
-    staleness: Staleness
-    batch: FullBatch
+from paceline.strategies.parameter_server.sharing import Shared
 
 
 @dataclass(frozen=True)
@@ -68,13 +55,15 @@ class Server(ABC):
 
     Attributes:
         computes: whether this worker computes steps; else it only serves.
+        holds: the parameters and buffers that could be restored after a loss; none: all.
     """
 
     computes = True
+    holds: frozenset[str] | None = None
 
     def __init__(self, shared: Shared) -> None:
-        self._job, self._memory, self._claims = shared.job, shared.memory, shared.claims
-        self._staleness, self._batch = shared.staleness, shared.batch
+        self._job, self._batch, self._staleness = shared.job, shared.batch, shared.staleness
+        self._table: Claims = shared.claims
 
     @abstractmethod
     def begin(self, version: int) -> None:
@@ -88,9 +77,12 @@ class Server(ABC):
     def push(self, gradients: Gradients) -> StepResult | None:
         """Apply gradients and close their step; None: they came too late, and the step is free again."""
 
-    def wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[ClaimTable], bool]) -> None:
         """Wait until those who compute have come so far."""
-        self._memory.wait_until(ready, lambda: self._claims.look().owners())
+        self._table.wait_until(ready, lambda table: table.owners())
+
+    def record_result(self, table: ClaimTable) -> None:  # noqa: B027 - most know it when they push
+        """Write into the table what became known of the last update since it was pushed."""
 
     def flush(self, table: ClaimTable) -> None:  # noqa: B027 - most have nothing left
         """Nobody computes any more: write what only this worker has where all can read it."""
@@ -103,17 +95,11 @@ class Server(ABC):
 class AsyncSteps(Strategy):
     """Claim steps, compute them with the weights of a server, and push the gradients to it."""
 
-    def __init__(self, job: Job, server: Callable[[Shared], Server]) -> None:
-        self._job = job
-        self._memory = shared_memory_of(job)
-        self._claims = StepClaims(job.world, self._memory)
-        self._flag = self._memory.reserve(2)
-        self._batch = FullBatch(job)
-        self._staleness = Staleness(self._memory, job.world.rank, job.strategy_state.get(STATE, {}))
-        job.warnings.extend(_warnings(job))
-        self._server = server(Shared(job, self._memory, self._claims, self._staleness, self._batch))
-        self._warned = len(job.warnings)
-        self._starts = 0
+    def __init__(self, shared: Shared, server: Server) -> None:
+        self._job, self._claims, self._server = shared.job, shared.claims, server
+        self._batch, self._staleness = shared.batch, shared.staleness
+        self._job.warnings.extend(_warnings(self._job))
+        self._warned = len(self._job.warnings)
         self._synchronized = True
         self._claimed: int | None = None
         self._top = 0
@@ -149,9 +135,12 @@ class AsyncSteps(Strategy):
         self._report_staleness()
         self._synchronized = True
 
-    def close(self) -> None:
+    def close(self) -> frozenset[str] | None:
         if not self._synchronized:
-            table = self._claims.close()
+            try:
+                table = self._claims.close()
+            except WorkerLost:  # who knew what is done
+                return frozenset()
             while True:  # one update may have been on its way
                 self._server.restore(table, complete=False)
                 before, table = table, self._claims.last()
@@ -160,6 +149,7 @@ class AsyncSteps(Strategy):
             self._save_state(table)
             self._synchronized = True
         self._batch.take_gradients()
+        return self._server.holds
 
     # Synchronized: before the first step, and when all are done.
 
@@ -168,16 +158,12 @@ class AsyncSteps(Strategy):
         notices = self._gather("at", step, self._job.world.notice())
         state = self._job.strategy_state.get(STATE, {})
         version = int(state.get("version", 0))
-        self._starts += 1
         self._top = max(step, int(state.get("top", 0)))
+        self._server.begin(version)
         if self._job.world.rank == 0:
-            self._server.begin(version)
             table = ClaimTable(self._top, dict.fromkeys(state.get("open", []), FREE), version)
             self._claims.begin(restored(table, state))
-            self._memory.announce(self._flag, self._starts)
-        else:
-            self._memory.wait(self._flag, self._starts, places=(0,))
-            self._server.begin(version)
+        self._claims.await_begin()
         self._synchronized = False
         return max(map(int, notices))
 
@@ -226,7 +212,7 @@ class AsyncSteps(Strategy):
     def _work(self, step: int) -> StepResult | None:
         """Compute what is free, or serve until the workers are beyond a step; the result of the last update here."""
         if not self._server.computes:
-            self._server.wait(lambda: self._claims.look().top > step)
+            self._server.wait(lambda table: table.top > step)
         newest = None
         while self._claimed is not None:
             newest = self._compute(self._claimed) or newest
@@ -234,12 +220,7 @@ class AsyncSteps(Strategy):
 
     def _newest(self) -> StepResult:
         """The newest result that all know; until the first step of all is done, this waits for it."""
-
-        def is_known() -> bool:
-            table = self._claims.look()
-            return table.newest >= 0 or not table.open
-
-        self._server.wait(is_known)
+        self._server.wait(lambda table: table.newest >= 0 or not table.open)
         return newest_result(self._claims.look(), self._job)
 
     def _compute(self, step: int) -> StepResult | None:
@@ -253,6 +234,7 @@ class AsyncSteps(Strategy):
         if result is None:
             result = self._server.push(Gradients(step, parts, buffers))
             with self._claims.change() as table:
+                self._server.record_result(table)
                 self._claimed = table.take(job.world.rank)
         else:  # skipped
             with self._claims.change() as table:
@@ -263,10 +245,10 @@ class AsyncSteps(Strategy):
     def _drain(self, steps: int) -> None:
         """Until all steps before this one are done."""
         if not self._server.computes:
-            self._server.wait(lambda: self._is_drained(steps))
+            self._server.wait(lambda table: self._is_drained(table, steps))
             return
         while True:
-            self._server.wait(lambda: self._is_drained(steps) or self._claims.look().has_free)
+            self._server.wait(lambda table: self._is_drained(table, steps) or table.has_free)
             with self._claims.change() as table:
                 self._claimed = table.take(self._job.world.rank)
             if self._claimed is None and not table.open:
@@ -275,21 +257,18 @@ class AsyncSteps(Strategy):
 
     def _await_others(self, steps: int) -> None:
         """Until all workers synchronize; so one that does not is found before it needs this one."""
-        announced, arrived = self._memory.announced, self._flag + 1
-        self._memory.announce(arrived, self._starts)
-        ranks = range(self._job.world.size)
-        self._memory.wait_until(
-            lambda: self._is_drained(steps) and announced(arrived, self._starts, ranks),
-            lambda: [rank for rank in ranks if not announced(arrived, self._starts, [rank])],
+        self._claims.arrive()
+        self._claims.wait_until(
+            lambda table: self._is_drained(table, steps) and not self._claims.missing(),
+            lambda table: self._claims.missing(),
         )
 
-    def _is_drained(self, steps: int) -> bool:
+    def _is_drained(self, table: ClaimTable, steps: int) -> bool:
         """Whether no step is open.
 
         Raises:
             DisagreementError: another worker's loop is beyond the step after which this one synchronizes.
         """
-        table = self._claims.look()
         if table.top > max(steps, self._top):
             here = f"rank {self._job.world.rank} synchronizing after step {steps - 1}"
             taken = sorted((rank, step) for step, rank in table.open.items() if step >= steps and rank != FREE)
@@ -319,20 +298,6 @@ def update(
     seed_torch(seed_of(UPDATE, job.settings.seed, gradients.step))
     norm, rate = job.update.apply(done, factor, norm, made=made)
     return StepResult(mean_loss(gradients.parts, job.settings.exact), norm, rate)
-
-
-def shared_memory_of(job: Job) -> SharedMemory:
-    """The shared memory of workers on one machine.
-
-    Raises:
-        ConfigError: they are on several, or on GPUs.
-    """
-    if job.world.shared_memory is None:
-        raise ConfigError(
-            f"strategy {job.settings.strategy!r} needs workers that share memory: all on one Linux machine, on its "
-            f"CPU. These {job.world.size} are not: use 'allreduce' or 'local-sgd'."
-        )
-    return job.world.shared_memory
 
 
 def _different(places: list[str]) -> DisagreementError:

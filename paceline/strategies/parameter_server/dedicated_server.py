@@ -22,7 +22,8 @@ from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.step.checks import mean_loss
 from paceline.step.job import StepResult
 from paceline.strategies.parameter_server.async_server import ShardedServer, servers_among
-from paceline.strategies.parameter_server.async_steps import Gradients, Shared, finish
+from paceline.strategies.parameter_server.async_steps import Gradients, finish
+from paceline.strategies.parameter_server.sharing import OnOneMachine
 
 _FIRST = 0
 """The server that decides in which order gradients are applied."""
@@ -31,7 +32,7 @@ _FIRST = 0
 class DedicatedServer(ShardedServer):
     """One of the first ranks, or a worker's side of them."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: OnOneMachine) -> None:
         job, world = shared.job, shared.job.world
         count = servers_among(job.settings, world.size)
         super().__init__(shared, computing=world.size - count)
@@ -72,13 +73,16 @@ class DedicatedServer(ShardedServer):
 
     # A server.
 
-    def wait(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[ClaimTable], bool]) -> None:
+        def is_ready() -> bool:
+            return ready(self._claims.look())
+
         if self.computes:
             super().wait(ready)
         elif self._job.world.rank == _FIRST:
-            self._serve(ready, self._has_pushes, self._decide, self._workers)
+            self._serve(is_ready, self._has_pushes, self._decide, self._workers)
         else:
-            self._serve(ready, self._has_orders, self._follow, [_FIRST])
+            self._serve(is_ready, self._has_orders, self._follow, [_FIRST])
 
     def _serve(
         self, ready: Callable[[], bool], has_work: Callable[[], bool], work: Callable[[], None], awaited: list[int]

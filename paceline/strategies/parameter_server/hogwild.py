@@ -29,12 +29,14 @@ from paceline.comm.servers.shard import Shard
 from paceline.settings import Settings
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities
-from paceline.strategies.parameter_server.async_steps import AsyncSteps, Gradients, Server, Shared, finish, update
+from paceline.strategies.parameter_server.async_steps import AsyncSteps, Gradients, Server, finish, update
+from paceline.strategies.parameter_server.sharing import OnOneMachine, on_one_machine
 
 
 def build(job: Job) -> AsyncSteps:
     """The asynchronous loop on shared weights."""
-    return AsyncSteps(job, SharedWeights)
+    shared = on_one_machine(job)
+    return AsyncSteps(shared, SharedWeights(shared))
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
@@ -45,8 +47,9 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 class SharedWeights(Server):
     """Let all workers update the same weights."""
 
-    def __init__(self, shared: Shared) -> None:
+    def __init__(self, shared: OnOneMachine) -> None:
         super().__init__(shared)
+        self._memory, self._claims = shared.memory, shared.claims
         trained, model = self._job.update, self._job.compute.model
         names = [name for name, _ in model.named_buffers()]
         self._shard = Shard(self._memory, model, trained.parameters, names, trained.optimizer, trained.schedule)

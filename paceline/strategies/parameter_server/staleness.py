@@ -8,23 +8,31 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import Any
+from typing import Any, Protocol
 
-from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.shm.histogram import Histogram
+
+class Counts(Protocol):
+    """How often each number has been; it outlives the worker that counted."""
+
+    def add(self, number: int) -> None:
+        """Count a number once more."""
+        ...
+
+    def total(self) -> Counter[int]:
+        """The counts of all workers."""
+        ...
 
 
 class Staleness:
-    """Two histograms that outlive each worker; all workers make it together.
+    """Two histograms that outlive each worker.
 
     Args:
-        memory: of the workers.
-        rank: of this worker.
+        delays, rounds: where to count.
         state: what :meth:`state` returned in earlier generations.
     """
 
-    def __init__(self, memory: SharedMemory, rank: int, state: dict[str, Any]) -> None:
-        self._delays, self._rounds = Histogram(memory, rank), Histogram(memory, rank)
+    def __init__(self, delays: Counts, rounds: Counts, state: dict[str, Any]) -> None:
+        self._delays, self._rounds = delays, rounds
         self._earlier = [Counter(dict(state.get(name, []))) for name in ("delays", "rounds")]
 
     def add(self, delay: int, rounds: int | None = None) -> None:

@@ -31,6 +31,8 @@ from paceline.strategies.parameter_server.async_server import InlineServer, serv
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 from paceline.strategies.parameter_server.dedicated_server import DedicatedServer
 from paceline.strategies.parameter_server.last_worker import LastWorker
+from paceline.strategies.parameter_server.network_server import NetworkServer
+from paceline.strategies.parameter_server.sharing import on_one_machine, over_network
 from paceline.strategies.parameter_server.sync_server import SyncServer
 
 
@@ -38,7 +40,11 @@ def build(job: Job) -> Strategy:
     """The strategy of the mode that is set."""
     if job.settings.server.mode == "sync":
         return SyncServer(job)
-    return AsyncSteps(job, DedicatedServer if job.settings.server.dedicated else InlineServer)
+    if job.world.shared_memory is None:
+        remote = over_network(job)
+        return AsyncSteps(remote, NetworkServer(remote))
+    shared = on_one_machine(job)
+    return AsyncSteps(shared, (DedicatedServer if job.settings.server.dedicated else InlineServer)(shared))
 
 
 def build_alone(job: Job) -> Strategy:

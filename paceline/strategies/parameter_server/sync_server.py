@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.reduction.to_servers import PushReduction
+from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.reduction.to_servers import NetworkPushReduction, PushReduction
 from paceline.comm.servers.shard import Shard, cut
 from paceline.data.feed import Piece
 from paceline.errors import WorkerLost
@@ -30,7 +31,11 @@ from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.parameter_server.async_server import servers_among, warnings_of_servers
-from paceline.strategies.parameter_server.async_steps import shared_memory_of
+from paceline.strategies.parameter_server.network_sync import NetworkServers
+from paceline.strategies.parameter_server.sharing import shared_memory_of
+
+_TAGS = 1 << 12
+"""The first tag of the gradients, as of those of all-reduce."""
 
 
 class SyncServer(Strategy):
@@ -41,11 +46,18 @@ class SyncServer(Strategy):
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._servers = Servers(job)
+        self._servers: Servers | NetworkServers
         names = [*job.update.parameters][::-1]
         values = [job.update.parameters[name].detach() for name in names]
-        homes = [self._servers.homes[name] for name in names]
-        reduction = PushReduction(job.world, shared_memory_of(job), values, homes, job.events)
+        reduction: BucketedReduction
+        if job.world.shared_memory is None:
+            self._servers = servers = NetworkServers(job)
+            homes = [servers.homes[name] for name in names]
+            reduction = NetworkPushReduction(job.world, values, homes, servers.copies, job.events, _TAGS)
+        else:
+            self._servers = Servers(job)
+            homes = [self._servers.homes[name] for name in names]
+            reduction = PushReduction(job.world, job.world.shared_memory, values, homes, job.events)
         backup = bool(job.settings.backup.workers)
         self._reducer = Reducer(job, reduction=reduction, overlap=not backup)
         self._workers: AllReduce | BackupWorkers
@@ -82,13 +94,14 @@ class SyncServer(Strategy):
     def synchronize(self, steps: int) -> None:
         self._servers.read_states()
 
-    def close(self) -> None:
+    def close(self) -> frozenset[str] | None:
         self._workers.close()
-        self._servers.put_back()
+        holds = self._servers.put_back()
         version, buffers = self._before
         if version == self._servers.version:  # the buffers are one step ahead of the weights
             for now, before in buffers:
                 now.copy_(before)
+        return holds
 
 
 class Servers:

@@ -1,0 +1,167 @@
+"""A shard of the parameters at one of the workers that hold it, for workers on several machines.
+
+::
+
+    worker 2     stage ─────────┐        commit (a table elsewhere: version 7)        apply ──┐
+    holder               gradients of 2 ┬ copy                                        version 6 ─ update ─ version 7
+    other holder                        └ gradients of 2                              version 6 ─ update ─ version 7
+
+Gradients wait at all holders before their step counts as done. So whoever survives makes the same updates in the same
+order, up to the last that counts, also those that a lost worker could not ask for any more.
+
+The updates are made in the threads that answer requests, on copies of the parameters and of the optimizer: the model of
+this worker computes meanwhile with the weights that it has pulled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.servers.network_claims import Order
+from paceline.comm.servers.rpc import Answer, RpcClient
+from paceline.comm.servers.shard import OwnBlocks, Shard
+from paceline.comm.values import sendable
+from paceline.errors import WorkerLost
+from paceline.step.job import Job
+
+
+@sendable
+@dataclass(frozen=True)
+class PendingGradients:
+    """What goes with the gradients of a step.
+
+    Attributes:
+        shard: of which they are.
+        rank: of the worker that has computed them.
+        step: its number.
+        there: which of the shard's parameters have a gradient.
+        norm: of all gradients, before clipping.
+        buffers: those that the forward pass has changed.
+    """
+
+    shard: int
+    rank: int
+    step: int
+    there: list[bool]
+    norm: torch.Tensor
+    buffers: dict[str, torch.Tensor]
+
+
+class HeldShard:
+    """A shard that this worker holds; any thread may use it.
+
+    Args:
+        job: what is trained.
+        part: the parameters of the shard, by name.
+        buffers: the names of the buffers that it holds.
+        forward: to the worker that holds the other copy; none: this is that one, or there is none.
+    """
+
+    def __init__(self, job: Job, part: dict[str, nn.Parameter], buffers: list[str], forward: RpcClient | None) -> None:
+        self._update = job.update.copied(part)
+        named = dict(job.compute.model.named_buffers())
+        self._buffers = _Buffers({name: named[name].detach().clone() for name in buffers})
+        self._parameters = [self._update.parameters[name] for name in part]
+        own = dict(zip(part, self._parameters, strict=True))
+        self._shard = Shard(OwnBlocks(), self._buffers, own, buffers, self._update.optimizer, self._update.schedule)
+        self._forward = forward
+        self._forwarding, self._lock = threading.Lock(), threading.Lock()
+        self._pending: dict[int, tuple[PendingGradients, bytearray]] = {}
+        self._rates: dict[int, float] = {}
+        self._version = 0
+        self._weights: tuple[int, bytes] = -1, b""
+
+    def begin(self, version: int, source: Shard) -> None:
+        """Start from a shard of this worker's own model and optimizer."""
+        copy = version % 2
+        with self._lock:
+            self._shard.fill(copy, source.contents(copy))
+            self._shard.read(copy)
+            self._version, self._weights = version, (-1, b"")
+            self._pending.clear()
+
+    def stage(self, pending: PendingGradients, data: bytearray) -> Answer:
+        """Keep the gradients of a worker, here and at the other holder, until they are applied or replaced."""
+        self._tell("shard.stage", pending, (data,))
+        with self._lock:
+            self._pending[pending.rank] = pending, data
+        return None, ()
+
+    def apply(self, place: int, orders: Sequence[Order]) -> Answer:
+        """Make updates, at the other holder too; answers with the learning rate of the last one."""
+        self._tell("shard.apply", (place, orders))
+        with self._lock:
+            self._advance(orders)
+            return self._rates[orders[-1].version], ()
+
+    def pull(self, orders: Sequence[Order], version: int, known: int) -> Answer:
+        """The version, at least the one that is asked for, and its weights if they are not known."""
+        with self._lock:
+            self._advance(orders)
+            self._check(version)
+            if known == self._version:
+                return known, ()
+            if self._weights[0] != self._version:
+                self._weights = self._version, bytes(self._shard.weights(self._version % 2))
+            return self._weights[0], (self._weights[1],)
+
+    def fetch(self, orders: Sequence[Order], version: int) -> Answer:
+        """Everything, as it is after the last update that counts."""
+        with self._lock:
+            self._advance(orders)
+            self._check(version)
+            return self._version, (bytes(self._shard.contents(version % 2)),)
+
+    def _check(self, version: int) -> None:
+        if self._version < version:
+            raise WorkerLost(f"a server has made {self._version} updates, and {version} were asked for.")
+
+    def _tell(self, what: str, words: Any, parts: Sequence[bytearray] = ()) -> None:
+        """Let the other holder do the same."""
+        with self._forwarding:
+            if self._forward is not None:
+                try:
+                    self._forward.ask(what, words, parts)
+                except WorkerLost:  # the next generation has another copy
+                    self._forward = None
+
+    def _advance(self, orders: Sequence[Order]) -> None:
+        """Make the updates that are not made yet."""
+        for order in orders:
+            if order.version == self._version + 1:
+                self._apply(order)
+
+    def _apply(self, order: Order) -> None:
+        pending, data = self._pending[order.rank]
+        assert pending.step == order.step, f"step {pending.step} instead of {order.step} of rank {order.rank}"
+        start = 0
+        for parameter, there in zip(self._parameters, pending.there, strict=True):
+            parameter.grad = None
+            if there:
+                count = parameter.numel()
+                flat = torch.frombuffer(data, dtype=parameter.dtype, count=count, offset=start) if count else None
+                parameter.grad = torch.empty_like(parameter) if flat is None else flat.view(parameter.shape).clone()
+                start += parameter.nbytes
+        for name, value in pending.buffers.items():
+            self._buffers.named[name].copy_(value)
+        _, self._rates[order.version] = self._update.apply(order.done, order.factor, pending.norm)
+        self._rates.pop(order.version - 2 * len(self._pending) - 2, None)
+        self._shard.write((self._version + 1) % 2)
+        self._version += 1
+
+
+class _Buffers:
+    """Buffers without a model."""
+
+    def __init__(self, named: dict[str, torch.Tensor]) -> None:
+        self.named = named
+
+    def named_buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """The buffers by name."""
+        return list(self.named.items())

@@ -1,0 +1,229 @@
+"""Parameter servers of workers on several machines: modes async and bounded.
+
+::
+
+    worker 2       pull ─ compute ─ stage ┬──────────── commit ─ apply ┬──────── pull
+    shard 0, at 0              gradients ─┤                    update ─┤
+    shard 1, at 1              gradients ─┘                    update ─┘
+    table, at 0                             step 5: version 7
+
+Each shard is at one worker, and a copy at another one; they lock nothing but themselves. A *commit* in the table of
+steps gives an update its number, in which order all shards make it (``held_shard``), and closes its step, at once and
+at two workers. What is not committed when a worker is lost was never made: the step is free again.
+
+Weights are those of the version that the table had when they were asked for, or newer: those of shards that were
+updated meanwhile. The rules of ``bounded`` look at the version of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from paceline.comm.assignment.step_claims import ClaimTable
+from paceline.comm.servers.network_claims import Order
+from paceline.comm.servers.rpc import Answer, RpcClient, holders
+from paceline.comm.servers.shard import OwnBlocks, Shard, cut
+from paceline.errors import WorkerLost
+from paceline.step.checks import mean_loss
+from paceline.step.job import StepResult
+from paceline.strategies.parameter_server.async_server import factor_of, is_late, servers_among, warnings_of_servers
+from paceline.strategies.parameter_server.async_steps import Gradients, Server
+from paceline.strategies.parameter_server.held_shard import HeldShard, PendingGradients
+from paceline.strategies.parameter_server.sharing import OverNetwork, copies_of
+
+_PART_SECONDS = 10.0
+"""For a holder to send its shard when the others part."""
+
+
+class NetworkServer(Server):
+    """A worker's side of the shards, and those that it holds."""
+
+    def __init__(self, shared: OverNetwork) -> None:
+        super().__init__(shared)
+        job, self._claims, self._peers = shared.job, shared.claims, shared.peers
+        self._settings, rank = job.settings.server, job.world.rank
+        count = servers_among(job.settings, job.world.size)
+        self.computes = not self._settings.dedicated or rank >= count
+        self._computing = job.world.size - (count if self._settings.dedicated else 0)  # the steps of a round
+        buffers = [name for name, _ in job.compute.model.named_buffers()]
+        update = job.update
+        self._parts = cut(update.parameters, count)
+        self._shards, self._held = list[Shard](), dict[int, HeldShard]()
+        self._holders = [holders(self._peers, place, copies_of(job)) for place in range(count)]
+        for place, part in enumerate(self._parts):
+            names = [] if place else buffers
+            self._shards.append(Shard(OwnBlocks(), job.compute.model, part, names, update.optimizer, update.schedule))
+            if rank in self._holders[place]:
+                self._held[place] = HeldShard(job, part, names, self._forward(place))
+        self._serve()
+        job.warnings.extend(warnings_of_servers(job))
+        self._known = [-1] * count  # the version whose weights are in each shard
+        self._order = [(rank + place) % count for place in range(count)]  # not all of them at the same server
+        self._pulled = self._rounds_behind = 0
+        self._pending: tuple[int, int] | None = None  # the step that is being committed, and its delay
+        self._last: tuple[int, StepResult] | None = None
+
+    def _forward(self, place: int) -> RpcClient | None:
+        first, *others = self._holders[place]
+        if self._job.world.rank != first or not others:
+            return None
+        return self._peers.new_client(others[0])
+
+    def _serve(self) -> None:
+        def stage(rank: int, pending: PendingGradients, data: bytearray) -> Answer:
+            return self._held[pending.shard].stage(pending, data)
+
+        def answering(act: str) -> Callable[[int, Any, bytearray], Answer]:
+            return lambda rank, words, data: getattr(self._held[words[0]], act)(*words[1:])
+
+        def apply(rank: int, words: tuple[int, list[Order]], data: bytearray) -> Answer:
+            return self._held[words[0]].apply(*words)
+
+        self._peers.server.serve("shard.stage", stage)
+        self._peers.server.serve("shard.apply", apply)
+        for act in ("pull", "fetch"):
+            self._peers.server.serve(f"shard.{act}", answering(act))
+
+    def begin(self, version: int) -> None:
+        for place, held in self._held.items():
+            self._shards[place].write(version % 2)
+            held.begin(version, self._shards[place])
+        self._known = [-1] * len(self._shards)
+
+    # A worker.
+
+    def pull(self, step: int) -> None:
+        current = step // self._computing
+        if self._settings.mode == "bounded":
+            oldest = (current - self._settings.staleness) * self._computing
+            self._claims.wait_until(lambda table: table.done_before >= oldest, lambda table: table.owners(oldest))
+        table = self._claims.look()
+        orders = self._claims.log.orders
+        answers = self._ask_all("shard.pull", lambda place: ((place, orders, table.version, self._known[place]), ()))
+        for place, (version, data) in answers.items():
+            shard = self._shards[place]
+            if data:
+                shard.weights(version % 2)[:] = data
+            self._known[place] = version
+            shard.read(version % 2, states=False)
+        self._pulled = table.version
+        self._rounds_behind = max(0, current - table.done_before // self._computing)
+
+    def push(self, gradients: Gradients) -> StepResult | None:
+        job, step, norm = self._job, gradients.step, self._job.update.norm()
+        loss = mean_loss(gradients.parts, job.settings.exact)
+        self._stage(gradients, norm)
+        with self._claims.change() as table:
+            delay = table.version - self._pulled
+            late = is_late(self._settings, delay)
+            if late:
+                table.give_back(step)
+            else:
+                self._pending = step, delay
+                self._commit(table, step, delay)
+        orders = self._claims.log.orders
+        if late:
+            age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}
+            job.events.mark("dropped", step=step, **age)
+            return None
+        rates = self._ask_all("shard.apply", lambda place: ((place, orders), ()))
+        result = StepResult(loss, norm, float(rates[0][0]))
+        self._record_update(step, delay, table.version, result.learning_rate)
+        self._last = step, result
+        return result
+
+    def _stage(self, gradients: Gradients, norm: torch.Tensor) -> None:
+        """Send each shard its gradients."""
+        job = self._job
+        job.compute.buffers.accept(gradients.buffers)
+        named = dict(job.compute.model.named_buffers())
+        buffers = {name: named[name].detach().clone() for name in job.compute.buffers.live}
+
+        def words_of(place: int) -> tuple[PendingGradients, Sequence[memoryview]]:
+            values = [parameter.grad for parameter in self._parts[place].values()]
+            pending = PendingGradients(
+                place,
+                job.world.rank,
+                gradients.step,
+                [value is not None for value in values],
+                norm,
+                {} if place else buffers,
+            )
+            return pending, [_bytes_of(value) for value in values if value is not None]
+
+        self._ask_all("shard.stage", words_of)
+        self._batch.take_gradients()
+
+    def _commit(self, table: ClaimTable, step: int, delay: int) -> None:
+        """Close a step: from now on its update counts."""
+        log, done = self._claims.log, table.done
+        del table.open[step]
+        table.version += 1
+        log.orders.append(Order(table.version, step, self._job.world.rank, done, factor_of(self._settings, delay)))
+        del log.orders[: -2 * self._job.world.size]  # a worker waits for its own before it commits another one
+        self._staleness.add(delay, self._rounds_behind)
+
+    def record_result(self, table: ClaimTable) -> None:
+        if self._last is not None:
+            step, result = self._last
+            table.newest, table.applied, self._last = step, result.applied, None
+            table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
+
+    def _record_update(self, step: int, delay: int, version: int, rate: float) -> None:
+        age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}
+        self._job.events.mark("update", step=step, version=version, learning_rate=rate, **age)
+        self._pending = None
+
+    def _ask_all(
+        self, what: str, words_of: Callable[[int], tuple[Any, Sequence[memoryview]]]
+    ) -> dict[int, tuple[Any, bytearray]]:
+        """Ask the first holder of each shard, all at a time."""
+        for place in self._order:
+            self._peers.client(self._holders[place][0]).start(what, *words_of(place))
+        return {place: self._peers.client(self._holders[place][0]).finish() for place in self._order}
+
+    # All of them, when no step is computed.
+
+    def restore(self, table: ClaimTable, complete: bool) -> None:
+        lost: list[str] = []
+        for place in self._order:
+            found = self._fetch(place, table.version, complete)
+            if found is None:
+                lost += self._parts[place]
+                continue
+            self._shards[place].fill(table.version % 2, found)
+            self._shards[place].read(table.version % 2)
+        if complete:
+            self._job.world.gather(None, "step")  # nobody ends while another one still reads from it
+        elif lost:
+            self.holds = frozenset(name for name, _ in _named(self._job.compute.model)).difference(lost)
+        if self._pending is not None and self._pending[0] not in table.open:  # it was committed
+            step, delay = self._pending
+            version = next(one.version for one in self._claims.log.orders if one.step == step)
+            self._record_update(step, delay, version, self._job.update.learning_rate)
+
+    def _fetch(self, place: int, version: int, complete: bool) -> bytearray | None:
+        """A whole shard, from who still has it."""
+        words = place, self._claims.log.orders, version
+        if complete:
+            return self._peers.client(self._holders[place][0]).ask("shard.fetch", words)[1]
+        for rank in self._holders[place]:
+            if not self._job.world.is_missing(rank):
+                try:
+                    return self._peers.parting(rank, _PART_SECONDS).ask("shard.fetch", words)[1]
+                except WorkerLost:
+                    continue
+        return None
+
+
+def _bytes_of(value: torch.Tensor) -> memoryview:
+    if value.numel() == 0:
+        return memoryview(b"")
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _named(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]

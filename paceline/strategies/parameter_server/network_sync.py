@@ -1,0 +1,186 @@
+"""The update at servers on several machines: mode sync.
+
+::
+
+    server 0    means of shard 0 ┬ update ─ wait for the copy ─ weights ──┬ all workers
+    its copy    means of shard 0 ┴ update ─ written                       │ pull ─ next step
+    server 1    means of shard 1 ┬ update ...                             ┘
+
+Who holds the copy of a shard gets the mean gradients, too, and makes the same update. Weights are given away only when
+both have made it. So after a loss a worker that has finished a step finds the state after it, and one that has not that
+before it: each holder keeps the two newest.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+
+from paceline.comm.servers.rpc import Answer, holders
+from paceline.comm.servers.shard import OwnBlocks, Shard, cut
+from paceline.errors import WorkerLost
+from paceline.step.job import Job
+from paceline.strategies.parameter_server.async_server import servers_among
+from paceline.strategies.parameter_server.sharing import connect_servers, copies_of
+
+_SLICE_SECONDS = 0.1
+"""How long a request waits at a server before it answers that the update is not made."""
+_PART_SECONDS = 10.0
+"""For a holder to send its shard when the others part."""
+
+
+class NetworkServers:
+    """Each server makes the update of its shard, and all workers take over those of the others.
+
+    Attributes:
+        shards: of the parameters, in the memory of this worker; the first ranks are their servers.
+        homes: the server of each parameter, by name.
+        copies: for each server the rank that holds the copy of its shard; none if it is not in here.
+        own: the names of the parameters whose server is here.
+        version: updates made.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._peers = connect_servers(job)
+        update, rank = job.update, job.world.rank
+        count = servers_among(job.settings, job.world.size)
+        parts = cut(update.parameters, count)
+        memory, model = OwnBlocks(), job.compute.model
+        self.shards = [Shard(memory, model, part, [], update.optimizer, update.schedule) for part in parts]
+        self.homes = {name: next(home for home, part in enumerate(parts) if name in part) for name in update.parameters}
+        self._holders = [holders(self._peers, home, copies_of(job)) for home in range(count)]
+        self.copies = {home: one[1] for home, one in enumerate(self._holders) if len(one) > 1}
+        self.own = {name for name, home in self.homes.items() if home == rank}
+        self.version = 0
+        self._parts = parts
+        self._held = [home for home, one in enumerate(self._holders) if rank in one]
+        self._here = {name for home in self._held for name in parts[home]}
+        self._order = [home for place in range(count) if (home := (rank + place) % count) not in self._held]
+        self._kept, self._has_states = False, True
+        self._changed = threading.Condition()
+        self._written = self._given = -1  # versions: in the shards that are held; whose weights may be pulled
+        for name in ("written", "weights", "fetch"):
+            self._peers.server.serve(f"shard.{name}", getattr(self, f"_answer_{name}"))
+
+    def keep(self) -> None:
+        """Before the first update: keep the state for those that go on without it."""
+        if not self._kept:
+            for shard in self.shards:
+                shard.write(0)
+            self._kept = True
+            self._announce(written=0)
+
+    def apply(self, step: int, norm: torch.Tensor) -> tuple[torch.Tensor, float]:
+        """Update the shards that this worker holds from ``.grad``, and take over the others.
+
+        Args:
+            step: how many updates there were before.
+            norm: the global norm of the mean gradients, before clipping.
+        """
+        update, version = self._job.update, self.version + 1
+        for name, parameter in update.parameters.items():
+            if name not in self._here:
+                parameter.grad = None
+        _, rate = update.apply(step, norm=norm, here=bool(self._held))
+        for home in self._held:
+            self.shards[home].write(version % 2)
+        self._announce(written=version)
+        if self._job.world.rank in self.copies:
+            copy, world = self.copies[self._job.world.rank], self._job.world
+            with world.awaiting("to update its copy of a shard"), world.waiting_for([copy]):
+                begin = time.monotonic()
+                while not self._peers.client(copy).ask("shard.written", version)[0]:
+                    world.check_silence([copy], time.monotonic() - begin)
+        self._announce(given=version)
+        self._pull(version)
+        self.version = version
+        self._has_states = False
+        return norm, rate
+
+    def _pull(self, version: int) -> None:
+        """Take over the weights of the shards that are not held here."""
+        waiting = self._order
+        world = self._job.world
+        with world.awaiting("to pull weights"), world.waiting_for(waiting):
+            begin = time.monotonic()
+            while waiting:
+                world.check_silence(waiting, time.monotonic() - begin)
+                for home in waiting:
+                    self._peers.client(home).start("shard.weights", version)
+                answers = {home: self._peers.client(home).finish() for home in waiting}
+                for home, (ready, data) in answers.items():
+                    if ready:
+                        self.shards[home].weights(version % 2)[:] = data
+                        self.shards[home].read(version % 2, states=False)
+                waiting = [home for home, (ready, _) in answers.items() if not ready]
+
+    def read_states(self) -> None:
+        """Take over the optimizer's states from all servers."""
+        if self._has_states:
+            return
+        for home in self._order:
+            self.shards[home].fill(self.version % 2, self._peers.client(home).ask("shard.fetch", self._words(home))[1])
+            self.shards[home].read_states(self.version % 2)
+        self._job.world.gather(None, "step")  # nobody ends while another one still reads from it
+        self._has_states = True
+
+    def put_back(self) -> frozenset[str] | None:
+        """After a loss: have the state after the last step that was done by all servers.
+
+        Returns:
+            the parameters and buffers that could be restored; none: all.
+        """
+        lost: list[str] = []
+        for home, shard in enumerate(self.shards) if self._kept else ():
+            if self.version > 0 and home not in self._held and not self._has_states:
+                found = self._fetch(home)
+                if found is None:
+                    lost += self._parts[home]
+                    continue
+                shard.fill(self.version % 2, found)
+            shard.forget()
+            shard.read(self.version % 2)
+        self._has_states = True
+        model = self._job.compute.model
+        everything = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
+        return frozenset(everything.difference(lost)) if lost else None
+
+    def _fetch(self, home: int) -> bytearray | None:
+        """A whole shard, from who still has it."""
+        for rank in self._holders[home]:
+            if not self._job.world.is_missing(rank):
+                try:
+                    return self._peers.parting(rank, _PART_SECONDS).ask("shard.fetch", self._words(home))[1]
+                except WorkerLost:
+                    continue
+        return None
+
+    def _words(self, home: int) -> tuple[int, int]:
+        return home, self.version
+
+    # In the threads that answer the others.
+
+    def _announce(self, written: int = -1, given: int = -1) -> None:
+        with self._changed:
+            self._written, self._given = max(self._written, written), max(self._given, given)
+            self._changed.notify_all()
+
+    def _answer_written(self, rank: int, version: int, data: bytearray) -> Answer:
+        with self._changed:
+            return self._changed.wait_for(lambda: self._written >= version, _SLICE_SECONDS), ()
+
+    def _answer_weights(self, rank: int, version: int, data: bytearray) -> Answer:
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._given >= version, _SLICE_SECONDS)
+        own = self._job.world.rank
+        return ready, (self.shards[own].weights(version % 2),) if ready else ()
+
+    def _answer_fetch(self, rank: int, words: Any, data: bytearray) -> Answer:
+        home, version = words
+        if home not in self._held or version not in (self._written, self._written - 1):
+            raise WorkerLost(f"version {version} of shard {home} was asked for, and the newest is {self._written}.")
+        return None, (self.shards[home].contents(version % 2),)

@@ -1,0 +1,104 @@
+"""Requests between workers: who is refused, what is too long, what becomes of an error and of a lost worker."""
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from paceline.comm.servers.rpc import RpcClient, RpcServer
+from paceline.comm.waiting import Waiting
+from paceline.errors import InputError, WorkerLost, WorkerSilent
+
+KEY = b"k" * 32
+MOST = 1 << 20
+
+
+@pytest.fixture
+def server() -> Iterator[RpcServer]:
+    made = RpcServer("127.0.0.1", KEY, MOST)
+    made.serve("echo", lambda rank, words, data: ((rank, words), (data,)))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client_of(server: RpcServer) -> Iterator[Callable[..., RpcClient]]:
+    made: list[RpcClient] = []
+
+    def connect(key: bytes = KEY, timeout: float = 20.0, most: int = MOST) -> RpcClient:
+        world: Any = Waiting(3, 5, timeout)
+        made.append(RpcClient(world, 1, ("127.0.0.1", server.port), key, most))
+        return made[-1]
+
+    yield connect
+    for one in made:
+        one.close()
+
+
+def test_words_and_bytes_come_back(server: RpcServer, client_of: Any) -> None:
+    client = client_of()
+    assert client.ask("echo", {"a": [1.5]}, (b"12", memoryview(b"3"))) == ((3, {"a": [1.5]}), bytearray(b"123"))
+    assert client.ask("echo", None) == ((3, None), bytearray())
+    client.close()
+    assert client.ask("echo", 4)[0] == (3, 4)  # a new connection
+
+
+def test_an_error_of_the_handler_is_raised_here(server: RpcServer, client_of: Any) -> None:
+    def refuse(rank: int, words: Any, data: bytearray) -> Any:
+        raise InputError("the optimizer said no")
+
+    server.serve("refuse", refuse)
+    client = client_of()
+    with pytest.raises(InputError, match="the optimizer said no"):
+        client.ask("refuse")
+    with pytest.raises(RuntimeError, match="nothing"):  # no such request
+        client.ask("nothing")
+    assert client.ask("echo", 1)[0] == (3, 1)
+
+
+def test_who_has_another_key_is_refused(server: RpcServer, client_of: Any) -> None:
+    with pytest.raises(WorkerLost, match="does not accept this key"):
+        client_of(b"x" * 32).ask("echo")
+    assert client_of().ask("echo", 1)[0] == (3, 1)
+
+
+def test_a_stranger_learns_nothing_and_ends_only_its_own_connection(server: RpcServer, client_of: Any) -> None:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as stranger:
+        assert stranger.recv(1000).startswith(b"paceline 1 ")
+        stranger.sendall(struct.pack("<QQ", 1 << 60, 1 << 60) * 32)
+        assert stranger.recv(1000) in (b"refused\n", b"")
+    assert client_of().ask("echo", 1)[0] == (3, 1)
+
+
+def test_what_is_too_long_ends_the_connection(server: RpcServer, client_of: Any) -> None:
+    client = client_of()
+    with pytest.raises(WorkerLost, match="lost rank 1"):
+        client.ask("echo", None, (bytes(MOST + 1),))
+    assert client.ask("echo", 1)[0] == (3, 1)
+    with pytest.raises(WorkerLost, match=r"a message of \d+ and 100 bytes"):
+        client_of(most=99).ask("echo", None, (bytes(100),))
+
+
+def test_a_silent_worker_is_named(server: RpcServer, client_of: Any) -> None:
+    busy = threading.Event()
+    server.serve("wait", lambda rank, words, data: (busy.wait(20), ()))
+    with pytest.raises(WorkerSilent, match="waited 0 s for an answer of rank 1"):
+        client_of(timeout=0.3).ask("wait")
+    busy.set()
+
+
+def test_a_server_that_ends_is_a_lost_worker_and_so_is_a_client(server: RpcServer, client_of: Any) -> None:
+    ended = threading.Event()
+    ranks: list[int] = []
+    server.on_end(lambda rank: (ranks.append(rank), ended.set())[0])
+    client = client_of()
+    client.ask("echo")
+    client.close()
+    assert ended.wait(20) and ranks == [3]
+    client.ask("echo")
+    server.close()
+    with pytest.raises(WorkerLost, match="rank 1"):
+        client.ask("echo")
