@@ -87,7 +87,7 @@ def run(contender: Contender, folder: Path, start: Starter) -> Result:
         process = start(*contender.words, cwd=folder, environment=environment)
         code, output = _end(process)
         said += output
-        if code in (0, None):
+        if code is None or (code == 0 and _is_through(folder)):  # TorchDistributor ends with 0 in any case
             break
     if not (folder / "killed").exists():
         raise RuntimeError(f"{contender.name} failed with exit code {code}:\n{said[-_SHOWN:]}")
@@ -110,8 +110,18 @@ def _end(process: subprocess.Popen[str]) -> tuple[int | None, str]:
 
 def _read(folder: Path, began: float, said: str, ended_well: bool) -> Result:
     killed = float((folder / "killed").read_text())
-    steps = [(float(at), int(step)) for at, step, _ in map(str.split, (folder / "steps").read_text().splitlines())]
+    steps = _steps(folder)
     first = min(at for at, step in steps if step == 1)
     after = [at for at, step in steps if step > scripts.KILLED]
-    through = ended_well and max(step for _, step in steps) == scripts.STEPS
-    return Result(first - began, min(after) - killed if through else None, said)
+    return Result(first - began, min(after) - killed if ended_well and _is_through(folder) else None, said)
+
+
+def _steps(folder: Path) -> list[tuple[float, int]]:
+    """When each step was done."""
+    file = folder / "steps"
+    lines = file.read_text().splitlines() if file.exists() else ()
+    return [(float(at), int(step)) for at, step, _ in map(str.split, lines)]
+
+
+def _is_through(folder: Path) -> bool:
+    return any(step == scripts.STEPS for _, step in _steps(folder))
