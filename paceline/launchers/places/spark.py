@@ -40,7 +40,7 @@ from paceline.launchers.places.spark_tasks import MEETING, Driver, Task, run_age
 
 _ATTEMPTS = 4
 """As Spark's spark.stage.maxConsecutiveAttempts."""
-_SLOT_SECONDS = 30
+_SLOT_SECONDS = 120
 """For executors to come."""
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
