@@ -133,3 +133,29 @@ def test_wrong_use(slurm: SlurmCluster, tmp_path: Path) -> None:
     slurm.run("scancel", "1")
     said += process.communicate()[0]
     assert process.returncode == 143 and "job 1 has ended: CANCELLED" in said
+
+
+def test_a_preempted_job_comes_back(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
+    alone = script(SLOW_AT_FIRST)
+    process = slurm.start(*SUBMIT, "--nodes", "2", "train.py", cwd=tmp_path)
+    said = until(process, "is training")
+    other = slurm.start("srun", "--partition=high", "--nodes=2", "--exclusive", "true", cwd=tmp_path)
+    said += process.communicate()[0]
+    assert process.returncode == 0, said
+    assert other.wait(60) == 0
+    assert "is queued again" in said and alone in said
+
+
+def test_a_failed_node_queues_the_job_again(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
+    alone = script(WAIT_FOR_LOSS)
+    process = slurm.start(*SUBMIT, "--nodes", "2", "--set", "checkpoint.every=2", "train.py", cwd=tmp_path)
+    slurm.wait_for((tmp_path / "node-1").exists, "the worker of the second agent")
+    slurm.wait_for((tmp_path / "node-0").exists, "the worker of the first agent")
+    lost = (tmp_path / "node-1").read_text()
+    slurm.lose_node(lost)
+    (tmp_path / "lost").touch()
+    said = until(process, "is queued again|has ended")
+    slurm.start_node(lost)
+    said += process.communicate()[0]
+    assert process.returncode == 0, said
+    assert alone in said
