@@ -26,6 +26,7 @@ from paceline.config import Resolved, check_machines
 from paceline.data.feed import Feed
 from paceline.data.order import Order
 from paceline.data.parquet import ParquetDataset
+from paceline.data.tables import writer_of
 from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
@@ -209,15 +210,12 @@ def warnings(job: Job) -> list[str]:
     return [f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}"] if keys else []
 
 
-_WRITERS = {"ray": "from_ray", "pyspark": "from_spark"}
-
-
 def _order(data: Any, settings: Settings, workers: int) -> Order:
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-        engine = type(data).__module__.partition(".")[0]
+        writer = writer_of(data)
         cure = "Give it __len__ and __getitem__; a stream can be read into a list first."
-        if engine in _WRITERS:
-            cure = f"Write it once to files that all workers see, by paceline.ParquetDataset.{_WRITERS[engine]}."
+        if writer is not None:
+            cure = f"Write it once to files that all workers see, by paceline.ParquetDataset.{writer}."
         raise InputError(
             f"data must be a map-style data set, with a length and items by number, but {type(data).__name__} has "
             f"{'no length' if hasattr(data, '__getitem__') else 'no items by number'}. {cure}"

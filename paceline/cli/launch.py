@@ -17,6 +17,7 @@ import paceline
 from paceline import config
 from paceline.cli import run
 from paceline.cli.options import chosen_place, node_range
+from paceline.data.tables import writer_of
 from paceline.errors import ConfigError, RunFailed
 from paceline.launchers import call_worker
 from paceline.launchers.base import Request
@@ -48,8 +49,9 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
 
     Args:
         function: what each worker calls.
-        *arguments: for the function, the same on all workers; sent with it. A DataFrame of Spark is written by it to
-            Parquet files beside the runs, once, and the function gets a :class:`paceline.ParquetDataset`.
+        *arguments: for the function, the same on all workers; sent with it. A DataFrame of Spark or a Dataset of Ray
+            is written by it to Parquet files beside the runs, once, and the function gets a
+            :class:`paceline.ParquetDataset`.
         workers: of each machine.
         on: ``"local"``; ``"debug"``: this process itself is the one worker, for a debugger; a place, as ``--on``; or a
             ``SparkSession``, which runs a barrier stage of ``nodes`` tasks.
@@ -74,7 +76,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
                 f"on='debug' calls the function in this process, as the only worker, and workers is {workers}: leave "
                 f"it out. With exact the result is that of any number of workers."
             )
-        if not any(map(_is_data_frame, arguments)):
+        if not any(map(writer_of, arguments)):
             return [function(*arguments)]
         with _call_folder(runs_dir) as folder:
             return [function(*_readable(arguments, folder))]
@@ -115,15 +117,12 @@ def _call_folder(runs_dir: str | Path) -> Iterator[Path]:
 
 
 def _readable(arguments: tuple[Any, ...], folder: Path) -> tuple[Any, ...]:
-    """The arguments, with Parquet files for DataFrames, which only this process could read."""
-    return tuple(
-        paceline.ParquetDataset.from_spark(one, folder / f"data-{place}") if _is_data_frame(one) else one
-        for place, one in enumerate(arguments)
-    )
-
-
-def _is_data_frame(value: object) -> bool:
-    return type(value).__module__.startswith("pyspark.sql.") and type(value).__name__ == "DataFrame"
+    """The arguments, with Parquet files for tables of engines, which only this process could read."""
+    readable = list(arguments)
+    for place, one in enumerate(arguments):
+        if writer := writer_of(one):
+            readable[place] = getattr(paceline.ParquetDataset, writer)(one, folder / f"data-{place}")
+    return tuple(readable)
 
 
 def _options(place: Mapping[str, Any]) -> Options:

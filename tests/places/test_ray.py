@@ -55,12 +55,13 @@ except LookupError as error:
 DATA = """
 import sys, time
 from functools import partial
-import ray, ray.data, torch
+import numpy, ray, ray.data, torch
 import paceline
 
 def square(rows):
     time.sleep(0.5 if 0 in rows["id"] else 0.0)  # the first block comes last
-    return {"input": [[x / 96, 1.0] for x in rows["id"]], "target": [(x / 96) ** 2 for x in rows["id"]]}
+    part = rows["id"].astype("float32") / 96
+    return {"input": numpy.stack([part, numpy.ones_like(part)], 1), "target": part * part}
 
 def train(data):
     torch.manual_seed(0)
@@ -72,16 +73,15 @@ def train(data):
         session.step(batch)
     return session.fingerprint()
 
-rows = [(torch.tensor([x / 96, 1.0], dtype=torch.float64), torch.tensor((x / 96) ** 2)) for x in range(96)]
-inputs, targets = (torch.stack(column).float() for column in zip(*rows))
-expected = train(torch.utils.data.TensorDataset(inputs, targets))
+rows = {name: torch.from_numpy(column) for name, column in square({"id": numpy.arange(96)}).items()}
+expected = train(torch.utils.data.TensorDataset(rows["input"], rows["target"]))
 
 ray.init(sys.argv[1], log_to_driver=False)
 dataset = ray.data.range(96, override_num_blocks=6).map_batches(square, batch_size=16)
-data = paceline.ParquetDataset.from_ray(dataset, "rows", lambda row: tuple(one.float() for one in row))
+data = paceline.ParquetDataset.from_ray(dataset, "rows")
 assert not dataset.context.execution_options.preserve_order
-for nodes in (1, 2):
-    assert set(paceline.launch(train, data, workers=2, nodes=nodes, on="ray")) == {expected}
+assert set(paceline.launch(train, data, workers=2, nodes=1, on="ray")) == {expected}
+assert set(paceline.launch(train, dataset, workers=2, nodes=2, on="ray")) == {expected}
 assert ray.is_initialized()
 try:
     paceline.launch(train, data, on="ray", address="head:6379")
