@@ -73,10 +73,13 @@ def _keep(path: Path, text: str) -> None:
 
 
 def resume_command(launch: Launch, request: Request) -> str:
-    """The command that continues this run from its newest checkpoint."""
+    """The command that continues this run from its newest checkpoint; or the call, if that is how it began."""
     from paceline import env
+    from paceline.launchers import call_worker
     from paceline.launchers.places.base import given_options
 
+    if request.script == Path(call_worker.__file__):
+        return f"paceline.launch(..., name={launch.run.name!r}, settings={{'resume': 'auto'}})"
     again = replace(request, name=launch.run.name, settings={**request.settings, "resume": "auto"})
     words = ["paceline", "run", *given_options(again)]
     if by := env.user_command():  # in a place: this launcher is one of its agents

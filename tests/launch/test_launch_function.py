@@ -65,6 +65,47 @@ def test_a_worker_that_is_killed(tmp_path: Path) -> None:
         paceline.launch(die, workers=2, runs_dir=tmp_path, settings={"exact": True})
 
 
+class Faltering(torch.utils.data.TensorDataset):
+    """Its worker of rank 1 dies at the sixth step of the first call."""
+
+    def __init__(self, mark: Path) -> None:
+        random = torch.Generator().manual_seed(3)
+        super().__init__(torch.randn(48, 4, generator=random), torch.randn(48, 1, generator=random))
+        self._mark, self._taken = mark, 0
+
+    def __getitem__(self, index: int) -> Any:
+        self._taken += 1
+        if os.environ.get("RANK") == "1" and self._taken > 30 and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), 9)
+        return super().__getitem__(index)
+
+
+def falter(mark: Path) -> str:
+    torch.manual_seed(3)
+    session = paceline.start(
+        model=torch.nn.Linear(4, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        data=Faltering(mark),
+        batch=12,
+        exact=True,
+        checkpoint={"every": 1},
+    )
+    for batch in session.batches(steps=12):
+        session.step(batch)
+    return session.fingerprint()
+
+
+def test_a_failed_call_is_resumed_as_its_message_says(tmp_path: Path) -> None:
+    call = partial(paceline.launch, falter, tmp_path / "mark", workers=2, runs_dir=tmp_path / "runs")
+    with pytest.raises(RunFailed) as caught:
+        call(name="one")
+    assert "resume with: paceline.launch(..., name='one', settings={'resume': 'auto'})" in str(caught.value)
+    assert len({*call(name="one", settings={"resume": "auto"}), *call(name="two")}) == 1
+    assert (tmp_path / "runs" / "one" / "checkpoints").exists()
+
+
 def test_what_cannot_be_sent(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be sent to the workers"):
         paceline.launch(threading.Lock().acquire, workers=2, runs_dir=tmp_path)
