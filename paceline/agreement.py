@@ -23,6 +23,8 @@ _CURES = {
     "data": "Every worker must see the whole data set; Paceline hands out the shares.",
     "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
     "threads": "Set threads= to the same number everywhere; it changes the bits.",
+    "canary": "The same small computation gives other bits on their processors. Use machines with the same processor "
+    "and libraries, and the same variables for them (MKL_CBWR, ONEDNN_MAX_CPU_ISA), or exact=False.",
     "cpu": "Use machines with the same instruction set, or exact=False; it changes the bits.",
 }
 

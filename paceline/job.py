@@ -32,6 +32,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
+from paceline.step.canary import canary
 from paceline.step.checks import sparse_gradients
 from paceline.step.forward import Compute, Forward, loss_of, recompute
 from paceline.step.job import Job
@@ -187,6 +188,7 @@ def numerics(settings: Settings) -> dict[str, int | str]:
         "exact": settings.exact,
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
+        "canary": canary() if settings.exact else "none",
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
     }
 
@@ -289,7 +291,8 @@ def _facts(
     facts.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:
         facts["threads"] = threads
-        facts["cpu capability"] = numerics(settings)["cpu"]
+        own = numerics(settings)
+        facts.update({"cpu capability": own["cpu"], "canary of the processor": own["canary"]})
     return facts
 
 

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from paceline.step.canary import canary
+
 FOLDER = Path(__file__).parents[1] / "bench" / "fingerprints"
 KEPT = json.loads((FOLDER / "fingerprints.json").read_text(encoding="utf-8"))
-HERE = {"torch": torch.__version__, "capability": torch.backends.cpu.get_cpu_capability()}
+HERE = {"torch": torch.__version__, "capability": torch.backends.cpu.get_cpu_capability(), "canary": canary()}
 
 pytestmark = pytest.mark.skipif(
     any(KEPT[key] != value for key, value in HERE.items()),

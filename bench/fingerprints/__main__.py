@@ -1,7 +1,8 @@
 """SHA-256 of what runs of every strategy and schedule train, compared with a list that is kept beside this file.
 
 A change of the code that is to keep all numbers keeps all fingerprints. The bits depend on torch and on the
-instructions that the processor has, so the list says with which ones it was made.
+processor: its instructions, and the kernels that libraries choose for it (``paceline.step.canary``). So the list says
+with which ones it was made.
 
     python bench/fingerprints                     # train all, compare with fingerprints.json; exit code 1: differences
     python bench/fingerprints --only pipeline     # those with this text in their names; several are possible
@@ -30,7 +31,8 @@ from cases import CASES, EXAMPLES, Case
 HERE = Path(__file__).resolve().parent
 KEPT = HERE / "fingerprints.json"
 SECONDS = 600.0
-DEFAULTS = {"torch": "?", "capability": "?", "package": "?"}
+MADE_WITH = ("torch", "capability", "canary")
+DEFAULTS = {**dict.fromkeys(MADE_WITH, "?"), "package": "?"}
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,11 @@ def main() -> int:
             print(f"FAILED {failure}", flush=True)
     print(f"{len(values)} values of {versions['package']}")
     if options.write:
-        kept = {key: versions[key] for key in ("torch", "capability")} | {"values": values}
+        kept = {key: versions[key] for key in MADE_WITH} | {"values": values}
         options.to.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         return bool(failures)
     kept = json.loads(options.to.read_text(encoding="utf-8"))
-    for key in ("torch", "capability"):
+    for key in MADE_WITH:
         if kept[key] != versions[key]:
             print(f"The list was made with {key} {kept[key]}, here it is {versions[key]}: the bits may differ.")
     known = Found(versions, {name: value for name, value in values.items() if name in kept["values"]}, failures)

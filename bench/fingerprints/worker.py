@@ -13,6 +13,7 @@ from cases import CASES, STEPS, Case
 from models import arguments_of
 
 import paceline
+from paceline.step.canary import canary
 
 
 def train(case: Case, part: str, folder: Path) -> None:
@@ -39,6 +40,7 @@ def main() -> None:
         versions = {
             "torch": torch.__version__,
             "capability": torch.backends.cpu.get_cpu_capability(),
+            "canary": canary(),
             "package": str(Path(paceline.__file__).parent),
         }
         print(json.dumps({"versions": versions}), flush=True)

@@ -53,7 +53,7 @@ class Manifest:
         files: size and SHA-256 of each file, checked on loading.
         fingerprint: SHA-256 of all tensors.
         state: the rest of the state (see encoding.py).
-        numerics: what affects the bits besides the script: exact, threads, cpu.
+        numerics: what affects the bits besides the script: exact, threads, cpu, gpu, canary.
         versions: of Python and the libraries.
         time: when the state was taken, in seconds since 1970.
         signature: of all this, by the key of the run; empty if it has none.

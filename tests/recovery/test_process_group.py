@@ -127,8 +127,8 @@ for generation in range(20):
     own.enter(Meeting(generation), rank, 2)
 
     def interrupt():
-        if generation % 2:
-            joined.wait()
+        while generation % 2 and not joined.wait(0.01) and not store.add(f"left {generation}", 0):
+            pass  # the other one may have left before it was heard of: then this one is told, too
         own.interrupt()
 
     interrupting = threading.Thread(target=interrupt)
@@ -139,6 +139,7 @@ for generation in range(20):
         pass
     joined.set()
     own.leave()
+    store.add(f"left {generation}", 1)
     interrupting.join()
 over.set()
 for one in talkers:
