@@ -99,7 +99,7 @@ def pipedream_reference(ranks: list[int]) -> torch.Tensor:
     return weights.detach()
 
 
-@processes(WORKERS)
+@processes(WORKERS, deadline=180)
 def test_every_second_workers_share(worker: Worker) -> None:
     register("every-second", Entry(EverySecond, capabilities=capabilities))
     model = nn.Linear(4, 1, bias=False, dtype=torch.float64)
