@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -30,9 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paceline
 
+sys.path.append(str(HERE.parent / "machines"))
+
+from namespaces import network, obstacle, within
+
 RATE = "200mbit"
-BURST_BYTES = 500_000
-"""20 ms at that rate; with less than 10 ms the link looks slower than it is."""
 SAMPLES, STEPS, WARM = 128, 6, 2
 MICROBATCHES = 8
 OPTIMIZER = partial(torch.optim.SGD, lr=0.01)
@@ -129,7 +129,7 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
         home = folder / f"link-{workers}"
         home.mkdir()
         (home / "given.json").write_text("{}")
-        with network(workers) as names:
+        with network(workers, RATE) as names:
             drops = run_in(names, home)
         everyone = results_of(home, workers)
         weights = sum(weight.numel() for weight in model_of(workers).parameters())
@@ -147,44 +147,6 @@ def measure(folder: Path, options: Namespace) -> dict[str, Any]:
                 f"{base['seconds'] / median(slowest):7.2f} " + " ".join(f"{loss:.6f}" for loss in one["losses"][:4])
             )
     return results
-
-
-def obstacle() -> str:
-    """Why namespaces cannot be made here; empty if they can."""
-    if sys.platform != "linux" or os.geteuid() != 0:
-        return "network namespaces need root on Linux"
-    if not shutil.which("ip") or not shutil.which("tc"):
-        return "ip and tc are not installed"
-    name = f"pace{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"no network namespace could be made: {made.stderr.strip()}"
-    _call("ip", "netns", "del", name)
-    return ""
-
-
-@contextlib.contextmanager
-def network(workers: int) -> Iterator[list[str]]:
-    """Namespaces whose links have the rate; they are gone afterwards."""
-    hub = f"pace{os.getpid() % 10000}"
-    names = [f"{hub}w{rank}" for rank in range(workers)]
-    with contextlib.ExitStack() as stack:
-        _call("ip", "netns", "add", hub)  # the bridge, too, is out of the machine's way
-        stack.callback(_call, "ip", "netns", "del", hub)
-        _within(hub, "ip", "link", "add", "bridge", "type", "bridge")
-        _within(hub, "ip", "link", "set", "bridge", "up")
-        for rank, name in enumerate(names):
-            _call("ip", "netns", "add", name)
-            stack.callback(_call, "ip", "netns", "del", name)
-            _within(hub, "ip", "link", "add", f"p{rank}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            _within(hub, "ip", "link", "set", f"p{rank}", "master", "bridge", "up")
-            _within(name, "ip", "address", "add", f"10.77.0.{rank + 1}/24", "dev", "eth0")
-            for device in ("lo", "eth0"):
-                _within(name, "ip", "link", "set", device, "up")
-            for where, device in ((hub, f"p{rank}"), (name, "eth0")):
-                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", RATE)
-                _within(where, *shape, "burst", str(BURST_BYTES), "latency", "500ms")
-        yield names
 
 
 def run_in(names: list[str], home: Path) -> int:
@@ -220,13 +182,5 @@ def run_in(names: list[str], home: Path) -> int:
                 rank = failed or 0
                 raise RunFailed(f"link: worker {rank}\n{(home / f'output-{rank}').read_text()[-3000:]}")
             time.sleep(0.1)
-    stated = [json.loads(_within(name, "tc", "-s", "-j", "qdisc", "show", "dev", "eth0")) for name in names]
+    stated = [json.loads(within(name, "tc", "-s", "-j", "qdisc", "show", "dev", "eth0")) for name in names]
     return sum(int(qdisc.get("drops", 0)) for one in stated for qdisc in one)
-
-
-def _call(*command: str) -> str:
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def _within(name: str, *command: str) -> str:
-    return _call("ip", "netns", "exec", name, *command)

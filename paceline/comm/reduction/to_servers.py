@@ -11,7 +11,33 @@ from paceline.comm.world import Message, World
 from paceline.events import EventLog
 
 
-class PushReduction(SharedMemoryReduction):
+class _WholeBuckets(BucketedReduction):
+    """Each bucket is for one server, which alone has the mean."""
+
+    _homes: list[int]
+    """For each tensor the rank of its server."""
+
+    def _split(self) -> list[list[int]]:
+        return [
+            [member for member in bucket if self._homes[member] == home]
+            for bucket in super()._split()
+            for home in sorted({self._homes[member] for member in bucket})
+        ]
+
+    def _home(self, bucket: Bucket) -> int:
+        return self._homes[bucket.members[0]]
+
+    def _chunk(self, bucket: Bucket, rank: int) -> slice:
+        return slice(0, bucket.chunk * self._world.size if rank == self._home(bucket) else 0)
+
+    def _reduce(self, bucket: Bucket) -> None:
+        if self._world.rank == self._home(bucket):
+            super()._reduce(bucket)
+        else:
+            self._agree(bucket)
+
+
+class PushReduction(_WholeBuckets, SharedMemoryReduction):
     """The exchange of ``comm.reduction.shared_memory`` with whole buckets for each server: only there is the mean.
 
     Args:
@@ -28,21 +54,6 @@ class PushReduction(SharedMemoryReduction):
         self._homes = homes
         super().__init__(world, shared_memory, tensors, events, "pushes")
 
-    def _split(self) -> list[list[int]]:
-        return _split_by_home(super()._split(), self._homes)
-
-    def _home(self, bucket: Bucket) -> int:
-        return self._homes[bucket.members[0]]
-
-    def _chunk(self, bucket: Bucket, rank: int) -> slice:
-        return slice(0, bucket.chunk * self._world.size if rank == self._home(bucket) else 0)
-
-    def _reduce(self, bucket: Bucket) -> None:
-        if self._world.rank == self._home(bucket):
-            super()._reduce(bucket)
-        else:
-            self._agree(bucket)
-
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
         self._announce_means(bucket)
 
@@ -51,7 +62,7 @@ class PushReduction(SharedMemoryReduction):
         self._shared_memory.wait(self._flag + 2 * bucket.index + 1, self._steps, places=(self._home(bucket),))
 
 
-class NetworkPushReduction(BucketedReduction):
+class NetworkPushReduction(_WholeBuckets):
     """The same between machines: each worker sends whole buckets to their server.
 
     Args:
@@ -74,15 +85,6 @@ class NetworkPushReduction(BucketedReduction):
     ) -> None:
         self._homes, self._copies = homes, copies
         super().__init__(world, tensors, events, "pushes", tags)
-
-    def _split(self) -> list[list[int]]:
-        return _split_by_home(super()._split(), self._homes)
-
-    def _home(self, bucket: Bucket) -> int:
-        return self._homes[bucket.members[0]]
-
-    def _chunk(self, bucket: Bucket, rank: int) -> slice:
-        return slice(0, bucket.chunk * self._world.size if rank == self._home(bucket) else 0)
 
     def _add_flats(self, count: int) -> None:
         size, rank = self._world.size, self._world.rank
@@ -112,12 +114,6 @@ class NetworkPushReduction(BucketedReduction):
         transfers = world.start_transfers(sends, receives)
         bucket.receives, bucket.sends = transfers[: len(receives)], transfers[len(receives) :]
 
-    def _reduce(self, bucket: Bucket) -> None:
-        if self._world.rank == self._home(bucket):
-            super()._reduce(bucket)
-        else:
-            self._agree(bucket)
-
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
         bucket.receives = []
         if self._world.rank in self._copies:
@@ -136,11 +132,3 @@ class NetworkPushReduction(BucketedReduction):
         else:
             flats = len(self._nodes[self._world.rank])
         return flats * bucket.flats[0].nbytes
-
-
-def _split_by_home(buckets: list[list[int]], homes: list[int]) -> list[list[int]]:
-    return [
-        [member for member in bucket if homes[member] == home]
-        for bucket in buckets
-        for home in sorted({homes[member] for member in bucket})
-    ]
