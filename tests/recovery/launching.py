@@ -71,6 +71,11 @@ class Ran:
         """The workers of each generation."""
         return [one["workers"] for one in self.launcher("membership")]
 
+    def survivors(self) -> list[int]:
+        """The workers of the first generation that are in the last; lost ones may have been replaced by then."""
+        first, *_, last = self.memberships()
+        return [worker for worker in first if worker in last]
+
     def steps(self, name: str) -> list[int]:
         """The steps that a worker said it did."""
         return [int(line.split()[1]) for line in self.logs[name].splitlines() if line.startswith("step ")]

@@ -22,7 +22,8 @@ for batch in session.batches(steps={STEPS}):
 scripted.end(session, values=values)
 """
 HYBRID = "-n", 4, "--elastic", "2:4", "--set", "pipeline.stages=2"
-SAVED = "-n", 3, "--elastic", "2:3", "--set", "checkpoint.every=3", "--set", "checkpoint.background=false"
+EVERY_3 = "--set", "checkpoint.every=3", "--set", "checkpoint.background=false"
+SAVED = "-n", 3, "--elastic", "2:3", *EVERY_3
 
 
 def check(ran: Ran, wanted: dict[str, Any], finishers: int) -> None:
@@ -191,7 +192,7 @@ def test_a_launcher_that_is_told_to_end_saves_the_whole(run: Run, undisturbed: A
 
 def test_what_is_saved_at_the_end_is_whole_or_not_at_all(run: Run) -> None:
     """A part of the model would be taken for the whole when the run is resumed."""
-    ran = run(SCRIPT, "-n", 2, "--set", "checkpoint.every=3", faults=faults.kill(rank=1, step=5))
+    ran = run(SCRIPT, "-n", 2, *EVERY_3, faults=faults.kill(rank=1, step=5))
     assert ran.code == 5, ran.report()
     assert ran.saved() == [3], ran.report()
 
@@ -199,7 +200,7 @@ def test_what_is_saved_at_the_end_is_whole_or_not_at_all(run: Run) -> None:
 def test_another_loss_while_the_others_agree(run: Run, undisturbed: Any) -> None:
     """The second one holds the same stage as the first: its stage is gone, and there is a checkpoint of it."""
     both = faults.kill(rank=3, step=5) + faults.kill(rank=2, step=5, point="during recovery")
-    ran = run(SCRIPT, *HYBRID, "--set", "checkpoint.every=3", faults=both)
+    ran = run(SCRIPT, *HYBRID, *EVERY_3, faults=both)
     check(ran, undisturbed(SCRIPT), 2)
 
 

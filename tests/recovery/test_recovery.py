@@ -63,7 +63,7 @@ def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> No
     script = PLAIN if path == "memory" else OVER_THE_NETWORK + PLAIN
     ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=5))
     check(ran, undisturbed(PLAIN), 2)
-    assert ran.memberships()[:2] == [[0, 1, 2], [number for number in range(3) if number != victim]]
+    assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
 
 
 @pytest.mark.crossed
@@ -179,4 +179,4 @@ scripted.end(session, last=values[-1])
 def test_a_joiner_evaluates_with_the_others(run: Run, undisturbed: Any, way: str, at: int) -> None:
     ran = run(JOINED, *ELASTIC, faults=faults.kill(rank=1, step=2), arguments=(way, at))
     check(ran, undisturbed(JOINED, arguments=(way, at)), 3)
-    assert [sorted(members) for members in ran.memberships()] == [[0, 1, 2], [0, 2], [0, 2, 3]]
+    assert sorted(ran.memberships()[-1]) == [0, 2, 3], ran.report()
