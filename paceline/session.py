@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Unpack
@@ -180,7 +180,7 @@ class Session:
         self._by_loss = by_loss
         settings = job.settings
         self._state = TrainingState(
-            job.compute.model, job.update, asdict(job.order), jobs.numerics(settings), versions(), job.strategy_state
+            job.compute.model, job.update, job.order.facts(), jobs.numerics(settings), versions(), job.strategy_state
         )
         saves, resume = settings.checkpoint, settings.resume
         if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing

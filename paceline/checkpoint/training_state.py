@@ -212,6 +212,13 @@ class TrainingState:
             )
 
     def _check_same(self, location: Path | str, saved: Manifest) -> None:
+        length, rounds = saved.order.get("length"), "feistel_rounds"
+        if length == self._order["length"] and saved.order.get(rounds) != self._order.get(rounds):
+            raise CheckpointError(
+                f"{location} was made by a version of Paceline with another order of samples for a data set of "
+                f"{length:,}: {rounds} was {saved.order.get(rounds)} and is now {self._order.get(rounds)}. Resume it "
+                f"with that version, or start a new run."
+            )
         difference = first_difference(saved.order, self._order)
         if difference:
             raise CheckpointError(

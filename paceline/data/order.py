@@ -7,17 +7,26 @@
     microbatch   a fixed slice of the batch (schedule.shares.microbatches)
 
 The number of workers plays no part. A position in training is one whole number: the step.
+
+Up to ``LARGEST_SHUFFLE`` samples the permutation is a shuffle (``torch.randperm``), held in 8 bytes a sample, at most
+8 MB. Above it is a Feistel network (feistel.py), of which a step computes its own samples: what a step takes does not
+grow with the data set. A shuffle can be every permutation; on few numbers a Feistel network cannot, and on many nobody
+can tell them apart.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 
 import torch
 
+from paceline.data import feistel
 from paceline.data.keys import ORDER, seed_of
 from paceline.schedule import shares
+
+LARGEST_SHUFFLE = 1 << 20
+"""Samples up to which an epoch is a shuffle that is held in memory."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +45,10 @@ class Order:
     microbatches: int
     seed: int
     drop_last: bool = False
+
+    def facts(self) -> dict[str, int]:
+        """What determines the order, for a checkpoint: the fields, and which permutation it is if not a shuffle."""
+        return asdict(self) | ({} if self.length <= LARGEST_SHUFFLE else {"feistel_rounds": feistel.ROUNDS})
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -70,10 +83,18 @@ class Order:
 def _microbatches_of(order: Order, step: int) -> list[list[int]]:
     epoch, index = divmod(step, order.steps_per_epoch)
     start = index * order.batch
-    samples = _permutation(order.length, seed_of(ORDER, order.seed, epoch))[start : start + order.batch].tolist()
+    stop = min(start + order.batch, order.length)
+    samples = _samples(order.length, seed_of(ORDER, order.seed, epoch), start, stop)
     return [samples[part.start : part.stop] for part in order.parts_of(step)]
 
 
+def _samples(length: int, seed: int, start: int, stop: int) -> list[int]:
+    """The samples at these places of an epoch."""
+    if length > LARGEST_SHUFFLE:
+        return feistel.permute(start, stop, length, seed)
+    return _shuffle(length, seed)[start:stop].tolist()
+
+
 @lru_cache(maxsize=2)
-def _permutation(length: int, seed: int) -> torch.Tensor:
+def _shuffle(length: int, seed: int) -> torch.Tensor:
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
