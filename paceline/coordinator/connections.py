@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -153,10 +153,15 @@ class Connections:
         self._wake_up()
         self._thread.join(2 * TICK_SECONDS + 1)
 
-    def send(self, peer: Peer, message: Message) -> None:
-        """Send a message, now or when the other end reads again; any thread may, with the lock held."""
-        peer.connection.send(encode(message))
-        self._touched.add(peer)
+    def send(self, peers: Sequence[Peer], message: Message) -> None:
+        """Send all of them a message, now or when they read again; any thread may, with the lock held.
+
+        It is encoded once, however many there are.
+        """
+        line = encode(message) if peers else b""
+        for peer in peers:
+            peer.connection.send(line)
+        self._touched.update(peers)
         if threading.current_thread() is not self._thread:
             self._wake_up()
 

@@ -7,13 +7,22 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.coordinator.types import Message
 
 LARGEST_KEY, LARGEST_VALUE = 1 << 10, 1 << 19
 _MOST_BYTES = 1 << 28
 _MOST_WAITING = 1 << 12
+
+
+class _Question(NamedTuple):
+    """A worker waits for keys, and perhaps wants their values."""
+
+    worker: int
+    call: int
+    keys: list[str]
+    wants_values: bool
 
 
 class KeyValues:
@@ -30,7 +39,8 @@ class KeyValues:
     def clear(self) -> None:
         """Begin a generation: nobody of an earlier one asks any more."""
         self._values: dict[str, str] = {}
-        self._waiting: list[tuple[int, int, list[str]]] = []
+        self._waiting: dict[str, list[_Question]] = {}
+        self._asked = 0
         self._bytes = 0
 
     def handle(self, worker: int, message: Message) -> None:
@@ -40,9 +50,8 @@ class KeyValues:
             ValueError: no worker of ours would ask for it.
         """
         do, call, keys = message["do"], message["call"], message["keys"]
-        if do == "take":
-            self._waiting.append((worker, call, keys))
-            self._answer_waiting()
+        if do in ("take", "wait"):
+            self._await(_Question(worker, call, keys, do == "take"))
             return
         if do == "check":
             answer: Any = all(key in self._values for key in keys)
@@ -78,7 +87,9 @@ class KeyValues:
         if self._bytes > _MOST_BYTES:
             raise ValueError("too much is stored")
         self._values[key] = value
-        self._answer_waiting()
+        for question in self._waiting.pop(key, ()):
+            self._asked -= 1
+            self._await(question)
 
     def _swap(self, key: str, expected: str, value: str) -> str:
         """Set a value if the present one is as expected, or is missing and nothing is expected; returns that of now."""
@@ -91,11 +102,14 @@ class KeyValues:
         self._bytes -= 0 if value is None else len(key) + len(value)
         return value is not None
 
-    def _answer_waiting(self) -> None:
-        if len(self._waiting) > _MOST_WAITING:
+    def _await(self, question: _Question) -> None:
+        """Answer as soon as all keys are there; until then look again only when the first that is missing has come."""
+        missing = next((key for key in question.keys if key not in self._values), None)
+        if missing is None:
+            values = [self._values[key] for key in question.keys] if question.wants_values else None
+            self._send(question.worker, {"type": "store", "call": question.call, "value": values})
+            return
+        self._asked += 1
+        if self._asked > _MOST_WAITING:
             raise ValueError("too many wait")
-        for one in list(self._waiting):
-            worker, call, keys = one
-            if all(key in self._values for key in keys):
-                self._waiting.remove(one)
-                self._send(worker, {"type": "store", "call": call, "value": [self._values[key] for key in keys]})
+        self._waiting.setdefault(missing, []).append(question)

@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paceline.coordinator.member_list import MemberList
 from paceline.coordinator.types import Bounds, Lost, Message, Worker, by_machine, largest_fit, saver_of
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, StartError, WorkerLost
 
-Send = Callable[[int, Message], None]
+Send = Callable[[Sequence[int], Message], None]
 
 _MAX_LOSSES_WITHOUT_STEP = 10  # more than that is no accident
 _LAST_SAVE_SECONDS = 5.0
@@ -30,7 +31,7 @@ class MembershipProtocol:
 
     Args:
         bounds: how many workers there must and may be, and how many are wanted.
-        send: called with the number of a worker and a message for it.
+        send: called with the numbers of workers and a message for all of them.
         record: called with each event.
     """
 
@@ -38,6 +39,8 @@ class MembershipProtocol:
         self.bounds = bounds
         self.generation = -1
         self.members: list[int] = []
+        self._ranks: dict[int, int] = {}
+        self._list = MemberList()
         self.workers: dict[int, Worker] = {}
         self.over: Message | None = None
         self.lost: list[Lost] = []
@@ -56,7 +59,7 @@ class MembershipProtocol:
 
     def rank_of(self, number: int) -> int | None:
         """Return the rank of a worker; None if it is no member."""
-        return self.members.index(number) if number in self.members else None
+        return self._ranks.get(number)
 
     def name(self, number: int) -> str:
         """Name a worker by its rank, or that which it had when it was lost, and by its process and machine."""
@@ -95,13 +98,13 @@ class MembershipProtocol:
             fits: how many workers can train together; empty: any number.
         """
         worker = self.workers.setdefault(number, Worker(number))
-        worker.about, worker.facts, worker.session = about, facts, session
+        worker.about, worker.facts, worker.session, worker.knows = about, facts, session, -1
         if self._facts is not None and session == self._session:
             for key in [*self._facts, *facts]:
                 here, there = self._facts.get(key, "nothing"), facts.get(key, "nothing")
                 if here != there:
                     worker.state, worker.refused = "gone", True
-                    self._send(number, {"type": "refused", "key": key, "here": there, "there": here})
+                    self._send([number], {"type": "refused", "key": key, "here": there, "there": here})
                     return
         worker.fits = fits
 
@@ -112,7 +115,7 @@ class MembershipProtocol:
         worker = self.workers[number]
         if worker.refused:  # it was ready before it heard that
             return
-        if worker.state == "gone" and number not in self.members:
+        if worker.state == "gone" and number not in self._ranks:
             worker.state = "starting"  # it was dropped, and is back
         worker.progress, worker.leaving = progress, leaving
         worker.state = "ready"
@@ -121,7 +124,7 @@ class MembershipProtocol:
             return
         if worker.session > self._session and not self.changing:
             self.changing, self._since = True, now  # all members come on their own
-        if number in self.members and not self.changing:
+        if number in self._ranks and not self.changing:
             self._announce_change(urgent=not planned, now=now, why=f"worker {number} left its generation")
         if progress is not None and progress[:2] > self._furthest:
             self._furthest, self._losses_since_step = progress[:2], 0
@@ -191,7 +194,7 @@ class MembershipProtocol:
         members = [self.workers[member] for member in self.members]
         if self.members and all(member.state == "gone" for member in members):
             self._finish(now)
-        elif self.changing and number in self.members:
+        elif self.changing and number in self._ranks:
             self.advance(now)
 
     def _finish(self, now: float) -> None:
@@ -240,10 +243,11 @@ class MembershipProtocol:
             self.over["saver"] = (
                 self.over["saver"] if self.over["saver"] is not None else saver_of(self.members, self.workers)
             )
-        for worker in self.workers.values():
-            if worker.about and not worker.end_sent and (worker.state == "ready" or not self.over["save"]):
-                worker.end_sent = True
-                self._send(worker.number, self.over)
+        known = [one for one in self.workers.values() if one.about and not one.end_sent]
+        told = [one for one in known if one.state == "ready" or not self.over["save"]]
+        self._send([one.number for one in told], self.over)
+        for worker in told:
+            worker.end_sent = True
 
     def resize(self, bounds: Bounds, now: float) -> None:
         """Change how many workers are wanted: a machine came or went."""
@@ -274,7 +278,7 @@ class MembershipProtocol:
         return [
             one
             for one in self.workers.values()
-            if one.state == "ready" and one.number not in self.members and one.session == session
+            if one.state == "ready" and one.number not in self._ranks and one.session == session
         ]
 
     def _latest(self) -> int:
@@ -287,9 +291,7 @@ class MembershipProtocol:
         self.changing = True
         gone = [member for member in self.members if self.workers[member].state == "gone"]
         message = {"type": "change", "generation": self.generation + 1, "urgent": urgent, "why": why, "lost": gone}
-        for member in self.members:
-            if self.workers[member].state in ("training", "ready"):
-                self._send(member, message)
+        self._send([one for one in self.members if self.workers[one].state in ("training", "ready")], message)
 
     def _form_first(self, now: float) -> None:
         alive = sorted(worker.number for worker in self.workers.values() if worker.state != "gone")
@@ -364,37 +366,35 @@ class MembershipProtocol:
 
     def _end_short(self, there: int, now: float, when: str = "") -> None:
         last = self.lost[-1].reason if self.lost else "a worker is gone"
-        gone = [lost for lost in self.lost if lost.worker in self.members]
+        gone = [lost for lost in self.lost if lost.worker in self._ranks]
         late_workers = [lost.worker for lost in gone if lost.may_run]
         hang = bool(late_workers) and len(late_workers) == len(gone)
         about: dict[str, Any] = {"kind": "hang", "workers": late_workers} if hang else {}
         reason = f"{last}; {self.bounds.shortage(there, self._fits)}{when}"
         self.end(DEADLINE_PASSED if hang else WorkerLost.exit_code, reason, now, save=True, **about)
 
-    def _publish(self, chosen: list[int], dismissed: list[int] | None = None) -> None:
+    def _publish(self, chosen: list[int], dismissed: Sequence[int] = ()) -> None:
         chosen = by_machine(chosen, self.workers)
-        before, self.members = self.members, chosen
+        before, self.members = self._ranks, chosen
+        self._ranks = {number: rank for rank, number in enumerate(chosen)}
         self.generation += 1
         self.changing = self._shortage_noted = False
         self._since = None
-        members = []
         for number in chosen:
             worker = self.workers[number]
             if worker.joined and number not in before:  # it was dropped: who was with it may still run, too
                 self.fenced = True
             worker.state, worker.joined = "training", True
-            members.append({"worker": number, **worker.about, "progress": worker.progress})
         if self._facts is None or self._session < self.workers[chosen[0]].session:
             self._facts, self._session = self.workers[chosen[0]].facts, self.workers[chosen[0]].session
             self._furthest = (-1, -1)
         joined = [number for number in chosen if number not in before]
-        gone = [number for number in before if number not in chosen]
-        message = {"type": "membership", "generation": self.generation, "members": members}
-        message |= {"joined": joined, "lost": gone, "fenced": self.fenced}
+        gone = [number for number in before if number not in self._ranks]
+        message = {"type": "membership", "joined": joined, "lost": gone, "fenced": self.fenced}
         self.fenced = False
         self._record("membership", generation=self.generation, workers=chosen, joined=joined, gone=gone)
-        for number in chosen:
-            self._send(number, message)
-        for number in dismissed or []:
+        for told, members in self._list.changes([self.workers[number] for number in chosen], self.generation):
+            self._send(told, {**message, **members})
+        for number in dismissed:
             self.workers[number].state = "gone"
-            self._send(number, {"type": "dismissed"})
+        self._send(dismissed, {"type": "dismissed"})

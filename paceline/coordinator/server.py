@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class Coordinator:
         self._agents: dict[int, Agent] = {}
         self.monitor = RunMonitor(record)
         self.membership = MembershipProtocol(bounds, self._send, self._record_change)
-        self._key_values = KeyValues(self._send)
+        self._key_values = KeyValues(lambda number, message: self._send([number], message))
         self._lateness = LatenessPolicy(self.membership, self.monitor)
         self._local_workers = local_workers
         self._show = show
@@ -146,7 +146,7 @@ class Coordinator:
         if not self.membership.needs(number):
             self._record("not-joined", worker=number, reason=reason)
             if agent := self._agents.get(number // BLOCK):
-                self._connections.send(agent.peer, {"type": "not-joined"})
+                self._connections.send([agent.peer], {"type": "not-joined"})
             self.membership.lose(number, reason, now)
             return False
         if report:
@@ -232,7 +232,7 @@ class Coordinator:
             self._key_values.handle(number, message)
 
     def _is_now(self, number: int, generation: int) -> bool:
-        return number in self.membership.members and generation == self.membership.generation
+        return self.membership.rank_of(number) is not None and generation == self.membership.generation
 
     def _agent(self, peer: Peer) -> Agent | None:
         return next((agent for agent in self._agents.values() if agent.peer is peer), None)
@@ -292,15 +292,15 @@ class Coordinator:
     def _register_agent(self, peer: Peer, message: Message) -> None:
         """Let a machine join, if what it starts is the same run."""
         if other := self._run.difference(message["script"], message["name"]):
-            self._connections.send(peer, {"type": "refused", "reason": other})
+            self._connections.send([peer], {"type": "refused", "reason": other})
             self._connections.refuse(peer, other)
             return
         self._agents_seen += 1
         number = self._agents_seen
         self._agents[number] = Agent(peer, number, message["workers"])
         run = {"id": self._run.id, "name": self._run.name, "resume": self._run.resume}
-        self._connections.send(peer, {"type": "run", "first": number * BLOCK, **run})
-        self._connections.send(peer, {"type": "shown", "worker": self.shown})
+        self._connections.send([peer], {"type": "run", "first": number * BLOCK, **run})
+        self._connections.send([peer], {"type": "shown", "worker": self.shown})
         self._record("agent-joined", agent=number, host=message["host"])
         self.monitor.alerts.extend(
             Alert("unlike", line) for line in self._run.differences(message["host"], message["about"])
@@ -312,9 +312,8 @@ class Coordinator:
         wanted = self._local_workers + sum(agent.workers for agent in self._agents.values())
         self.membership.resize(replace(bounds, wanted=max(bounds.least, min(bounds.most, wanted))), time.monotonic())
 
-    def _send(self, number: int, message: Message) -> None:
-        if number in self._workers:
-            self._connections.send(self._workers[number], message)
+    def _send(self, numbers: Sequence[int], message: Message) -> None:
+        self._connections.send([self._workers[number] for number in numbers if number in self._workers], message)
 
     def wait_for_agents(self) -> None:
         """Wait until the other machines know that the run is over, if it is; a minute at most."""
@@ -327,10 +326,10 @@ class Coordinator:
 
     def _send_end_to_agents(self) -> None:
         """Tell the agents of the other machines that the run is over."""
-        for agent in self._agents.values():
-            if not agent.end_sent:
-                agent.end_sent = True
-                self._connections.send(agent.peer, {"type": "end", **(self.membership.over or {})})
+        untold = [agent for agent in self._agents.values() if not agent.end_sent]
+        for agent in untold:
+            agent.end_sent = True
+        self._connections.send([agent.peer for agent in untold], {"type": "end", **(self.membership.over or {})})
 
     def name(self, number: int) -> str:
         """Name a worker by its rank, process and machine."""
@@ -347,8 +346,8 @@ class Coordinator:
 
     def _record_change(self, event: str, **fields: Any) -> None:
         if event == "membership":
-            for agent in self._agents.values():
-                self._connections.send(agent.peer, {"type": "shown", "worker": self.shown})
+            peers = [agent.peer for agent in self._agents.values()]
+            self._connections.send(peers, {"type": "shown", "worker": self.shown})
             self._lateness.reset()
             self._key_values.clear()
         self.monitor.record(event, self._lateness.statuses(time.monotonic()), **fields)

@@ -102,6 +102,7 @@ class Worker:
         refused: it does not match the others.
         joined: it has been a member.
         end_sent: the end of the run was sent to it.
+        knows: the last generation whose members were sent to it.
         about: its host, process and address.
         facts: what all workers must agree on.
         fits: how many workers can train together with its settings; empty: any number.
@@ -117,6 +118,7 @@ class Worker:
     refused: bool = False
     joined: bool = False
     end_sent: bool = False
+    knows: int = -1
     about: dict[str, Any] = field(default_factory=dict)
     facts: Mapping[str, Any] = field(default_factory=dict)
     fits: Sequence[int] = ()
@@ -124,25 +126,34 @@ class Worker:
 
 @dataclass(frozen=True)
 class Member:
-    """One worker of a membership: how to reach it, its progress, and its shared memory."""
+    """One worker of a membership: how to reach it, and its shared memory if all are on one machine."""
 
     worker: int
     host: str
     pid: int
     address: str
-    progress: tuple[int, ...] | None
-    arena: tuple[int, str] | None
+    arena: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True)
 class Membership:
-    """The workers of one generation, by rank; ``fenced`` if a dropped one may still run."""
+    """The workers of one generation, by rank.
+
+    Attributes:
+        generation: how often the workers have changed.
+        members: by rank.
+        joined: the numbers of the workers that were not in the generation before.
+        lost: the numbers of those that were, and no longer are.
+        fenced: whether a dropped one may still run.
+        fresh: whether none of them has a state yet.
+    """
 
     generation: int
     members: tuple[Member, ...]
     joined: tuple[int, ...] = ()
     lost: tuple[int, ...] = ()
     fenced: bool = False
+    fresh: bool = False
 
     def rank_of(self, worker: int) -> int:
         """Return the rank of a worker process."""

@@ -109,7 +109,7 @@ class Remote(Asked):
     def _send(self, message: Message) -> None:
         with self._lock:
             if not self.peer.connection.closed:
-                self._connections.send(self.peer, message)
+                self._connections.send([self.peer], message)
 
 
 @dataclass

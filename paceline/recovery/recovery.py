@@ -111,7 +111,7 @@ class Recovery:
             try:
                 world.join(answer)
                 connected = time.perf_counter()
-                if all(member.progress is None for member in answer.members):
+                if answer.fresh:
                     self._undo_warm_up()
                     progress = Progress(self._begin())
                 else:

@@ -1,34 +1,49 @@
 """A membership that a test drives by hand."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from paceline.coordinator.member_list import read
 from paceline.coordinator.membership import MembershipProtocol
-from paceline.coordinator.types import Bounds
+from paceline.coordinator.messages import decode, encode
+from paceline.coordinator.types import Bounds, Member
 
 
 class ScriptedMembership:
-    """A membership, what it told to whom, and what it noted."""
+    """A membership, what it told to whom, which members each worker knows of by that, and what it noted."""
 
     fits: tuple[int, ...] = ()
+
+    def about(self, number: int) -> dict[str, Any]:
+        """What a worker says of itself, besides its process."""
+        return {}
 
     def __init__(
         self, least: int = 1, most: int = 3, wanted: int = 3, patience: float = 60.0, drops: bool = True
     ) -> None:
         self.told: dict[int, list[dict[str, Any]]] = {}
+        self.known: dict[int, tuple[Member, ...]] = {}
+        self.bytes: dict[int, int] = {}
         self.notes: list[str] = []
         bounds = Bounds(least, most, wanted, patience=patience, drops=drops)
         self.of = MembershipProtocol(bounds, self._send, lambda event, **_: self.notes.append(event))
         self.now = 0.0
 
-    def _send(self, number: int, message: dict[str, Any]) -> None:
-        self.told.setdefault(number, []).append(message)
+    def _send(self, numbers: Sequence[int], message: dict[str, Any]) -> None:
+        line = encode(message)
+        for number in numbers:
+            self.told.setdefault(number, []).append(message)
+            self.bytes[number] = self.bytes.get(number, 0) + len(line)
+            if message["type"] == "membership":
+                self.known[number] = read(self.known.get(number, ()), decode(line)["members"])
 
     def come(self, *numbers: int, **facts: Any) -> None:
         """New workers start and are ready."""
         for number in numbers:
             self.of.started(number)
         for number in numbers:
-            self.of.register(number, {"pid": number}, facts, fits=self.fits)
+            self.known.pop(number, None)
+            self.of.register(number, {"pid": number, **self.about(number)}, facts, fits=self.fits)
             self.of.ready(number, None, self.now)
 
     def ready(self, *numbers: int, steps: int = 5, **how: bool) -> None:

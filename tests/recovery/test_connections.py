@@ -408,8 +408,8 @@ def test_who_does_not_read_holds_nobody_back(lab: Lab, monkeypatch: pytest.Monke
     text = "x" * (1 << 18)
     for number in range(60):
         with lab.coordinator._lock:
-            lab.coordinator._send(0, {"type": "change", "why": text, "number": number})
-            lab.coordinator._send(1, {"type": "change", "why": text, "number": number})
+            lab.coordinator._send([0], {"type": "change", "why": text, "number": number})
+            lab.coordinator._send([1], {"type": "change", "why": text, "number": number})
         assert answer(reading)["number"] == number
     until(lambda: 1 not in lab.coordinator._workers)
     silent.socket.setblocking(True)

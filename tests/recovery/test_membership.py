@@ -18,8 +18,8 @@ def test_the_first_generation(three: ScriptedMembership) -> None:
     for number in range(3):
         (members,) = three.told[number]
         assert members["type"] == "membership" and members["generation"] == 0
-        assert [member["worker"] for member in members["members"]] == [0, 1, 2]
-        assert [member["progress"] for member in members["members"]] == [None] * 3
+        assert [member.worker for member in three.known[number]] == [0, 1, 2]
+        assert members["fresh"]
         assert members["joined"] == [0, 1, 2] and members["lost"] == []
 
 
@@ -69,7 +69,7 @@ def test_a_loss(three: ScriptedMembership) -> None:
     assert three.of.members == [0, 2]
     members = three.last(0)
     assert members["generation"] == 1 and members["lost"] == [1] and members["joined"] == []
-    assert [member["progress"] for member in members["members"]] == [(5, 0), (6, 0)]
+    assert [member.worker for member in three.known[0]] == [0, 2] and not members["fresh"]
     assert not three.of.changing
     assert three.notes == ["membership", "lost", "membership"]
 
@@ -279,7 +279,7 @@ def test_one_that_was_dropped_comes_back(three: ScriptedMembership) -> None:
     three.ready(0, 2, steps=8, planned=True)
     assert three.of.members == [0, 2, 1]
     assert three.last(1)["fenced"]  # others that were dropped with it may still run
-    assert [member["progress"] for member in three.last(1)["members"]] == [(8, 0), (8, 0), (4, 0)]
+    assert [member.worker for member in three.known[1]] == [0, 2, 1] == [one.worker for one in three.known[0]]
 
 
 def test_one_that_was_dropped_comes_back_before_the_others_have_gathered(three: ScriptedMembership) -> None:

@@ -114,3 +114,26 @@ def test_the_store_does_not_grow_without_end() -> None:
     with pytest.raises(ValueError, match="too many"):
         for _ in range(10_000):
             key_values.handle(0, {**WHOLE, "do": "take", "keys": ["nothing"]})
+
+
+def test_who_waits_is_looked_at_when_its_own_key_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that come together each wait for the key of every other: P * P questions, not all at each key."""
+    size, looks, answers = 64, 0, []
+    look = KeyValues._await
+
+    def counted(self: KeyValues, question: Any) -> None:
+        nonlocal looks
+        looks += 1
+        look(self, question)
+
+    monkeypatch.setattr(KeyValues, "_await", counted)
+    key_values = KeyValues(lambda worker, answer: answers.append((worker, answer["value"])))
+    for worker in range(size):
+        key_values.handle(worker, {**WHOLE, "do": "wait", "keys": [str(worker ^ 1)]})
+        key_values.handle(worker, {**WHOLE, "do": "take", "keys": [str(worker ^ 1)]})
+    for worker in range(size):
+        key_values.handle(worker, {**WHOLE, "call": None, "keys": [str(worker)], "value": "eA=="})
+    assert looks == 4 * size
+    assert sorted(answers, key=lambda one: one[0]) == [
+        answer for worker in range(size) for answer in ((worker, None), (worker, ["eA=="]))
+    ]

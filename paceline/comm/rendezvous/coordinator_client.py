@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
+from paceline.coordinator import member_list
 from paceline.coordinator.authentication import NotAuthenticated, Refused, worker
 from paceline.coordinator.messages import Connection, connect, decode, encode
 from paceline.coordinator.types import Departure, Member, Membership, Message
@@ -42,6 +43,7 @@ class CoordinatorClient:
         self._session = session
         self._seconds = seconds
         self.generation = -1
+        self._members: tuple[Member, ...] = ()
         self.pending = -1
         self._alarm = -1
         self._lost: dict[int, frozenset[int]] = {}
@@ -125,18 +127,14 @@ class CoordinatorClient:
                 raise WorkerLost(f"Worker {self.number} lost its connection to the coordinator, in the launcher.")
 
     def _enter(self, message: Message) -> Membership:
-        members = []
-        for member in message["members"]:
-            progress, arena = member.pop("progress"), member.pop("arena")
-            members.append(
-                Member(progress=tuple(progress) if progress else None, arena=tuple(arena) if arena else None, **member)
-            )
+        self._members = member_list.read(self._members, message["members"])
         membership = Membership(
             generation=message["generation"],
-            members=tuple(members),
+            members=self._members,
             joined=tuple(message["joined"]),
             lost=tuple(message["lost"]),
             fenced=message["fenced"],
+            fresh=message["fresh"],
         )
         self.generation = membership.generation
         return membership

@@ -104,7 +104,7 @@ class CoordinatorStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        self._ask("take", keys, None if timeout is None else timeout.total_seconds())
+        self._ask("wait", keys, None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
         """Whether all keys are there."""
