@@ -132,11 +132,12 @@ def test_a_stop_that_ends_changes_nothing(crew: Run, fingerprint: str, tmp_path:
 
 def test_a_stop_that_does_not_end_is_a_lost_worker(crew: Run) -> None:
     kill = Kill("lost", ranks=(1,), by=0)
-    ended = crew(faults.stop(rank=1, step=2), environment={"TIMEOUT": "6"}, kill=kill)
-    assert [one.code for one in ended[:2]] == [124, -9]
-    assert ended[2].code in (124, 5)  # its own deadline, or it saw that rank 1 was killed when rank 0 gave up
-    assert re.search(r"waited \d+ s for rank 1", ended[0].err) and "rank 1" in ended[2].err
-    assert steps_of(ended[1]) == [0, 1]
+    first, stopped, second = crew(faults.stop(rank=1, step=2), environment={"TIMEOUT": "6"}, kill=kill)
+    assert stopped.code == -9
+    codes = sorted([first.code, second.code])
+    assert codes in ([5, 124], [124, 124])  # who sees that the other one has given up, or rank 1 was killed, gives up
+    assert all(re.search(r"waited \d+ s for rank 1", one.err) for one in (first, second) if one.code == 124)
+    assert steps_of(stopped) == [0, 1]
 
 
 def test_an_exit_has_its_code(crew: Run) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from sample_counts import STEPS, expected, updates_in
+from test_parameter_server import ALL_COMPUTE
 
 Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
@@ -143,7 +144,7 @@ tell(fingerprint=session.fingerprint(), values=values, weights=session._job.comp
 @pytest.mark.parametrize("slow", ["0.02,0.02,0.02", "0.004,0"])
 def test_each_row_is_updated_as_often_as_its_sample_is_used(printed: Printed, tmp_path: Path, slow: str) -> None:
     """No two samples have a row in common, so nothing is lost although nothing is locked."""
-    everyone = printed(COUNTED, 3, tmp_path, environment={"SLOW": slow, "PACELINE_RUN": str(tmp_path)})
+    everyone = printed(ALL_COMPUTE + COUNTED, 3, tmp_path, environment={"SLOW": slow, "PACELINE_RUN": str(tmp_path)})
     assert len({json.dumps(one) for one in everyone}) == 1
     assert set(everyone[0]["weights"]) == {-2 * 2.0**-10}
     updates = updates_in(tmp_path)

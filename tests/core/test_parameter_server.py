@@ -14,6 +14,26 @@ Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
 EPOCHS = 4
 
+# Nobody computes a second step of those before, or after, the evaluations before all that compute have begun one.
+ALL_COMPUTE = """
+import json, os, peers
+from pathlib import Path
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
+
+compute, begun = AsyncSteps._compute, set()
+servers = int(json.loads(os.environ.get("SERVER", "{}")).get("dedicated", False))
+
+def compute_with_all(strategy, step):
+    part = Path(os.environ["PACELINE_RUN"]) / f"part-{step > 6}"
+    part.mkdir(exist_ok=True)
+    if part in begun:
+        peers.await_all(part, int(os.environ["WORLD_SIZE"]) - servers)
+    begun.add(part)
+    peers.note(part, int(os.environ["RANK"]) - servers)
+    return compute(strategy, step)
+
+AsyncSteps._compute = compute_with_all
+"""
 COUNTED = """
 import sample_counts, json, os
 from subjects import tell
@@ -37,7 +57,7 @@ def counted(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, An
         server: dict[str, Any], workers: int = 3, slow: str = UNEVEN, one_machine: bool = True
     ) -> list[dict[str, Any]]:
         environment = {"SERVER": json.dumps(server), "SLOW": slow, "PACELINE_RUN": str(tmp_path)}
-        everyone = printed(COUNTED, workers, tmp_path, environment=environment, one_machine=one_machine)
+        everyone = printed(ALL_COMPUTE + COUNTED, workers, tmp_path, environment=environment, one_machine=one_machine)
         assert len({json.dumps(one["weights"] + [one["fingerprint"], *one["values"]]) for one in everyone}) == 1
         updates = sorted(updates_in(tmp_path), key=lambda one: one["version"])
         assert sorted(one["step"] for one in updates) == list(range(EPOCHS * STEPS))

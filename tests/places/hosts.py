@@ -13,7 +13,7 @@ from pathlib import Path
 
 PROGRAMS = ("ip", "unshare", "nsenter", "ssh", "ssh-keygen")
 SSHD = "/usr/sbin/sshd"
-_SECONDS = 60.0
+_SECONDS = 120.0
 _SERVER = """
 ListenAddress {address}
 HostKey {folder}/host

@@ -16,7 +16,7 @@ from paceline.launchers.machine import choose_port
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 NODES = ("n1", "n2")
-_SECONDS = 60.0
+_SECONDS = 120.0
 """For the cluster to come up, and for its jobs to end, on a busy machine."""
 _CONFIGURATION = """
 ClusterName=test

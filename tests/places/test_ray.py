@@ -11,6 +11,7 @@ from ray_cluster import RayCluster, missing
 from training import SCRIPT, alone, fingerprints, waiting_script, write_script
 
 STEP = "    session.step(batch)\n"
+SAVED = "--set", "checkpoint.every=2", "--set", "checkpoint.background=false"
 ALONE_FIRST = """    session.step(batch)
     if session.position == 3 and session.workers < 4:
         Path(f"two-{session.rank}").write_text("here")
@@ -183,7 +184,7 @@ def test_a_second_ctrl_c_ends_it_at_once(ray: RayCluster, tmp_path: Path) -> Non
 
 def test_a_killed_command_leaves_nothing(ray: RayCluster, tmp_path: Path) -> None:
     script, expected = waiting_script(tmp_path, 4)
-    words = ["-n", "2", "--nodes", "2", "--name", "one", "--set", "checkpoint.every=2", "--resume", "auto", script]
+    words = ["-n", "2", "--nodes", "2", "--name", "one", *SAVED, "--resume", "auto", script]
     run = ray.train(*words, cwd=tmp_path)
     run.wait_for(tmp_path, "reached-*", 4)
     run.kill()

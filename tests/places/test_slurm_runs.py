@@ -42,10 +42,11 @@ WAIT_FOR_LOSS = """
         while not Path("lost").exists():
             time.sleep(0.05)
 """
-SLOW_AT_FIRST = """
+WAIT_FOR_NOTICE = """
     if node and "SLURM_RESTART_COUNT" not in os.environ:
         print("is training", flush=True)
-        time.sleep(0.5)
+        while step == 3 and not session._job.world.notice():
+            time.sleep(0.05)
 """
 TAIL = """
 print("fingerprint", session.fingerprint())
@@ -100,7 +101,7 @@ def test_the_others_survive_a_lost_node(slurm: SlurmCluster, script: Callable[[s
 
 
 def test_a_job_whose_time_is_up_comes_back(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    alone = script(SLOW_AT_FIRST)
+    alone = script(WAIT_FOR_NOTICE)
     process = slurm.start(*SUBMIT, "--nodes", "2", "train.py", cwd=tmp_path)
     said = until(process, "is training")
     slurm.run("scancel", "--batch", "--signal=USR1", "1")
@@ -111,7 +112,7 @@ def test_a_job_whose_time_is_up_comes_back(slurm: SlurmCluster, script: Callable
 
 
 def test_ctrl_c_saves_and_ends_the_job(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    script(SLOW_AT_FIRST)
+    script(WAIT_FOR_NOTICE)
     process = slurm.start(*SUBMIT, "train.py", cwd=tmp_path)
     said = until(process, "is training")
     process.send_signal(signal.SIGINT)
@@ -136,7 +137,7 @@ def test_wrong_use(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 
 def test_a_preempted_job_comes_back(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    alone = script(SLOW_AT_FIRST)
+    alone = script(WAIT_FOR_NOTICE)
     process = slurm.start(*SUBMIT, "--nodes", "2", "train.py", cwd=tmp_path)
     said = until(process, "is training")
     other = slurm.start("srun", "--partition=high", "--nodes=2", "--exclusive", "true", cwd=tmp_path)

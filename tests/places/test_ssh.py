@@ -74,7 +74,7 @@ def test_a_host_comes_back(hosts: Hosts, tmp_path: Path) -> None:
 
 def test_the_first_host_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     script, expected = waiting_script(tmp_path, 2)
-    words = ["--name", "one", "--resume", "auto", "--set", "checkpoint.every=2"]
+    words = ["--name", "one", "--resume", "auto", "--set", "checkpoint.every=2", "--set", "checkpoint.background=false"]
     command = [PACELINE, "run", "-H", "h1:1,h2:1", *words, script]
     run = hosts.start("sw", *command, cwd=tmp_path)
     until(lambda: all_wait(run, tmp_path, 2), 120)

@@ -109,8 +109,6 @@ class TwoHosts:
         for space in self.spaces.values():
             subprocess.run(["ip", "netns", "del", space], check=False, capture_output=True)
             shutil.rmtree(ETC / space, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            ETC.rmdir()
 
     def run(self, where: str, *command: str, **options: Any) -> None:
         """Run a command on a machine."""

@@ -65,7 +65,7 @@ except OSError:
 idle = []
 for _ in range(1000):
     try:
-        idle.append(socket.create_connection((HOST, PORT), timeout=2))
+        idle.append(socket.create_connection((HOST, PORT), timeout=10))
     except OSError:
         break
 print(f"idle {len(idle)}", flush=True)

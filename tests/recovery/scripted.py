@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -84,6 +85,22 @@ def end_launcher(session: paceline.Session, batch: paceline.Batch, step: int) ->
 
 def await_end_of(number: int) -> None:
     """Until a worker that was started later has failed and its launcher knows that."""
-    events = Path(os.environ["PACELINE_RUN"]) / "events" / "launcher.jsonl"
     if "ALONE" not in os.environ:
-        wait_until(lambda: events.exists() and '"not-joined"' in events.read_text(), f"the end of worker {number}")
+        wait_until(lambda: _recorded("not-joined"), f"the end of worker {number}")
+
+
+def hold_back(first: int, event: str, count: int = 1) -> None:
+    """Workers from this number on come when the launcher has recorded an event so often; after the end not at all.
+
+    Else they come at any time: into the generation after a loss, a later one, or none.
+    """
+    if "ALONE" not in os.environ and int(os.environ["PACELINE_WORKER"]) >= first:
+        wait_until(lambda: _recorded(event) >= count or _recorded("end"), f"the event {event}")
+        if event == "end":
+            sys.exit()
+
+
+def _recorded(event: str) -> int:
+    path = Path(os.environ["PACELINE_RUN"]) / "events" / "launcher.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return sum(json.loads(line)["event"] == event for line in lines if line.endswith("\n"))

@@ -172,13 +172,18 @@ def test_an_update_under_way_when_the_others_part_is_made_once(run: Run) -> None
 
 SYNCHRONIZING = """
 import os, signal
+from pathlib import Path
 import scripted
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
 
-compute = AsyncSteps._compute
+compute, claimed = AsyncSteps._compute, Path(os.environ["PACELINE_RUN"]) / "claimed"
 
 def compute_and_die(strategy, step):
-    if os.environ["PACELINE_WORKER"] == "2" and step > 9:
+    worker = os.environ["PACELINE_WORKER"]
+    if worker != "2" and step > 12:
+        scripted.wait_until(claimed.exists, "worker 2 to claim a step")
+    if worker == "2" and step > 9:
+        claimed.touch()
         look = strategy._claims.look
         scripted.wait_until(lambda: look().top == 24 and [*look().open] == [step], "the others to synchronize")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -195,8 +200,26 @@ def test_a_step_that_was_lost_as_all_synchronized_at_the_end_is_computed(run: Ru
     assert ran.survivors() == [0, 1], ran.report()
 
 
-STOPPING = """
-import os, signal, torch
+# the others leave it steps until it has come to its end
+LEFT_TO_WORKER_1 = """
+import os
+from pathlib import Path
+import scripted
+from paceline.strategies.parameter_server.async_steps import AsyncSteps
+
+compute, ends = AsyncSteps._compute, Path(os.environ["PACELINE_RUN"]) / "ends"
+
+def compute_later(strategy, step):
+    if step > 3 and os.environ.get("PACELINE_WORKER") != "1":
+        scripted.wait_until(ends.exists, "the end of worker 1")
+    return compute(strategy, step)
+
+AsyncSteps._compute = compute_later
+"""
+STOPPING = (
+    LEFT_TO_WORKER_1
+    + """
+import signal, torch
 from functools import partial
 
 class Stopping(torch.optim.SGD):
@@ -205,9 +228,11 @@ class Stopping(torch.optim.SGD):
     def step(self):
         Stopping.updates += 1
         if os.environ.get("PACELINE_WORKER") == "1" and Stopping.updates == 2:
+            ends.touch()
             os.kill(os.getpid(), signal.SIGSTOP)
         super().step()
 """
+)
 
 
 @pytest.mark.parametrize("way", ["hogwild", "async", "sync"])
@@ -231,8 +256,9 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
     assert "rank 1" in lost["reason"] and "late" in lost["reason"]
 
 
-AFTER_AN_UPDATE = """
-import os
+AFTER_AN_UPDATE = (
+    LEFT_TO_WORKER_1
+    + """
 from paceline import fault_points
 
 reach, reached = fault_points.reach, []
@@ -242,10 +268,12 @@ def end_after_an_update(point, *step):
     if point == "after update" and os.environ.get("PACELINE_WORKER") == "1":
         reached.append(step)
         if len(reached) == 2:
+            ends.touch()
             os.kill(os.getpid(), int(os.environ["SIGNAL"]))
 
 fault_points.reach = end_after_an_update
 """
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])

@@ -134,6 +134,7 @@ def test_fewer_workers_than_backup_workers_asked_for(run: Run) -> None:
     assert {len(used[step]) for step in (0, 1, 2, 8, 9, 10)} == {1}
 
 
+TWO_GO_ON = "import scripted\nscripted.hold_back(3, 'end')\n"
 LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 
 
@@ -144,7 +145,7 @@ LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 def test_the_others_go_on_from_the_one_that_is_furthest(run: Run, step: int, victim: int, path: str) -> None:
     """A worker is lost between two averages, or just before one; the others have the same model then."""
     point: Point = "after update" if step == 8 else "before forward"
-    script = SCRIPT if path == "memory" else NETWORK + SCRIPT
+    script = TWO_GO_ON + (SCRIPT if path == "memory" else NETWORK + SCRIPT)
     ran = run(script, *ELASTIC, faults=faults.kill(rank=victim, step=step, point=point), SETTINGS=LOCAL)
     check_together(ran, 2)
     assert len(ran.launcher("lost")) == 1
@@ -154,7 +155,8 @@ def test_the_others_go_on_from_the_one_that_is_furthest(run: Run, step: int, vic
 
 def test_a_repeated_step_is_not_applied_twice(run: Run) -> None:
     """A worker is lost in the average; the others have made the update before it, and make it only once."""
-    ran = run(SCRIPT, *ELASTIC, faults=faults.kill(rank=1, step=8, point="after update"), SETTINGS=LOCAL)
+    plan = faults.kill(rank=1, step=8, point="after update")
+    ran = run(TWO_GO_ON + SCRIPT, *ELASTIC, faults=plan, SETTINGS=LOCAL)
     check_together(ran, 2)
     averages = [event for event in ran.events() if event["event"] == "average" and event["generation"] == 1]
     assert averages[0]["step"] == 9

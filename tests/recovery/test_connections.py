@@ -222,17 +222,17 @@ def test_a_recorded_connection_is_worth_nothing(lab: Lab) -> None:
         front, _ = listener.accept()
         front.sendall(behind.recv(256))
 
-        def forward(seconds: float) -> None:
-            while readable(front, seconds):
-                sent.append(front.recv(1 << 16))
-                behind.sendall(sent[-1])
+        def forward() -> None:
+            while data := front.recv(1 << 16):
+                sent.append(data)
+                behind.sendall(data)
                 front.sendall(behind.recv(256))
 
-        between = threading.Thread(target=forward, args=(1.0,))
+        between = threading.Thread(target=forward)
         between.start()
         authenticate(genuine, worker(0), SECRET.of_run(RUN.id).key(worker(0)), 10)
-        between.join()
         genuine.close()
+        between.join()
         front.close()
     with lab.plain() as stranger:
         stranger.sendall(b"".join(sent) + encode(HELLO) + encode(READY))

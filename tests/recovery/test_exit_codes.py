@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import NamedTuple
 import pytest
 from fork_server import PACELINE, Command, ForkServer
 from launching import check_nothing_is_left, environment_in
+
+from paceline.launchers.machine import choose_port
 
 TRAIN = """
 import atexit, os, signal, sys, threading
@@ -203,7 +204,7 @@ def codes(fork_server: ForkServer, tmp_path: Path) -> Codes:
             ]
         )
         try:
-            found = tuple(one.wait(60.0) for one in processes)
+            found = tuple(one.wait(120.0) for one in processes)
         finally:
             for one in processes:
                 one.send_signal(signal.SIGKILL)
@@ -221,9 +222,7 @@ def _commands(start: str) -> list[tuple[str, ...]]:
         return [("torchrun.py", *words)]
     if start != "machines":
         return [(*PACELINE, "run", "--quiet", *words, "train.py")]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        where = f"127.0.0.1:{probe.getsockname()[1]}"
-    more = "run", "--quiet", "--patience", "30", *words, "--rendezvous", where
+    more = "run", "--quiet", "--patience", "30", *words, "--rendezvous", f"127.0.0.1:{choose_port(None)}"
     return [(*PACELINE, *more, "--runs-dir", f"runs{place}", "train.py") for place in range(2)]
 
 

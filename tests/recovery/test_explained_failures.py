@@ -43,8 +43,8 @@ WAYS = {
     "Too many open files": (START, "resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
                             "files = [open('train.py') for _ in range(40)]"),
     "Mismatch of collectives": ("", "group(); dist.all_reduce(torch.ones(4 + 4 * NUMBER))"),
-    "Collective timed out": ("", "group(2)\nif NUMBER: time.sleep(60)\ndist.all_reduce(torch.ones(4))"),
-    "Connection reset or closed by peer": ("", "group()\nif NUMBER: os._exit(0)\n"
+    "Collective timed out": ("", "group(8)\nif NUMBER: time.sleep(60)\ndist.all_reduce(torch.ones(4))"),
+    "Connection reset or closed by peer": ("", "group()\ndist.all_reduce(torch.ones(4))\nif NUMBER: os._exit(0)\n"
                                            "while True: dist.all_reduce(torch.ones(4))"),
 }  # fmt: skip
 SLOW = {"Connection timed out", "Not all workers came", "Collective timed out", "Too many open files"}

@@ -74,7 +74,8 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
 def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str) -> None:
     """The third worker is killed, another one joins; on the way there one of the two that are left is killed."""
     plan = faults.kill(rank=2, step=2) + faults.kill(rank=victim, step=3, point="during recovery")
-    ran = run(on(path, JOINED), *ELASTIC, faults=plan, arguments=(4,))
+    script = "import scripted\nscripted.hold_back(3, 'membership', 2)\n" + JOINED
+    ran = run(on(path, script), *ELASTIC, faults=plan, arguments=(4,))
     check(ran, undisturbed(JOINED, (4,)), 2)
     assert len(ran.launcher("lost")) == 2
     assert 3 in ran.memberships()[-1]

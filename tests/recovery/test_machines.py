@@ -123,7 +123,7 @@ def _ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True, capture_output=True)
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -26,6 +26,9 @@ EVERY_3 = "--set", "checkpoint.every=3", "--set", "checkpoint.background=false"
 SAVED = "-n", 3, "--elastic", "2:3", *EVERY_3
 
 
+TWO_GO_ON = "import scripted\nscripted.hold_back(3, 'end')\n"
+
+
 def check(ran: Ran, wanted: dict[str, Any], finishers: int) -> None:
     assert ran.code == 0, ran.report()
     ran.check_steps(STEPS)
@@ -59,7 +62,7 @@ def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: A
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undisturbed: Any, victim: int) -> None:
     """The steps since then are taken again, by two workers with another cut."""
-    ran = run(SCRIPT, *SAVED, faults=faults.kill(rank=victim, step=5))
+    ran = run(TWO_GO_ON + SCRIPT, *SAVED, faults=faults.kill(rank=victim, step=5))
     check(ran, undisturbed(SCRIPT), 2)
     assert went_back(ran) == [3, 3], ran.report()
     for step in (3, STEPS - 1):  # the lost one has taken its last records along
@@ -83,7 +86,8 @@ def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None
 
 def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run, undisturbed: Any) -> None:
     """Three stages were asked for, so two workers cannot go on, though MIN is two."""
-    ran = run(SCRIPT, *SAVED, "--set", "pipeline.stages=3", faults=faults.kill(rank=1, step=5))
+    script = "import scripted\nscripted.hold_back(3, 'short')\n" + SCRIPT
+    ran = run(script, *SAVED, "--set", "pipeline.stages=3", faults=faults.kill(rank=1, step=5))
     check(ran, undisturbed(SCRIPT), 3)
     assert ran.memberships() == [[0, 1, 2], [0, 2, 3]] and went_back(ran) == [3, 3, 3], ran.report()
     (short,) = ran.launcher("short")

@@ -115,10 +115,20 @@ def test_an_exit_in_the_last_step(run: Run, undisturbed: Any) -> None:
     check(run(PLAIN, *ELASTIC, faults=plan), undisturbed(PLAIN), 2)
 
 
+# at once: one that comes to the step later would go on with others
+KILL_ALL = """
+    if (session.rank, batch.step, session._job.world.generation, "ALONE" in os.environ) == (0, 6, 0, False):
+        import signal
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for member in session._job.world._members[1:]:
+                os.kill(member.pid, number)
+        os.kill(os.getpid(), signal.SIGKILL)
+    scripted.say"""
+
+
 def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     """New workers go on from the newest checkpoint."""
-    plan = faults.kill(rank=0, step=6) + faults.kill(rank=1, step=6) + faults.kill(rank=2, step=6)
-    ran = run(MORE, *ELASTIC, "--set", "checkpoint.background=false", faults=plan)
+    ran = run(MORE.replace("    scripted.say", KILL_ALL), *ELASTIC, "--set", "checkpoint.background=false")
     assert ran.code == 0, ran.report()
     for told in ran.printed():
         assert told["fingerprint"] == undisturbed(MORE)["fingerprint"]

@@ -28,8 +28,8 @@ def server() -> Iterator[RpcServer]:
 def client_of(server: RpcServer) -> Iterator[Callable[..., RpcClient]]:
     made: list[RpcClient] = []
 
-    def connect(key: bytes = KEY, timeout: float = 20.0, most: int = MOST) -> RpcClient:
-        world: Any = Waiting(3, 5, timeout)
+    def connect(key: bytes = KEY, most: int = MOST) -> RpcClient:
+        world: Any = Waiting(3, 5, 20.0)
         made.append(RpcClient(world, 1, ("127.0.0.1", server.port), key, most))
         return made[-1]
 
@@ -85,8 +85,11 @@ def test_what_is_too_long_ends_the_connection(server: RpcServer, client_of: Any)
 def test_a_silent_worker_is_named(server: RpcServer, client_of: Any) -> None:
     busy = threading.Event()
     server.serve("wait", lambda rank, words, data: (busy.wait(20), ()))
+    client = client_of()
+    client.ask("echo")  # it is connected, however long that took
+    client.seconds = 0.3
     with pytest.raises(WorkerSilent, match="waited 0 s for an answer of rank 1"):
-        client_of(timeout=0.3).ask("wait")
+        client.ask("wait")
     busy.set()
 
 
