@@ -19,9 +19,7 @@ class PendingGather:
         self._gathered: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the tensors of all workers: in the memory of the host, one after the other in the order of ranks.
-
-        From a GPU that is one copy, however many workers there are.
+        """Wait for the tensors of all workers, one after the other in the order of ranks; on the device of this one's.
 
         Raises:
             WorkerLost: another worker went away or stayed silent.
@@ -48,7 +46,7 @@ class AllGather:
 
     def start(self, own: torch.Tensor) -> PendingGather:
         """Send a tensor to all other workers, which send one of the same shape."""
-        if self._shared is not None:
+        if self._shared is not None and own.device.type == "cpu":
             return PendingGather(partial(self._shared.read, own, self._shared.write(self.world.rank, own)))
         gathered = own.new_empty(self.world.size, *own.shape)
         gathered[self.world.rank] = own
@@ -59,7 +57,7 @@ class AllGather:
         def finish() -> torch.Tensor:
             for transfer in transfers:
                 transfer.wait()
-            return gathered.cpu()
+            return gathered
 
         return PendingGather(finish)
 

@@ -273,7 +273,7 @@ class World(Waiting):
         if not sends and not receives:
             return []
         where = where or self.purpose
-        if self.device.type == "cpu":
+        if all(message.tensor.device.type == "cpu" for message in (*sends, *receives)):
             started = [self._start(dist.irecv, message, where) for message in receives]
             return started + [self._start(dist.isend, message, where) for message in sends]
         operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, tag=message.tag) for message in receives]

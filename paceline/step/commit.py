@@ -13,8 +13,18 @@ from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.step.checks import Part, check_gradients, mean_loss, non_finite, not_finite, unused
 from paceline.step.job import Job, StepResult
 
-Apply: TypeAlias = Callable[[int], tuple[torch.Tensor, float]]
+Apply: TypeAlias = Callable[[int], tuple[torch.Tensor | float, float]]
 """Updates the model from the mean gradients in ``.grad``, as :meth:`Update.apply`."""
+
+
+def with_norm(job: Job, norm: torch.Tensor, known: float) -> Apply:
+    """An update whose global norm is on the device, where gradients are clipped by it, and known to the host too."""
+
+    def apply(step: int) -> tuple[float, float]:
+        _, rate = job.update.apply(step, norm=norm)
+        return known, rate
+
+    return apply
 
 
 def commit(

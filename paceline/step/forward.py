@@ -121,8 +121,12 @@ class Compute:
 def _pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
     if total.device.type == "cpu":
         return torch.tensor((total.item(), float(count)), dtype=torch.float64)
-    counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-    return torch.stack((total.detach().double(), counted))
+    total = total.detach().double()
+    if isinstance(count, torch.Tensor):
+        counted = count.detach().to(total.device, torch.float64, non_blocking=True)
+    else:
+        counted = torch.full_like(total, count)
+    return torch.stack((total, counted))
 
 
 def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:

@@ -6,9 +6,11 @@ import math
 
 import torch
 
+from paceline.comm.host_copy import HostCopy
 from paceline.data.feed import Piece
 from paceline.step.accumulate import Accumulator, Values, align_value
 from paceline.step.checks import Part, check_dense
+from paceline.step.commit import Apply, with_norm
 from paceline.step.fusion import Fusion
 from paceline.step.job import Job
 
@@ -18,12 +20,16 @@ class FullBatch:
 
     Args:
         job: what is trained.
+
+    Attributes:
+        apply: makes the update from the last gradients; None: :meth:`Update.apply`.
     """
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._fusion = Fusion(job, together=False)
         self._parameters = list(job.update.parameters.values())
+        self.apply: Apply | None = None
 
     def pieces(self, step: int, share: range | None = None) -> list[range]:
         """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
@@ -55,18 +61,32 @@ class FullBatch:
         table = torch.stack(pairs) if len(pairs) > 1 else pairs[0].unsqueeze(0)
         parts = [
             Part(piece.microbatches, job.world.rank, loss, count, without)
-            for piece, (loss, count), without in zip(pieces, table.tolist(), missing, strict=True)
+            for piece, (loss, count), without in zip(pieces, self._divide(table, gradients), missing, strict=True)
         ]
-        count = math.fsum(part.counted for part in parts)
+        self._fusion.decide(pieces, table)
+        samples = sum(piece.samples for piece in pieces)
+        return parts, [value.div_(samples) for value in self._changed(statistics.total())]
+
+    def _divide(self, table: torch.Tensor, gradients: Accumulator) -> list[list[float]]:
+        """Put the means of the gradients into ``.grad``; returns the table of losses and counts as numbers.
+
+        An accelerator divides by itself, and the norm of the gradients goes to the host in the same copy.
+        """
+        on_host = table.device.type == "cpu"
+        numbers: list[list[float]] = table.tolist() if on_host else []
+        count = math.fsum(count for _, count in numbers) if on_host else table[:, 1].sum()
         means = gradients.total()
         given = [value for value in means if value is not None]
         if given:
             torch._foreach_div_(given, count)
         for parameter, value in zip(self._parameters, means, strict=True):
             parameter.grad = align_value(value)
-        self._fusion.decide(pieces, table)
-        samples = sum(piece.samples for piece in pieces)
-        return parts, [value.div_(samples) for value in self._changed(statistics.total())]
+        if not on_host:
+            norm = self._job.update.norm()
+            host = HostCopy(torch.cat((table.flatten(), norm.double().reshape(1)))).wait()
+            numbers = host[:-1].view(-1, 2).tolist()
+            self.apply = with_norm(self._job, norm, float(host[-1]))
+        return numbers
 
     def take_gradients(self) -> Values:
         """Take the gradients out of ``.grad``."""

@@ -232,11 +232,15 @@ class Update:
         if before is not None:
             self.drew = not same_states(before, generator_states())
 
-    def norm(self) -> torch.Tensor:
-        """The global 2-norm of the gradients, a scalar tensor."""
-        gradients = [_elements(value.grad) for value in self.parameters.values() if value.grad is not None]
+    def norm(self, without: Container[int] = ()) -> torch.Tensor:
+        """The global 2-norm of the gradients, a scalar tensor; ``without`` those of the parameters at these places."""
+        gradients = [
+            _elements(value.grad)
+            for place, value in enumerate(self.parameters.values())
+            if value.grad is not None and place not in without
+        ]
         if not gradients:
-            return torch.zeros(())
+            return torch.zeros((), device=next(iter(self.parameters.values())).device)
         norms = torch._foreach_norm(gradients)
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total

@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 
+from paceline.comm.step_header import StateDigest
 from paceline.errors import DisagreementError
 from paceline.step.job import Job
 
@@ -48,17 +49,24 @@ Fetch = Callable[[], "torch.Tensor | None"]
 
 
 def digest_of(value: torch.Tensor) -> int:
-    """The sum of the 64-bit words of a tensor, modulo 2^64; the same for any strides."""
-    value = value.detach()
-    if value.is_sparse:
-        value = value.to_dense()
-    value = value.contiguous().reshape(-1)
+    """The sum of the 64-bit words of a tensor modulo 2^64, on an accelerator of its bytes; for any strides the same."""
     if value.device.type != "cpu":
-        return int(value.view(torch.uint8).sum(dtype=torch.int64)) % _WORD
-    data = value.view(torch.uint8).numpy()
+        return int(_sum_on_device(value)) % _WORD
+    data = _bytes_of(value).numpy()
     whole = len(data) & ~7
     total = int(numpy.add.reduce(data[:whole].view(numpy.uint64), dtype=numpy.uint64)) if whole else 0
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) % _WORD
+
+
+def _sum_on_device(value: torch.Tensor) -> torch.Tensor:
+    return _bytes_of(value).sum(dtype=torch.int64)
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    value = value.detach()
+    if value.is_sparse:
+        value = value.to_dense()
+    return value.contiguous().reshape(-1).view(torch.uint8)
 
 
 class Replicas:
@@ -76,20 +84,20 @@ class Replicas:
         self._next = 0
         self._steps = 0
 
-    def digest(self) -> int:
+    def digest(self) -> StateDigest:
         """The sum over the tensors whose turn it is, as they were at the beginning of the step."""
         if not self._watches:
-            return 0
+            return StateDigest()
         self._steps += 1
         if self._steps == 1:  # the optimizer makes its state in the first step
-            return 0
+            return StateDigest()
         if self._steps == 2:
             self._fetches = [(place + 1, fetch) for place, fetch in enumerate(_tensors(self._job).values())]
         return self._sum_of(everything=self._steps == 2)
 
-    def _sum_of(self, everything: bool) -> int:
+    def _sum_of(self, everything: bool) -> StateDigest:
         """The sum over the next tensors: everything, or as many as there is time for, and a small one in any case."""
-        total = 0
+        total, on_device = 0, None
         for summed in range(len(self._fetches)):
             place, fetch = self._fetches[self._next]
             value = fetch()
@@ -98,10 +106,13 @@ class Replicas:
                 if cost > self._credit and (summed or cost > 2 * _SECONDS):
                     break
                 self._credit = max(0.0, self._credit - cost)
-            if value is not None:
+            if value is not None and value.device.type == "cpu":
                 total += (2 * place + 1) * digest_of(value)
+            elif value is not None:
+                own = (2 * place + 1) * _sum_on_device(value)
+                on_device = own if on_device is None else on_device + own
             self._next = (self._next + 1) % len(self._fetches)
-        return total % _WORD
+        return StateDigest(total % _WORD, on_device)
 
     def check(self, sums: Sequence[int], seconds: Sequence[float]) -> None:
         """Compare the sums of all workers; all call this at the same place of a step.

@@ -33,7 +33,7 @@ class Single(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         parts, buffers = self._batch.gradients(step, pieces)
-        result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice())
+        result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice(), self._batch.apply)
         check_draws(self._job)
         return result
 

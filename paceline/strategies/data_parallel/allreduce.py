@@ -65,9 +65,8 @@ class AllReduce(Strategy):
         self.seconds: list[float] = [0.0] * job.world.size
         self._fusion = Fusion(job)
         self._reducer = reducer or Reducer(job, any_order=not job.settings.exact)
-        self._results = Results(job, job.order.microbatches)
+        self._results = Results(job, job.order.microbatches, apply)
         self._shares = shares or (lambda microbatches: even(microbatches, job.world.size))
-        self._apply = apply
 
     def pieces(self, step: int) -> list[range]:
         return self._layout(step)[self._job.world.rank]
@@ -113,7 +112,7 @@ class AllReduce(Strategy):
         parts = self._results.parts(layout, header, missing)
         self._fusion.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
         means = reducer.statistics(nodes, [values for _, values in statistics.nodes()], job.order.samples_of(step))
-        return commit(job, step, pieces, parts, means, header.notice, self._apply)
+        return commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
 
     def close(self) -> None:
         self._reducer.close()

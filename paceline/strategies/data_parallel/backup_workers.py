@@ -95,8 +95,8 @@ class BackupWorkers(Strategy):
     def __init__(self, job: Job, reducer: Reducer | None = None, apply: Apply | None = None) -> None:
         self._job = job
         self._reducer = reducer or Reducer(job, overlap=False)
-        self._results = Results(job, 2 * job.order.microbatches)  # the last step of an epoch owes less than one more
-        self._apply = apply
+        most = 2 * job.order.microbatches  # the last step of an epoch owes less than one more
+        self._results = Results(job, most, apply)
         size, order = job.world.size, job.order
         wanted = _spare(job.settings)
         self._spare = min(wanted, size - 1)
@@ -217,7 +217,7 @@ class BackupWorkers(Strategy):
         used = [self._origin(step, one) for group in agreed for one in groups.members[group]]
         samples = sum(len(job.order.parts_of(origin)[number]) for origin, number in used)
         means = self._reducer.statistics(nodes, counted.statistics(), samples)
-        return commit(job, step, [], parts, means, header.notice, self._apply)
+        return commit(job, step, [], parts, means, header.notice, self._results.apply(header))
 
     def _named(self, step: int, groups: BackupShares, part: Part) -> Part:
         """A part that is known by its place in the step, by the name that its microbatch has in its batch."""

@@ -256,7 +256,7 @@ class Reducer:
         norms = torch._foreach_norm([*given.values()]) if given else []
         for place, norm in zip(given, norms, strict=True):
             here[place] = norm
-        everyone = self._norms.start(here.to(world.device)).wait().amax(0)
+        everyone = self._norms.start(here.to(world.device)).wait().cpu().amax(0)
         known = everyone != _NOT_HERE
         if not known.any():
             return torch.zeros(())
@@ -290,6 +290,8 @@ def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
     """The means of what a single worker has."""
     means = total(list(zip(nodes, sums, strict=True)) or [(Node(0, 0), [])], add)
     given = [value for value in means if value is not None]
-    if given and (rest := divisor()) != 1.0:
-        torch._foreach_div_(given, rest)
+    if given:
+        rest = divisor()
+        if isinstance(rest, torch.Tensor) or rest != 1.0:
+            torch._foreach_div_(given, rest)
     return means

@@ -7,6 +7,7 @@ import torch
 from paceline.comm.all_gather import AllGather, PendingGather
 from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
 from paceline.step.checks import Part
+from paceline.step.commit import Apply, with_norm
 from paceline.step.job import Job
 from paceline.step.replicas import Replicas
 
@@ -17,10 +18,13 @@ class Results:
     Args:
         job: what is trained.
         most: how many pieces a step has at most, over all workers.
+        apply: makes the update; None: each worker makes the same.
     """
 
-    def __init__(self, job: Job, most: int) -> None:
+    def __init__(self, job: Job, most: int, apply: Apply | None = None) -> None:
         self._job = job
+        self._apply = apply
+        self._norm: torch.Tensor | None = None
         self._headers = AllGather(job.world, HEADER_TAG, header_bytes(most))
         self._replicas = Replicas(job)
         self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters))
@@ -29,8 +33,7 @@ class Results:
         self, step: int, starts: list[int], pairs: list[torch.Tensor], seconds: float = 0.0, missing: bool = True
     ) -> StepHeader:
         """Send the header of this worker; see :class:`StepHeader`."""
-        state = self._replicas.digest()
-        return StepHeader(self._headers, step, starts, pairs, self._job.world.device, seconds, missing, state)
+        return StepHeader(self._headers, step, starts, pairs, seconds, missing, self._replicas.digest())
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
         """Send to which parameters this worker's pieces gave no gradient.
@@ -40,7 +43,7 @@ class Results:
             missing: for each piece of this worker the places of those parameters.
         """
         rows = max(map(len, layout))
-        own = torch.zeros(rows, len(self._job.update.parameters), dtype=torch.uint8, device=self._job.world.device)
+        own = torch.zeros(rows, len(self._job.update.parameters), dtype=torch.uint8)
         for row, places in enumerate(missing):
             if places:
                 own[row, places] = 1
@@ -57,14 +60,21 @@ class Results:
         Raises:
             DisagreementError: the workers do not hold the same state.
         """
-        self._replicas.check(header.state_digests, header.seconds)
         without = _without_gradient(layout, None if missing is None else missing.wait())
+        if header.on_device:
+            self._norm = None if self._apply else self._job.update.norm(frozenset.intersection(*without))
+            header.read(self._norm)
+        self._replicas.check(header.state_digests(), header.seconds)
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
         return [
             Part(piece, rank, loss, count, places)
             for ((piece, rank), places), (_, _, loss, count) in zip(known, header.losses(), strict=True)
         ]
+
+    def apply(self, header: StepHeader) -> Apply | None:
+        """What makes the update after :meth:`parts`; None: :meth:`Update.apply`."""
+        return self._apply if self._norm is None else with_norm(self._job, self._norm, header.norm())
 
 
 def _without_gradient(layout: list[list[range]], tables: torch.Tensor | None) -> list[frozenset[int]]:

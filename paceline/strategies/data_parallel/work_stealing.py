@@ -19,6 +19,7 @@ everything is computed: until then nobody knows who holds what.
 from __future__ import annotations
 
 import time
+from itertools import chain
 
 import torch
 
@@ -125,20 +126,17 @@ class WorkStealing(Strategy):
         self.seconds = header.seconds
         if self._pace.observe(header.seconds, [len(own) for own in held]):
             job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
-        return commit(job, step, pieces, parts, means, header.notice)
+        return commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
 
     def close(self) -> None:
         self._reducer.close()
 
     def _held(self, header: StepHeader, step: int) -> list[list[int]]:
         """The microbatches whose results each rank holds."""
-        results = header.losses()
-        numbers = [result.start for result in results]
+        header.check()
+        numbers = sorted(chain.from_iterable(header.starts))
         assert numbers == list(range(len(self._job.order.parts_of(step)))), f"step {step} has results of {numbers}"
-        held: list[list[int]] = [[] for _ in range(self._job.world.size)]
-        for result in results:
-            held[result.rank].append(result.start)
-        return held
+        return header.starts
 
 
 class ComputedPieces:

@@ -141,10 +141,10 @@ class Synchronous(Strategy):
         return gradients
 
     def _send_header(self, step: int, missing: bool) -> StepHeader:
-        pairs, device = self._executor.losses, self._job.world.device
+        pairs = self._executor.losses
         starts = sorted(pairs)
         seconds = self._executor.busy_seconds
-        return StepHeader(self._headers, step, starts, [pairs[start] for start in starts], device, seconds, missing)
+        return StepHeader(self._headers, step, starts, [pairs[start] for start in starts], seconds, missing)
 
     def _synchronize_on(self, notice: int) -> None:
         """Before the world changes or the run ends: a worker that leaves may have the only copy of a stage."""

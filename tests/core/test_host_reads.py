@@ -1,0 +1,131 @@
+"""How often a step makes the host wait for the device: once, whatever the number of workers and microbatches."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os
+from functools import partial
+import torch
+import paceline
+from subjects import classes, tell
+
+given = eval(os.environ["GIVEN"])
+if given.pop("accelerator"):
+    import accelerator
+    from accelerator import Counting
+    accelerator.install()
+else:
+    from contextlib import nullcontext as Counting
+
+dtype = given.pop("dtype")
+counted = given.pop("counted")
+optional = given.pop("optional")
+broken = given.pop("broken")
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = torch.nn.Linear(12, 16)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.last = torch.nn.Linear(16, 4)
+        self.sometimes = torch.nn.Linear(12, 4)
+
+    def forward(self, values):
+        out = self.last(torch.tanh(self.norm(self.first(values))))
+        return out + self.sometimes(values) if optional and torch.rand(()) < 0.5 else out
+
+def loss(output, target):
+    if counted:
+        return torch.nn.functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()
+    return torch.nn.functional.cross_entropy(output, target)
+
+data = classes(96, dtype=dtype)
+data.tensors[0][list(broken)] = torch.nan
+net = Net().to(dtype)
+session = paceline.start(
+    model=net,
+    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9) if dtype == torch.float32 else torch.optim.AdamW,
+    loss=loss,
+    data=data,
+    batch=16,
+    **given,
+)
+waits, applied = [], []
+for batch in session.batches(steps=9):
+    with Counting() as counting:
+        report = session.step(batch)
+    applied.append(report.applied)
+    if counting is not None:
+        waits.append([counting.reads, counting.uploads])
+values = [value.cpu().double().sum().item() for value in net.state_dict().values()]
+tell(loss=report.loss, norm=report.gradient_norm, applied=applied, values=values, waits=waits)
+"""
+
+STEADY = 3
+"""The first steps find out what the model does."""
+
+
+def spelled(**given: Any) -> str:
+    given = {"dtype": "float64", "counted": False, "optional": False, "broken": ()} | given
+    return repr(given).replace("'float32'", "torch.float32").replace("'float64'", "torch.float64")
+
+
+def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict[str, Any]:
+    """What rank 0 told, with the waits of all workers in the steady state; all must have come to the same."""
+    directory.mkdir()
+    everyone = printed(SCRIPT, workers, directory, environment={"GIVEN": spelled(**given)})
+    assert len({repr((one["loss"], one["norm"], one["values"])) for one in everyone}) == 1
+    return everyone[0] | {"waits": [step for one in everyone for step in one["waits"][STEADY:]]}
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"microbatches": 1},
+        {"microbatches": 4, "clip_norm": 0.5, "counted": True, "dtype": "float32"},
+        {"microbatches": 8, "exact": True, "clip_norm": 0.5},
+        {"microbatches": 8, "optional": True, "missing_gradient": "zero"},
+        {"microbatches": 8, "broken": (17, 61), "nonfinite": "skip", "clip_norm": 0.5},
+    ],
+    ids=["one microbatch", "clipped", "exact", "missing gradients", "not finite"],
+)
+def test_a_step_reads_once_from_the_device(
+    printed: Printed, tmp_path: Path, given: dict[str, Any], workers: int
+) -> None:
+    if given["microbatches"] < workers:
+        given = given | {"microbatches": workers}
+    found = train(printed, tmp_path / "device", workers, accelerator=True, **given)
+    for reads, uploads in found["waits"]:
+        assert len(reads) <= 1, "\n".join(reads)
+        assert not uploads, "\n".join(uploads)
+    host = train(printed, tmp_path / "host", workers, accelerator=False, **given)
+    for one in ("loss", "norm", "values"):
+        assert found[one] == pytest.approx(host[one], rel=1e-5, nan_ok=True)
+    assert found["applied"] == host["applied"]
+    assert all(found["applied"]) == ("broken" not in given)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    ("given", "text", "code"),
+    [
+        ({"broken": (17,)}, "NonFiniteLoss: The loss is nan at step ", 1),
+        ({"optional": True, "exact": True}, "InputError: The parameter 'sometimes.weight' got no gradient from ", 2),
+    ],
+    ids=["not finite", "missing gradient"],
+)
+def test_a_bad_step_is_refused_before_the_update(
+    ranks: Any, tmp_path: Path, given: dict[str, Any], text: str, code: int, workers: int
+) -> None:
+    environment = {"GIVEN": spelled(accelerator=True, microbatches=8, **given)}
+    for one in ranks(SCRIPT, workers, tmp_path, environment=environment):
+        assert one.code == code
+        assert text in one.err
