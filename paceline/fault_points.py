@@ -10,6 +10,7 @@
     t done     in evaluate           this worker has measured its share; no one else knows
                inside a save         the tensors are written, the manifest is not
                during recovery       the workers begin to re-form
+               sending the state     a part of the state is on its way to a worker that is behind
 
 The code at each point calls :func:`reach`, which does nothing unless the environment ordered faults.
 """
@@ -31,6 +32,7 @@ Point = Literal[
     "in the loader",
     "in evaluate",
     "during recovery",
+    "sending the state",
 ]
 
 

@@ -6,9 +6,9 @@
     lost           step 7 †
     spare          ........... ready ─ membership 1 ─ rendezvous ─ catch up ─ step 7 ─ step 8
 
-All processes and their states stay. *Catch up*: the furthest worker sends its state to those that are behind it, to
-joiners above all. A step counts as done on a worker when its update has been applied; a worker that is one step behind
-gets the state after it, so no step is lost, and none is applied twice.
+All processes and their states stay. *Catch up*: the furthest workers send their state, each a part of it, to those
+that are behind them, to joiners above all. A step counts as done on a worker when its update has been applied; a worker
+that is one step behind gets the state after it, so no step is lost, and none is applied twice.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Recovery:
         coordinator.register(about, known, self._job.settings.hang_seconds, fits)
 
     def re_form(self, progress: Progress | None, planned: bool = False, ended: Sequence[int] = ()) -> Progress:
-        """Join the next membership, with the state of its furthest worker.
+        """Join the next membership, with the state of its furthest workers.
 
         Args:
             progress: of this worker; none if it has no state yet.
@@ -145,15 +145,15 @@ class Recovery:
         )
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
-        """Send the state of the furthest worker to those that are behind it; return the progress of this worker."""
+        """Send the state of the furthest workers to those behind them; return the progress of this worker."""
         keys = [None if one is None else one.key for one in everyone]
         furthest = max(key for key in keys if key is not None)
-        sender = keys.index(furthest)
-        behind = [rank for rank, key in enumerate(keys) if key != furthest]
-        if behind:
-            snapshot = self._state.snapshot(progress.steps) if progress and self._job.world.rank == sender else None
+        senders = [rank for rank, key in enumerate(keys) if key == furthest]
+        if len(senders) < len(keys):
+            has_it = self._job.world.rank in senders
+            snapshot = self._state.snapshot(progress.steps) if progress and has_it else None
             sent = None if snapshot is None else StateBytes(snapshot.tensors, (snapshot.state, progress))
-            received = transfer(self._job.world, sender, behind, sent)
+            received = transfer(self._job.world, senders, sent)
             if received is not None:
                 progress = self._take_over(received)
         assert progress is not None

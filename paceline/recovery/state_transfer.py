@@ -1,19 +1,21 @@
-"""How a worker that is behind gets the state of one that is further: a joiner, or one that missed a step."""
+"""How a worker that is behind gets the state of those that are further: a joiner, or one that missed a step.
+
+All workers that are furthest have the same state. Each sends a part of it, of the same size.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from paceline import fault_points
+from paceline.comm.exchange import even_shares, exchange
 from paceline.comm.shm.tensors import aligned, kinds_of, room_of, views_of
-from paceline.comm.world import Message, World
-
-_TAG = 1 << 29
-_CHUNK_BYTES = 1 << 26
-_WINDOW_BYTES = 1 << 22
+from paceline.comm.world import World
 
 
 @dataclass(frozen=True)
@@ -24,73 +26,37 @@ class StateBytes:
     rest: Any
 
 
-def transfer(world: World, sender: int, behind: list[int], state: StateBytes | None) -> StateBytes | None:
-    """Send the state of one worker to those that are behind; all workers call this together.
+def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> StateBytes | None:
+    """Send the state of some workers to all others; all workers call this together.
 
     Args:
         world: the workers.
-        sender: the rank that sends.
-        behind: the ranks that receive.
-        state: of the sender; none on the others.
+        senders: the ranks that have the state, the same on all of them. The first one describes it.
+        state: of a sender; none on the others.
 
     Returns:
-        the state on those that are behind.
+        the state on those that did not have it.
 
     Raises:
         WorkerLost: a worker was lost meanwhile; nothing has been changed.
     """
-    layout = None if state is None else (kinds_of(state.tensors), state.rest)
-    kinds, rest = world.gather(layout, "transferring the state")[sender]
-    total = max(1, room_of(kinds))
-    move = _over_network if world.shared_memory is None else _through_shared_memory
-    flat = move(world, sender, behind, state, total)
+    layout = None
+    if state is not None:
+        kinds = kinds_of(state.tensors)
+        digest = hashlib.sha256(repr(kinds).encode()).digest()
+        layout = digest, (kinds, state.rest) if world.rank == senders[0] else None
+    layouts = world.gather(layout, "transferring the state")
+    agreed, (kinds, rest) = layouts[senders[0]]
+    senders = [rank for rank in senders if layouts[rank][0] == agreed]  # one may lack what a step would have added
+    behind = [rank for rank, one in enumerate(layouts) if one is None]
+    segments = [] if state is None else _segments(state)
+
+    def fill(chunk: torch.Tensor, start: int) -> None:
+        _fill(chunk, start, segments)
+        fault_points.reach("sending the state")
+
+    flat = exchange(world, even_shares(max(1, room_of(kinds)), senders, world.size), behind, fill)
     return None if flat is None else StateBytes(views_of(flat, kinds), rest)
-
-
-def _through_shared_memory(
-    world: World, sender: int, behind: list[int], state: StateBytes | None, total: int
-) -> torch.Tensor | None:
-    """Move the state chunk by chunk through a window of two, so that few pages are touched for the first time."""
-    memory = world.shared_memory
-    assert memory is not None
-    blocks, flag = memory.share(2 * _WINDOW_BYTES), memory.reserve(2)
-    window = torch.frombuffer(blocks[sender], dtype=torch.uint8, count=2 * _WINDOW_BYTES).view(2, -1)
-    starts = enumerate(range(0, total, _WINDOW_BYTES), 1)
-    if state is not None:
-        segments = _segments(state)
-        for number, start in starts:
-            memory.wait(flag + 1, number - 2, behind)
-            _fill(window[number % 2], start, segments)
-            memory.announce(flag, number)
-        return None
-    if world.rank not in behind:
-        return None
-    flat = torch.empty(total, dtype=torch.uint8)
-    for number, start in starts:
-        memory.wait(flag, number, [sender])
-        chunk = flat[start : start + _WINDOW_BYTES]
-        chunk.copy_(window[number % 2][: chunk.numel()])
-        memory.announce(flag + 1, number)
-    return flat
-
-
-def _over_network(
-    world: World, sender: int, behind: list[int], state: StateBytes | None, total: int
-) -> torch.Tensor | None:
-    if world.rank != sender and world.rank not in behind:
-        return None
-    flat = torch.empty(total, dtype=torch.uint8)
-    if state is not None:
-        _fill(flat, 0, _segments(state))
-    transfers = []
-    for number, chunk in enumerate(flat.split(_CHUNK_BYTES)):
-        if state is not None:
-            transfers += world.start_transfers([Message(chunk, rank, _TAG + number) for rank in behind], [])
-        else:
-            transfers += world.start_transfers([], [Message(chunk, sender, _TAG + number)])
-    for transfer in transfers:
-        transfer.wait()
-    return None if state is not None else flat
 
 
 def _segments(state: StateBytes) -> list[tuple[int, torch.Tensor]]:

@@ -39,7 +39,8 @@ class Fault:
     Attributes:
         kind: what happens.
         rank: of the worker, when it first reaches the step.
-        step: when; in a save and in evaluate the number of steps done, during recovery the least number of steps done.
+        step: when; in a save and in evaluate the number of steps done, during recovery
+            the least number of steps done, while sending the state the least step that the worker last began.
         point: where in the step.
         seconds: how long a stop or a full disk lasts (none: until the end), or how long a slow worker waits.
         factor: how many times as long a slow worker takes for everything.
@@ -70,7 +71,7 @@ class Fault:
 
     def covers(self, step: int) -> bool:
         """Tell whether the fault is due at a step: at its own; for slow workers and recoveries also later."""
-        if self.kind != "slow" and self.point != "during recovery":
+        if self.kind != "slow" and self.point not in ("during recovery", "sending the state"):
             return step == self.step
         return step >= self.step and (self.until is None or step < self.until)
 

@@ -1,0 +1,118 @@
+"""Several workers send the parts of one state to those that need it, at the same time.
+
+::
+
+    the state    [ rank 0's share | rank 1's share | rank 2's share ]      as bytes
+    rank 3       receives all three; a receiver that has a share itself receives the others
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline.comm.shm.arena import SharedMemory
+from paceline.comm.shm.tensors import CACHE_LINE
+from paceline.comm.world import Message, World
+
+Fill = Callable[[torch.Tensor, int], None]
+"""Writes into a chunk what the state has from this byte on."""
+_TAG = 1 << 29
+_CHUNK_BYTES = 1 << 26
+_WINDOW_BYTES = 1 << 22
+
+
+def even_shares(total: int, senders: Sequence[int], size: int) -> list[range]:
+    """Divide bytes evenly among senders, in whole cache lines.
+
+    Args:
+        total: bytes.
+        senders: the ranks that have the state.
+        size: of the world.
+
+    Returns:
+        the share of each rank; empty if it sends nothing.
+
+    >>> even_shares(1000, [0, 2], 3)
+    [range(0, 512), range(0, 0), range(512, 1000)]
+    """
+    lines = -(-total // CACHE_LINE)
+    ends = [min(total, lines * place // len(senders) * CACHE_LINE) for place in range(len(senders) + 1)]
+    ends[-1] = total
+    shares = [range(0)] * size
+    for place, rank in enumerate(senders):
+        shares[rank] = range(ends[place], ends[place + 1])
+    return shares
+
+
+def exchange(world: World, shares: Sequence[range], receivers: Sequence[int], fill: Fill) -> torch.Tensor | None:
+    """Bring the bytes of a state to the receivers; all workers call this together.
+
+    Args:
+        world: the workers.
+        shares: which bytes each rank sends; together all, without overlap.
+        receivers: the ranks that get all bytes.
+        fill: gives the bytes of this worker's own share.
+
+    Returns:
+        all bytes, on a receiver.
+
+    Raises:
+        WorkerLost: a worker was lost meanwhile.
+    """
+    flat = None
+    if world.rank in receivers:
+        flat = torch.empty(sum(map(len, shares)), dtype=torch.uint8)
+    if world.shared_memory is not None:
+        _through_shared_memory(world.rank, world.shared_memory, shares, receivers, fill, flat)
+    else:
+        _over_network(world, shares, receivers, fill, flat)
+    return flat
+
+
+def _through_shared_memory(
+    rank: int, memory: SharedMemory, shares: Sequence[range], receivers: Sequence[int], fill: Fill,
+    flat: torch.Tensor | None,
+) -> None:  # fmt: skip
+    """Move chunk by chunk through a window of two for each sender, so that few pages are touched for the first time."""
+    blocks, flag = memory.share(2 * _WINDOW_BYTES), memory.reserve(2)
+    windows = [torch.frombuffer(block, dtype=torch.uint8, count=2 * _WINDOW_BYTES).view(2, -1) for block in blocks]
+    others = [receiver for receiver in receivers if receiver != rank]
+    for number in range(1, 1 + -(-max(map(len, shares)) // _WINDOW_BYTES)):
+        first = (number - 1) * _WINDOW_BYTES
+        parts = [share[first : first + _WINDOW_BYTES] for share in shares]
+        own = parts[rank]
+        if own:
+            memory.wait(flag + 1, number - 2, others)
+            fill(windows[rank][number % 2][: len(own)], own.start)
+            memory.announce(flag, number)
+        if flat is None:
+            continue
+        for sender, part in enumerate(parts):
+            if part:
+                memory.wait(flag, number, [sender])
+                flat[part.start : part.stop].copy_(windows[sender][number % 2][: len(part)])
+        memory.announce(flag + 1, number)
+
+
+def _over_network(
+    world: World, shares: Sequence[range], receivers: Sequence[int], fill: Fill, flat: torch.Tensor | None
+) -> None:
+    own, others = shares[world.rank], [receiver for receiver in receivers if receiver != world.rank]
+    transfers = []
+    if own and (others or flat is not None):
+        mine = torch.empty(len(own), dtype=torch.uint8) if flat is None else flat[own.start : own.stop]
+        start = own.start
+        for number, chunk in enumerate(mine.split(_CHUNK_BYTES)):
+            fill(chunk, start)
+            start += len(chunk)
+            transfers += world.start_transfers([Message(chunk, rank, _TAG + number) for rank in others], [])
+    if flat is not None:
+        for sender, share in enumerate(shares):
+            if share and sender != world.rank:
+                chunks = flat[share.start : share.stop].split(_CHUNK_BYTES)
+                messages = [Message(chunk, sender, _TAG + number) for number, chunk in enumerate(chunks)]
+                transfers += world.start_transfers([], messages)
+    for transfer in transfers:
+        transfer.wait()
