@@ -5,6 +5,7 @@ processes of its own, the ways in turns; medians over rounds, and the ratio to D
 
     python bench/machines                                        # 2 x 8 and 4 x 4, as fast as the links can
     python bench/machines --layouts 2x1,4x1,2x2 --rate 1gbit --rounds 3
+    python bench/machines --layouts 8x1 --rate 200mbit --slow 100mbit
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from namespaces import network, obstacle
 
 WORKER = Path(__file__).with_name("worker.py")
 DEADLINE = 600.0
-WAYS = ("ddp", "fast", "exact")
+WAYS = ("ddp", "collective", "fast", "exact")
 
 
 def run(names: list[str], workers: int, folder: Path, way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -65,26 +66,27 @@ def measure(layout: str, options: argparse.Namespace) -> None:
     """Print the table of one layout."""
     machines, workers = map(int, layout.split("x"))
     found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
-    with network(machines, options.rate) as names, tempfile.TemporaryDirectory() as folder:
+    with network(machines, options.rate, options.slow) as names, tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
             for way in WAYS:
                 everyone = run(names, workers, Path(folder) / f"{turn}-{way}", way, options)
                 slowest = [max(values) for values in zip(*(one["seconds"] for one in everyone), strict=True)]
                 crossed = max(one["bytes"] for one in everyone) / everyone[0]["gradients"]
                 found[way].append((median(slowest), crossed))
-    rate = options.rate or "unlimited"
+    rate = (options.rate or "unlimited") + (f", one {options.slow}" if options.slow else "")
     print(f"\n{machines} machines x {workers} workers, links {rate}, G = {everyone[0]['gradients'] / 1e6:.1f} MB")
-    print(f"{'':8} {'ms a step':>10} {'x DDP':>7} {'sent by a machine / G':>22}")
+    print(f"{'':10} {'ms a step':>10} {'x DDP':>7} {'sent by a machine / G':>22}")
     for way in WAYS:
         ratios = [one[0] / base[0] for one, base in zip(found[way], found["ddp"], strict=True)]
         seconds, crossed = median(one[0] for one in found[way]), max(one[1] for one in found[way])
-        print(f"{way:8} {1e3 * seconds:10.1f} {median(ratios):7.2f} {crossed:22.2f}")
+        print(f"{way:10} {1e3 * seconds:10.1f} {median(ratios):7.2f} {crossed:22.2f}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", default="2x8,4x4", help="machines x workers of each")
     parser.add_argument("--rate", help="of each link, as tc writes it: 1gbit")
+    parser.add_argument("--slow", metavar="RATE", help="of the last machine's link")
     parser.add_argument("--megabytes", type=int, default=20, help="of gradients")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)

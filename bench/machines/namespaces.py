@@ -28,12 +28,13 @@ def obstacle() -> str:
 
 
 @contextlib.contextmanager
-def network(count: int, rate: str | None) -> Iterator[list[str]]:
+def network(count: int, rate: str | None, slow: str | None = None) -> Iterator[list[str]]:
     """Make namespaces with the addresses 10.77.0.1, 10.77.0.2, ... on ``eth0``; they are gone afterwards.
 
     Args:
         count: how many.
         rate: of each link in each direction, as tc writes it; None: as fast as it can.
+        slow: of the last one; None: as all others.
     """
     hub = f"pace{os.getpid() % 10000}"
     names = [f"{hub}m{place}" for place in range(count)]
@@ -50,8 +51,9 @@ def network(count: int, rate: str | None) -> Iterator[list[str]]:
             within(name, "ip", "address", "add", f"10.77.0.{place + 1}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 within(name, "ip", "link", "set", device, "up")
-            for where, device in ((hub, f"p{place}"), (name, "eth0")) if rate else ():
-                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", str(rate))
+            own = slow if slow and place == count - 1 else rate
+            for where, device in ((hub, f"p{place}"), (name, "eth0")) if own else ():
+                shape = ("tc", "qdisc", "add", "dev", device, "root", "tbf", "rate", own)
                 within(where, *shape, "burst", str(BURST_BYTES), "latency", "500ms")
         yield names
 

@@ -45,12 +45,12 @@ def ddp(model: nn.Module, data: torch.utils.data.Dataset[object], steps: int) ->
     return seconds[WARM:]
 
 
-def ours(model: nn.Module, data: torch.utils.data.Dataset[object], steps: int, exact: bool) -> list[float]:
+def ours(model: nn.Module, data: torch.utils.data.Dataset[object], steps: int, **way: object) -> list[float]:
     """The same with Paceline: as many microbatches of one sample as workers."""
     seconds = []
     size = int(os.environ["WORLD_SIZE"])
     session = paceline.start(
-        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=size, microbatches=size, exact=exact
+        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=size, microbatches=size, **way
     )
     batches = session.batches(steps=WARM + steps)
     for step in range(WARM + steps):
@@ -81,7 +81,9 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
         seconds = ddp(model, data, steps)
     else:
-        seconds = ours(model, data, steps, way == "exact")
+        seconds = ours(
+            model, data, steps, exact=way == "exact", reduction="collective" if way == "collective" else "auto"
+        )
     found = {
         "seconds": seconds,
         "bytes": (counted[1] - counted[0]) / steps,

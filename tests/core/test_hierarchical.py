@@ -47,6 +47,38 @@ def test_the_bits_do_not_depend_on_the_machines(machines: tuple[int, ...], case:
         assert one[case]["fingerprint"] == alone[case]["fingerprint"]
 
 
+UNEQUAL = """
+import paceline.comm.reduction.choice as choice
+choice._WORTH_MEASURING, measured = 0, choice.measure_links
+
+def unequal(world):
+    assert all(rate > 0 for rate in measured(world))
+    return [1.0, 0.5] + [1.0] * (len(world.hosts) - 2)
+
+choice.measure_links = unequal
+"""
+
+
+@pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1, 2), (1, 1, 1, 1)], ids=str)
+def test_the_bits_do_not_depend_on_the_links(
+    printed: Printed, tmp_path: Path, machines: tuple[int, ...], results: Any
+) -> None:
+    (alone,) = results(1)
+    environment = {"STRATEGY": "allreduce"}
+    told = printed(UNEQUAL + SCRIPT, sum(machines), tmp_path, machines=machines, environment=environment, deadline=200)
+    for one in told:
+        assert {name: one[name]["fingerprint"] for name in CASES} == {
+            name: alone[name]["fingerprint"] for name in CASES
+        }
+
+
+def test_a_machine_with_a_slow_link_sends_less(printed: Printed, tmp_path: Path) -> None:
+    """Of eight, one at half the rate: it adds up nothing, so its parts are all it sends."""
+    told = printed(UNEQUAL + SENT, 8, tmp_path, machines=(1,) * 8, environment={"PACELINE_RUN": str(tmp_path)})
+    sent = [bytes_sent(tmp_path, rank) / (3 * told[0]["gradients"]) for rank in range(8)]
+    assert sent == pytest.approx([13 / 7, 1.0, *[13 / 7] * 6], rel=0.05)  # of (1 + 6 shares); whole cache lines
+
+
 SENT = """
 from functools import partial
 import torch
@@ -63,6 +95,12 @@ tell(gradients=4 * sum(value.numel() for value in model.parameters()))
 """
 
 
+def bytes_sent(run: Path, rank: int) -> int:
+    """Of gradients, to workers of other machines."""
+    events = map(json.loads, (run / "events" / f"rank-{rank}.jsonl").read_text().splitlines())
+    return sum(one["bytes"] for one in events if one["event"] == "exchange" and one["what"] == "gradients")
+
+
 @pytest.mark.parametrize(("machines", "most"), [((2, 2), 1.0), ((4, 4), 1.0), ((2, 2, 2, 2), 1.5)], ids=str)
 def test_a_machine_sends_its_sums_once(
     printed: Printed, tmp_path: Path, machines: tuple[int, ...], most: float
@@ -71,8 +109,6 @@ def test_a_machine_sends_its_sums_once(
     told = printed(SENT, sum(machines), tmp_path, machines=machines, environment=environment)
     sent = []
     for rank in range(sum(machines)):
-        lines = (tmp_path / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
-        events = [json.loads(line) for line in lines]
-        sent.append(sum(one["bytes"] for one in events if one["event"] == "exchange" and one["what"] == "gradients"))
+        sent.append(bytes_sent(tmp_path, rank))
     of_machine = [sum(sent[sum(machines[:place]) : sum(machines[: place + 1])]) for place in range(len(machines))]
     assert max(of_machine) / (3 * told[0]["gradients"]) == pytest.approx(most, rel=0.05)  # whole chunks

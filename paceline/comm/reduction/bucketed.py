@@ -1,7 +1,7 @@
 """Sums over all workers, in one canonical order, at the bytes of a ring.
 
 Every worker holds the sums of some nodes of the canonical tree (``schedule.tree``), for each tensor. Tensors are
-packed into buckets. A bucket is cut into as many chunks as there are workers, and goes around in two rounds::
+packed into buckets. A bucket is cut into a chunk for each worker, and goes around in two rounds::
 
     reduce-scatter    worker q gets chunk q of every node, adds the nodes up along the tree, divides
     all-gather        worker q sends its chunk, now the mean, to all others
@@ -15,9 +15,9 @@ A bucket starts as soon as its tensors are written, while the backward pass comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import accumulate, groupby
 from time import perf_counter
 
 import torch
@@ -35,6 +35,9 @@ TAGS = 1 << 12
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19
 
+LINE = 16
+"""Elements of float32 in a cache line."""
+
 Divisor = Callable[[], "torch.Tensor | float"]
 
 
@@ -46,7 +49,8 @@ class Bucket:
     members: list[int]
     views: list[list[torch.Tensor]]
     flats: list[torch.Tensor]
-    chunk: int
+    cuts: list[int]
+    """Where each chunk begins, and the last one ends."""
     inbox: list[torch.Tensor]
     waiting: int = 0
     receives: list[Transfer] = field(default_factory=list)
@@ -95,7 +99,7 @@ class BucketedReduction:
 
     def _split(self) -> list[list[int]]:
         """The tensors of each bucket."""
-        return _split(self._tensors, self._bucket_bytes)
+        return split(self._tensors, self._bucket_bytes)
 
     def _full(self) -> int:
         """The bytes of a full bucket: enough to fill the wire with each of its chunks, little enough to overlap.
@@ -115,8 +119,22 @@ class BucketedReduction:
 
     def _pack(self, index: int, members: list[int]) -> Bucket:
         elements = sum(_room(self._tensors[member]) for member in members)
-        chunk = -(-elements // self._chunks)
-        return Bucket(index, members, [], [], chunk, [])
+        return Bucket(index, members, [], [], cut(elements, [1 / self._chunks] * self._chunks), [])
+
+    def cut_by(self, hosts: Sequence[tuple[int, ...]], shares: list[float]) -> None:
+        """Let machines add up unequal shares of each bucket; before the first step, and the same at all workers.
+
+        Args:
+            hosts: the ranks of the workers of each machine.
+            shares: of each machine; their sum is 1.
+        """
+        for bucket in self._buckets:
+            bucket.cuts = cut(bucket.cuts[-1], self._chunk_shares(hosts, shares))
+
+    def _chunk_shares(self, hosts: Sequence[tuple[int, ...]], shares: list[float]) -> list[float]:
+        """Of each chunk."""
+        of_rank = {rank: share / len(ranks) for ranks, share in zip(hosts, shares, strict=True) for rank in ranks}
+        return [of_rank[rank] for rank in range(self._world.size)]
 
     @property
     def members(self) -> int:
@@ -143,10 +161,11 @@ class BucketedReduction:
         for bucket in self._buckets:
             example = self._example(bucket)
             while len(bucket.flats) < count:
-                flat = torch.zeros(bucket.chunk * self._chunks, dtype=example.dtype, device=example.device)
+                flat = torch.zeros(bucket.cuts[-1], dtype=example.dtype, device=example.device)
                 self._add_flat(bucket, flat)
+            mine = bucket.flats[0][self._chunk(bucket, self._world.rank)]
             while len(bucket.inbox) < count * self._world.size:
-                bucket.inbox.append(example.new_empty(bucket.chunk))
+                bucket.inbox.append(torch.empty_like(mine))
 
     def _example(self, bucket: Bucket) -> torch.Tensor:
         return self._tensors[bucket.members[0]]
@@ -240,12 +259,19 @@ class BucketedReduction:
                 receives.append(Message(bucket.inbox[place * world.size + peer], peer, tag + place))
             for place in range(len(self._nodes[world.rank])):
                 sends.append(Message(bucket.flats[place][self._chunk(bucket, peer)], peer, tag + place))
-        transfers = world.start_transfers(sends, receives)
-        bucket.receives, bucket.sends = transfers[: len(receives)], transfers[len(receives) :]
+        self._start_transfers(bucket, sends, receives)
+
+    def _start_transfers(self, bucket: Bucket, sends: list[Message], receives: list[Message]) -> None:
+        """Start to send and receive what is not empty."""
+        sends, receives = ([one for one in many if one.tensor.numel()] for many in (sends, receives))
+        transfers = self._world.start_transfers(sends, receives)
+        bucket.receives += transfers[: len(receives)]
+        bucket.sends += transfers[len(receives) :]
 
     def _await_parts(self, bucket: Bucket) -> None:
         for transfer in bucket.receives:
             transfer.wait()
+        bucket.receives = []
 
     def _part(self, bucket: Bucket, rank: int, place: int) -> torch.Tensor:
         """This worker's chunk of a node of some rank; it may be overwritten."""
@@ -258,9 +284,7 @@ class BucketedReduction:
         peers = [peer for peer in range(self._world.size) if peer != self._world.rank]
         tag = self._tag(bucket) + TAGS - 1
         receives = [Message(bucket.flats[0][self._chunk(bucket, peer)], peer, tag) for peer in peers]
-        transfers = self._world.start_transfers([Message(mean, peer, tag) for peer in peers], receives)
-        bucket.receives = transfers[: len(receives)]
-        bucket.sends += transfers[len(receives) :]
+        self._start_transfers(bucket, [Message(mean, peer, tag) for peer in peers], receives)
 
     def _await_means(self, bucket: Bucket) -> None:
         for transfer in (*bucket.receives, *bucket.sends):
@@ -268,17 +292,16 @@ class BucketedReduction:
         bucket.receives, bucket.sends = [], []
 
     def _chunk(self, bucket: Bucket, rank: int) -> slice:
-        return slice(rank * bucket.chunk, (rank + 1) * bucket.chunk)
+        return slice(*bucket.cuts[rank : rank + 2])
 
     def _tag(self, bucket: Bucket) -> int:
         return self._tags + bucket.index * TAGS
 
     def _bytes_sent(self, bucket: Bucket) -> int:
         """How much of a bucket this worker gives to others."""
-        return (len(self._nodes[self._world.rank]) + 1) * (self._world.size - 1) * self._chunk_bytes(bucket)
-
-    def _chunk_bytes(self, bucket: Bucket) -> int:
-        return bucket.chunk * bucket.flats[0].element_size()
+        mine = bucket.flats[0][self._chunk(bucket, self._world.rank)].nbytes
+        nodes = len(self._nodes[self._world.rank])
+        return nodes * (bucket.flats[0].nbytes - mine) + (self._world.size - 1) * mine
 
     def _record(self, bucket: Bucket) -> None:
         self._events.mark(
@@ -290,7 +313,7 @@ class BucketedReduction:
         )
 
 
-def _split(tensors: list[torch.Tensor], most: int) -> list[list[int]]:
+def split(tensors: list[torch.Tensor], most: int) -> list[list[int]]:
     """Buckets of neighbours of one type, each of about so many bytes."""
     buckets: list[list[int]] = []
     for _, run in groupby(range(len(tensors)), key=lambda member: (tensors[member].dtype, tensors[member].device)):
@@ -305,6 +328,16 @@ def _split(tensors: list[torch.Tensor], most: int) -> list[list[int]]:
         if members:
             buckets.append(members)
     return buckets
+
+
+def cut(elements: int, shares: list[float]) -> list[int]:
+    """Where to cut so many elements into chunks of these shares, at whole cache lines; the end is the last cut.
+
+    >>> cut(1600, [0.5, 0.25, 0.25])
+    [0, 800, 1200, 1600]
+    """
+    ends = [round(elements * end / LINE) * LINE for end in accumulate(shares)]
+    return [0, *(min(end, elements) for end in ends[:-1]), elements]
 
 
 def _room(tensor: torch.Tensor) -> int:

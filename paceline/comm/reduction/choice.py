@@ -9,9 +9,14 @@ import torch
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.collective import CollectiveReduction
 from paceline.comm.reduction.hierarchical import HierarchicalReduction
+from paceline.comm.reduction.link_rates import measure_links
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.world import World
 from paceline.events import EventLog
+from paceline.schedule.link_shares import of_links
+
+_WORTH_MEASURING = 2**23
+"""Bytes of what is reduced in each step."""
 
 
 class Wanted(NamedTuple):
@@ -32,7 +37,8 @@ def reduction_for(
     """The fastest reduction on these machines that does what is wanted.
 
     The tree sends the fewest bytes between machines that can be, and none inside of one: what the workers of a machine
-    can share goes through memory. Where they cannot, as on GPUs, the collectives of the back end are faster.
+    can share goes through memory. A machine with a slow link adds up less. Where memory cannot be shared, as on GPUs,
+    the collectives of the back end are faster.
     """
     kind, megabytes = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
@@ -41,5 +47,20 @@ def reduction_for(
     if world.shared_memory is not None:
         return SharedMemoryReduction(world, world.shared_memory, tensors, events, name, bucket_bytes=size)
     if world.host_memory is not None:
-        return HierarchicalReduction(world, world.host_memory, tensors, events, name, tags, bucket_bytes=size)
-    return BucketedReduction(world, tensors, events, name, tags, bucket_bytes=size)
+        chosen: BucketedReduction = HierarchicalReduction(
+            world, world.host_memory, tensors, events, name, tags, bucket_bytes=size
+        )
+    else:
+        chosen = BucketedReduction(world, tensors, events, name, tags, bucket_bytes=size)
+    _fit_links(chosen, world, sum(one.nbytes for one in tensors), events)
+    return chosen
+
+
+def _fit_links(reduction: BucketedReduction, world: World, nbytes: int, events: EventLog) -> None:
+    """Let a machine with a slow link add up less; between two machines that would change nothing."""
+    if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.device.type != "cpu":
+        return
+    rates = measure_links(world)
+    shares = of_links(rates)
+    events.mark("links", megabytes_per_second=[rate / 1e6 for rate in rates], shares=shares)
+    reduction.cut_by(world.hosts, shares)

@@ -16,10 +16,12 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor
+from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor, split
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node
+
+FIRST_BUCKET = 2**20
 
 
 class CollectiveReduction(BucketedReduction):
@@ -47,6 +49,12 @@ class CollectiveReduction(BucketedReduction):
         """As in DistributedDataParallel: each operation has a cost of its own, more so on GPUs."""
         return LARGEST_BUCKET
 
+    def _split(self) -> list[list[int]]:
+        """A small bucket before the others: the wire is idle until the first one leaves."""
+        first = split(self._tensors, min(FIRST_BUCKET, self._bucket_bytes))[0]
+        rest = split(self._tensors[len(first) :], self._bucket_bytes)
+        return [first, *([len(first) + member for member in members] for members in rest)]
+
     @property
     def _chunks(self) -> int:
         return 1
@@ -61,7 +69,8 @@ class CollectiveReduction(BucketedReduction):
     def _add_flats(self, count: int) -> None:
         for bucket in self._buckets:
             if not bucket.flats:
-                self._add_flat(bucket, torch.zeros_like(self._example(bucket).new_empty(bucket.chunk)))
+                example = self._example(bucket)
+                self._add_flat(bucket, torch.zeros(bucket.cuts[-1], dtype=example.dtype, device=example.device))
 
     def _start(self, bucket: Bucket) -> None:
         bucket.sends = [self._workers.start_all_reduce(bucket.flats[0])]
@@ -74,4 +83,4 @@ class CollectiveReduction(BucketedReduction):
     def _bytes_sent(self, bucket: Bucket) -> int:
         """What a ring sends, the least possible."""
         size = self._world.size
-        return 2 * (size - 1) * self._chunk_bytes(bucket) // size
+        return 2 * (size - 1) * bucket.flats[0].nbytes // size

@@ -19,7 +19,7 @@ The sums are those of the tree, so the bits are those of all other ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 
 import torch
@@ -75,9 +75,12 @@ class HierarchicalReduction(SharedMemoryReduction):
     def _full(self) -> int:
         return BucketedReduction._full(self)
 
+    def _chunk_shares(self, hosts: Sequence[tuple[int, ...]], shares: list[float]) -> list[float]:
+        return [share / self._columns for share in shares for _ in range(self._columns)]
+
     def _piece(self, bucket: Bucket, host: int, column: int) -> slice:
-        start = (host * self._columns + column) * bucket.chunk
-        return slice(start, start + bucket.chunk)
+        place = host * self._columns + column
+        return slice(*bucket.cuts[place : place + 2])
 
     def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
         self._host_nodes = [
@@ -88,12 +91,12 @@ class HierarchicalReduction(SharedMemoryReduction):
         room = max(map(len, self._host_nodes)) * self._columns * len(self._hosts)
         for bucket in self._buckets:
             while len(bucket.inbox) < room:
-                bucket.inbox.append(self._example(bucket).new_empty(bucket.chunk))
+                piece = self._piece(bucket, self._host, len(bucket.inbox) % self._columns)
+                bucket.inbox.append(torch.empty_like(bucket.flats[0][piece]))
 
     def _send_sums(self, bucket: Bucket) -> None:
         """Add up what this machine has, and send each machine the sums of its chunks."""
         self._await_parts(bucket)
-        bucket.receives, bucket.sends = [], []
         for column in self._served:
             for host in range(len(self._hosts)):
                 sums = self._sums_here(bucket, self._piece(bucket, host, column))
@@ -118,9 +121,7 @@ class HierarchicalReduction(SharedMemoryReduction):
             Message(self._received(bucket, host, column, index), peer, self._sum_tag(bucket, index, column))
             for index in range(len(self._host_nodes[host]))
         ]
-        transfers = self._world.start_transfers(sends, receives)
-        bucket.receives += transfers[: len(receives)]
-        bucket.sends += transfers[len(receives) :]
+        self._start_transfers(bucket, sends, receives)
 
     def _sum_tag(self, bucket: Bucket, index: int, column: int) -> int:
         return self._tag(bucket) + index * self._columns + column
@@ -132,8 +133,7 @@ class HierarchicalReduction(SharedMemoryReduction):
     def _reduce(self, bucket: Bucket) -> None:
         """Add up this worker's chunks along the tree, divide, and give them to all machines."""
         divisor = self._agree(bucket)
-        for transfer in bucket.receives:
-            transfer.wait()
+        BucketedReduction._await_parts(self, bucket)
         sends, receives = [], []
         for column in self._served:
             mean = self._mean_of(bucket, column, divisor)
@@ -142,9 +142,7 @@ class HierarchicalReduction(SharedMemoryReduction):
                 peer = self._server(host, column)
                 sends.append(Message(mean, peer, tag))
                 receives.append(Message(bucket.flats[0][self._piece(bucket, host, column)], peer, tag))
-        transfers = self._world.start_transfers(sends, receives)
-        bucket.receives = transfers[: len(receives)]
-        bucket.sends += transfers[len(receives) :]
+        self._start_transfers(bucket, sends, receives)
 
     def _mean_of(self, bucket: Bucket, column: int, divisor: torch.Tensor | float) -> torch.Tensor:
         sums = self._sums.pop((bucket.index, column))
@@ -157,9 +155,7 @@ class HierarchicalReduction(SharedMemoryReduction):
 
     def _spread(self, bucket: Bucket) -> None:
         """Give the means of this worker's columns to the others of its machine."""
-        for transfer in (*bucket.receives, *bucket.sends):
-            transfer.wait()
-        bucket.receives, bucket.sends = [], []
+        BucketedReduction._await_means(self, bucket)
         for place, flat in enumerate(self._seen[bucket.index][0]):
             if place != self._shared_memory.place:
                 for column in self._served:
@@ -170,8 +166,12 @@ class HierarchicalReduction(SharedMemoryReduction):
 
     def _bytes_sent(self, bucket: Bucket) -> int:
         """To other machines."""
-        sums = len(self._host_nodes[self._host]) + 1
-        return len(self._served) * len(self._others) * sums * self._chunk_bytes(bucket)
+        sums, sent = len(self._host_nodes[self._host]), 0
+        for column in self._served:
+            pieces = [bucket.flats[0][self._piece(bucket, host, column)].nbytes for host in range(len(self._hosts))]
+            mine = pieces.pop(self._host)
+            sent += sums * sum(pieces) + len(self._others) * mine
+        return sent
 
 
 def _in_order(nodes: list[list[Node]], ranks: tuple[int, ...]) -> list[Node]:

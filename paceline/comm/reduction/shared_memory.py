@@ -49,11 +49,11 @@ class SharedMemoryReduction(BucketedReduction):
 
     def _add_flats(self, count: int) -> None:
         while len(self._buckets[0].flats) < count:
-            sizes = [bucket.chunk * self._chunks * self._example(bucket).element_size() for bucket in self._buckets]
+            sizes = [bucket.cuts[-1] * self._example(bucket).element_size() for bucket in self._buckets]
             blocks = self._shared_memory.share(sum(map(aligned, sizes)))
             start = 0
             for bucket, size in zip(self._buckets, sizes, strict=True):
-                dtype, elements = self._example(bucket).dtype, bucket.chunk * self._chunks
+                dtype, elements = self._example(bucket).dtype, bucket.cuts[-1]
                 flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
                 self._seen[bucket.index].append(flats)
                 self._add_flat(bucket, flats[self._shared_memory.place])

@@ -28,7 +28,7 @@ class _WholeBuckets(BucketedReduction):
         return self._homes[bucket.members[0]]
 
     def _chunk(self, bucket: Bucket, rank: int) -> slice:
-        return slice(0, bucket.chunk * self._world.size if rank == self._home(bucket) else 0)
+        return slice(0, bucket.cuts[-1] if rank == self._home(bucket) else 0)
 
     def _reduce(self, bucket: Bucket) -> None:
         if self._world.rank == self._home(bucket):
@@ -89,7 +89,7 @@ class NetworkPushReduction(_WholeBuckets):
     def _add_flats(self, count: int) -> None:
         size, rank = self._world.size, self._world.rank
         for bucket in self._buckets:
-            example, elements = self._example(bucket), bucket.chunk * size
+            example, elements = self._example(bucket), bucket.cuts[-1]
             while len(bucket.flats) < count:
                 self._add_flat(bucket, torch.zeros(elements, dtype=example.dtype, device=example.device))
             home = self._home(bucket)
@@ -111,15 +111,12 @@ class NetworkPushReduction(_WholeBuckets):
                 if peer != home
                 for place in range(len(self._nodes[peer]))
             ]
-        transfers = world.start_transfers(sends, receives)
-        bucket.receives, bucket.sends = transfers[: len(receives)], transfers[len(receives) :]
+        self._start_transfers(bucket, sends, receives)
 
     def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
-        bucket.receives = []
         if self._world.rank in self._copies:
-            bucket.sends += self._world.start_transfers(
-                [Message(mean, self._copies[self._world.rank], self._tag(bucket) + TAGS - 1)], []
-            )
+            copy = Message(mean, self._copies[self._world.rank], self._tag(bucket) + TAGS - 1)
+            self._start_transfers(bucket, [copy], [])
 
     def _await_means(self, bucket: Bucket) -> None:
         super()._await_means(bucket)

@@ -1,0 +1,45 @@
+"""How fast the link of each machine is, measured before the first step."""
+
+from __future__ import annotations
+
+from time import perf_counter
+
+import torch
+
+from paceline.comm.world import Message, World
+
+TAG = (1 << 31) - 2
+_BYTES = 2**21
+"""Of a message: more than what is in the buffers on its way, little beside the gradients of a step."""
+_ROUNDS = (1, 2, 1, 2)
+"""How many machines further each one sends. The neighbour of a slow link is not slow with its other neighbours."""
+
+
+def measure_links(world: World) -> list[float]:
+    """The bytes a second that each machine can send or get; all workers call this together.
+
+    Args:
+        world: workers on three machines at least. The first one of each sends 2 MB, four times.
+    """
+    leaders = [ranks[0] for ranks in world.hosts]
+    seen = [0.0] * len(leaders)
+    for distance in _ROUNDS:
+        world.gather(distance, "start")
+        if world.rank in leaders:
+            place = leaders.index(world.rank)
+            source = (place - distance) % len(leaders)
+            rate = _exchange(world, leaders[(place + distance) % len(leaders)], leaders[source])
+            seen[source], seen[place] = max(seen[source], rate), max(seen[place], rate)
+    return [max(rates) for rates in zip(*world.gather(seen, "start"), strict=True)]
+
+
+def _exchange(world: World, target: int, source: int) -> float:
+    """Send to one rank and get from another; the bytes that came in a second."""
+    sent, got = torch.zeros(_BYTES, dtype=torch.uint8), torch.empty(_BYTES, dtype=torch.uint8)
+    begin = perf_counter()
+    with world.awaiting("while the links of the machines were measured"):
+        receive, send = world.start_transfers([Message(sent, target, TAG)], [Message(got, source, TAG)])
+        receive.wait()
+        seconds = perf_counter() - begin
+        send.wait()
+    return _BYTES / seconds

@@ -1,0 +1,35 @@
+"""How much of a reduction each machine adds up, by the speed of its link.
+
+In a direct reduce-scatter and all-gather of ``n`` bytes a machine that adds up the share ``x`` sends, and gets,
+``n (1 + (P - 2) x)``: its parts for the others, and its means. So machine ``i`` with a link of ``B_i`` bytes a second
+is done in time ``T`` if ``x_i <= (T B_i / n - 1) / (P - 2)``, and the least ``T`` for which these shares reach 1 is
+``n max(1 / min B, 2 (P - 1) / sum B)``. With one link of eight at half the rate that is 2 n / B, where equal shares,
+as in a ring, take 3.5 n / B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import median
+
+_AS_FAST = 0.75
+"""Links not slower than this part of the median count as equal: measurements differ."""
+
+
+def of_links(rates: Sequence[float]) -> list[float]:
+    """The share of each machine; their sum is 1.
+
+    Args:
+        rates: of each machine's link, in any unit.
+
+    >>> of_links([1.0, 1.0, 1.0, 0.9])
+    [0.25, 0.25, 0.25, 0.25]
+    >>> of_links([1.0, 1.0, 1.0, 0.5])
+    [0.3333333333333333, 0.3333333333333333, 0.3333333333333333, 0.0]
+    """
+    machines = len(rates)
+    if machines < 3 or min(rates) >= _AS_FAST * median(rates):
+        return [1 / machines] * machines
+    seconds = max(1 / min(rates), 2 * (machines - 1) / sum(rates))
+    room = [max(seconds * rate - 1, 0.0) for rate in rates]
+    return [one / sum(room) for one in room]
