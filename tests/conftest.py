@@ -15,7 +15,7 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
-_SECONDS_TO_END = 5.0
+_SECONDS_TO_END = 30.0
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 """Set when torch is first asked to look for its compiler."""
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}

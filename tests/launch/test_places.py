@@ -147,9 +147,11 @@ def test_one_that_cannot_be_started(capfd: pytest.CaptureFixture[str]) -> None:
     assert "/no/such/program cannot be started" in capfd.readouterr().err
 
 
-def test_the_end_of_one_may_end_all(capfd: pytest.CaptureFixture[str]) -> None:
-    waits = Client("first", ["sh", "-c", "trap 'echo stopped; exit 7' TERM; echo up; while :; do sleep 0.1; done"])
-    fails = Client("second", ["sh", "-c", "sleep 1; echo no >&2; exit 9"])
+def test_the_end_of_one_may_end_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    up = tmp_path / "up"
+    stops = f"trap 'echo stopped; exit 7' TERM; echo up; touch {up}; while :; do sleep 0.1; done"
+    waits = Client("first", ["sh", "-c", stops])
+    fails = Client("second", ["sh", "-c", f"until [ -e {up} ]; do sleep 0.1; done; echo no >&2; exit 9"])
     seen: list[tuple[str, int]] = []
 
     def ended(client: Client, code: int) -> bool:
@@ -163,14 +165,16 @@ def test_the_end_of_one_may_end_all(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("by_signal", [True, False])
-def test_a_signal_stops_all(by_signal: bool, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_stops_all(by_signal: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """By SIGTERM, or by a line of the standard input."""
     trap, wait = (
         ("trap 'exit 75' TERM", "while :; do sleep 0.1; done") if by_signal else (":", "grep -qx stop; exit 75")
     )
     lines = None if by_signal else b"begin\n"
-    first = Client("first", ["sh", "-c", f"{trap}; kill -INT {os.getpid()}; {wait}"], first_input=lines)
-    second = replace(first, name="second", command=["sh", "-c", f"{trap}; {wait}"])
+    up = tmp_path / "up"
+    both = f"{trap}; until [ -e {up} ]; do sleep 0.1; done; kill -INT {os.getpid()}; {wait}"
+    first = Client("first", ["sh", "-c", both], first_input=lines)
+    second = replace(first, name="second", command=["sh", "-c", f"{trap}; touch {up}; {wait}"])
     before = signal.getsignal(signal.SIGINT)
     assert follow([first, second], env.inherited(), 20.0, lambda client, code: True) == 75
     assert signal.getsignal(signal.SIGINT) is before

@@ -380,12 +380,15 @@ def test_a_line_has_an_end(lab: Lab) -> None:
     lab.still_works()
 
 
-def test_a_thousand_idle_connections(lab: Lab) -> None:
+def test_a_thousand_idle_connections(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_GREET_SECONDS", 1000.0)
     for _ in range(1000):
         lab.opened.enter_context(socket.create_connection(lab.address))
     lab.train()
     until(lambda: len(lab.coordinator._connections._strangers) <= 128)
     lab.still_works()
+    lab.opened.close()
+    until(lambda: not lab.coordinator._connections._strangers)
     lab.close()
     refused = [one for one in lab.events if one["event"] == "refused"]
     assert sum(one["count"] for one in refused if "without a proof" in one["reason"]) == 1000
