@@ -10,8 +10,8 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 _ROOT = Path("/sys/fs/cgroup")
 _MACHINE = Path("/proc/vmstat")
 STOPPED = "is stopped"
-_FLAGS = 6
-"""Field of the flags in /proc/<pid>/stat, counted from behind the name."""
+_FLAGS, _STARTED = 6, 19
+"""Fields of /proc/<pid>/stat, counted from behind the name: the flags, and when the process started."""
 _EXITING = 0x4
 _STATES = {"R": "computes", "S": "sleeps", "D": "waits for a disk or the network", "T": STOPPED, "t": STOPPED}
 
@@ -72,19 +72,35 @@ def state_of(pid: int) -> str:
     return _STATES.get(text.rpartition(") ")[2][:1], "")
 
 
-def is_ending(pid: int) -> bool:
+def is_ending(pid: int, started: int | None = None) -> bool:
     """Whether a process of this machine has ended or is exiting; freeing its memory can take a fifth of a second.
 
     Known on Linux only; elsewhere false.
+
+    Args:
+        pid: of the process.
+        started: see :func:`start_of`; then another process with the same number does not count.
     """
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-    except FileNotFoundError:
+        fields = _fields(pid)
+    except (FileNotFoundError, ProcessLookupError):
         return _has_proc()
     except OSError:
         return False
-    return bool(int(fields[_FLAGS]) & _EXITING)
+    return bool(int(fields[_FLAGS]) & _EXITING) or started not in (None, int(fields[_STARTED]))
+
+
+def start_of(pid: int) -> int | None:
+    """When a process started, in ticks since the machine did: with its number that tells it from all others."""
+    try:
+        return int(_fields(pid)[_STARTED])
+    except OSError:
+        return None
+
+
+def _fields(pid: int) -> list[bytes]:
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def _has_proc() -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.launchers import kernel
-from paceline.launchers.kernel import STOPPED, OutOfMemory, own_counters, state_of
+from paceline.launchers.kernel import STOPPED, OutOfMemory, is_ending, own_counters, start_of, state_of
 
 
 def test_each_process_that_the_kernel_ended_counts_once(tmp_path: Path) -> None:
@@ -54,3 +54,17 @@ def test_a_stopped_process() -> None:
         assert state_of(process.pid) == STOPPED
         process.kill()
     assert state_of(process.pid) == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_is_told_from_a_later_one_with_its_number() -> None:
+    started = start_of(os.getpid())
+    assert started is not None and not is_ending(os.getpid(), started)
+    assert is_ending(os.getpid(), started - 1)
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as process:
+        its = start_of(process.pid)
+        assert not is_ending(process.pid, its)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert is_ending(process.pid, its)
+    assert is_ending(process.pid, its) and start_of(process.pid) is None

@@ -39,7 +39,7 @@ def compare_gpus(store: Store, rank: int, size: int, device: torch.device) -> No
     if device.type != "cuda":
         return
     store.set(f"gpu/{rank}", str(torch.cuda.get_device_properties(device).uuid))
-    refuse_shared([store.get(f"gpu/{one}").decode() for one in range(size)])
+    refuse_shared([gpu.decode() for gpu in store.multi_get([f"gpu/{one}" for one in range(size)])])
 
 
 def refuse_shared(gpus: Sequence[str]) -> None:

@@ -19,6 +19,8 @@ from paceline.engines.start import Identity, Start
 from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
+_LOOKS_PER_SECOND = 5000
+"""Of all workers together, at the one store. A blocking wait would handle no signal."""
 _NO_ANSWER = "what listens there does not answer as rank 0 would; is the port used by another program?"
 
 
@@ -87,12 +89,17 @@ class EnvRendezvous:
         )
 
     def _await_everyone(self, store: Store, address: str, who: Identity) -> None:
-        """Wait until each rank has said that it is here; name those that have not."""
-        keys = [f"paceline/{who.generation}/here/{rank}" for rank in range(self.size)]
+        """Wait until each rank has said that it is here; name those that have not.
+
+        Each counts itself, and the last one says that all are there: one key to look for, however many workers.
+        """
+        place = f"paceline/{who.generation}"
+        keys = [f"{place}/here/{rank}" for rank in range(self.size)]
         deadline = time.monotonic() + self.timeout
         try:
-            store.set(keys[self.rank], "here")
-            while not store.check(keys):
+            if store.add(keys[self.rank], 1) == 1 and store.add(f"{place}/count", 1) == self.size:
+                store.set(f"{place}/all", "here")
+            while not store.check([f"{place}/all"]):
                 if time.monotonic() > deadline:
                     missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                     raise StartError(
@@ -100,7 +107,8 @@ class EnvRendezvous:
                         f"{self.size} workers did not come. See their logs; were all of them started with this "
                         f"address?"
                     )
-                time.sleep(_POLL_SECONDS)
+                time.sleep(max(_POLL_SECONDS, self.size / _LOOKS_PER_SECOND))
+            store.delete_key(keys[self.rank])
         except dist.DistError as error:
             raise StartError(
                 f"Rank {self.rank} lost the store at {address} before all workers were there: "

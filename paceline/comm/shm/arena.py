@@ -1,6 +1,7 @@
 """Shared memory of the workers of one machine, with flags that announce what was written.
 
-A flag is a number that only grows. Nothing goes through a socket; a worker that ends is noticed by its process handle.
+A flag is a number that only grows. Nothing goes through a socket; a worker that ends is noticed by its process.
+A worker has one open file for each worker of its machine, itself included, and none else.
 
 Memory order is that of x86-64 (total store order), so memory is shared there alone (:func:`can_share`):
 
@@ -19,7 +20,6 @@ from __future__ import annotations
 import mmap
 import os
 import platform
-import select
 import struct
 import time
 import weakref
@@ -32,7 +32,7 @@ from paceline.comm.shm.lock import Lock, Look
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
 from paceline.errors import WorkerLost
-from paceline.launchers.kernel import is_ending
+from paceline.launchers.kernel import is_ending, start_of
 
 if TYPE_CHECKING:
     import torch
@@ -86,7 +86,7 @@ class Arena:
 def can_share(device: torch.device) -> bool:
     """Whether this worker could share memory with others of its machine."""
     ordered = platform.machine() in ("x86_64", "AMD64")  # stores become visible in program order
-    return ordered and hasattr(os, "memfd_create") and hasattr(os, "pidfd_open") and device.type == "cpu"
+    return ordered and hasattr(os, "memfd_create") and device.type == "cpu"
 
 
 def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:
@@ -152,14 +152,8 @@ class SharedMemory:
         self._waiting = waiting
         self._files = files
         self._next = mmap.PAGESIZE
-        opened = list(files)
-        self.close = weakref.finalize(self, _close, opened)
-        self._handles: dict[int, int] = {}
-        for place, pid in enumerate(pids):
-            if place != self.place:
-                self._handles[place] = _handle(self.ranks[place], pid)
-                opened.append(self._handles[place])
-        self._pids = pids
+        self.close = weakref.finalize(self, _close, files)
+        self._processes = [(pid, _start_of(rank, pid)) for rank, pid in zip(self.ranks, pids, strict=True)]
         blocks = self.share(_SLOTS * 8)
         self._flags = [memoryview(block).cast("q") for block in blocks]
         self._futexes = [Futex(block, 8 * _FUTEX) for block in blocks]
@@ -326,20 +320,19 @@ class SharedMemory:
 
         After a loss, workers still wait for those alive: so either all of them finish a step, or none.
         """
-        poll = select.poll()  # select() takes no number above 1023
-        poll.register(self._handles[place], select.POLLIN)
-        if poll.poll(0) or is_ending(self._pids[place]):
-            return f"its process {self._pids[place]} ended"
+        pid, started = self._processes[place]
+        if is_ending(pid, started):
+            return f"its process {pid} ended"
         if self._flags[place][_GAVE_UP]:
             return "it stopped waiting for others"
         return "it was dropped" if self._waiting.is_missing(self.ranks[place]) else ""
 
 
-def _handle(rank: int, pid: int) -> int:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        raise WorkerLost(f"Rank {rank} was lost at the start: its process {pid} ended.") from None
+def _start_of(rank: int, pid: int) -> int:
+    """When a worker's process started; its arena was open in it just now, so it is no other one."""
+    if (started := start_of(pid)) is None:
+        raise WorkerLost(f"Rank {rank} was lost at the start: its process {pid} ended.")
+    return started
 
 
 def _close(files: list[int]) -> None:
