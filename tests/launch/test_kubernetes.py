@@ -193,7 +193,8 @@ class Fake:
 
     def calls(self, verb: str) -> list[list[Any]]:
         file = self.folder / "calls"
-        found = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
+        whole, _, _ = (file.read_text() if file.exists() else "").rpartition("\n")  # one may be on its way
+        found = map(json.loads, whole.splitlines())
         return [one for one in found if verb in one[0]]
 
 

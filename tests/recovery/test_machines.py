@@ -118,6 +118,13 @@ class Hosts:
     def said(self, place: int) -> str:
         return (self.folder / str(place) / "said").read_text()
 
+    def report(self) -> str:
+        """What all said and noted, which pytest shows for a test that failed."""
+        files = [*self.folder.glob("*/said"), *self.folder.glob("*/runs/*/events/launcher.jsonl")]
+        files += self.folder.glob("*/runs/*/output/*.log")
+        texts = ((file.relative_to(self.folder), file.read_text(errors="replace")[-4000:]) for file in sorted(files))
+        return "\n".join(f"-- {name}\n{text}" for name, text in texts)
+
 
 def _ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True, capture_output=True)
@@ -138,6 +145,7 @@ def hosts(tmp_path: Path) -> Iterator[Hosts]:
         yield lab
     finally:
         lab.down()
+        print(lab.report())
 
 
 def steps_done(hosts: Hosts) -> int:
