@@ -24,7 +24,7 @@ _ROWS, _ROW_BYTES = 3, 24
 
 
 def header_bytes(pieces: int) -> int:
-    """The bytes of a header with room for so many pieces."""
+    """The bytes of the header of one worker, with room for so many pieces."""
     return _ROW_BYTES * (_ROWS + pieces)
 
 
@@ -111,6 +111,7 @@ class StepHeader:
         rows = ((step, world.notice(), seconds), (*made, missing), (len(pairs), *divmod(digest.host, 1 << 32)))
         # the same size in all steps: workers at different steps must be able to say so
         own = torch.zeros((gather.size // _ROW_BYTES, 3), dtype=torch.float64)
+        assert len(starts) == len(pairs) <= len(own) - _ROWS, f"{len(starts)} pieces, room for {len(own) - _ROWS}"
         own[:_ROWS] = torch.tensor(rows, dtype=torch.float64)
         if starts:
             own[_ROWS : _ROWS + len(starts), 0] = torch.tensor(starts, dtype=torch.float64)

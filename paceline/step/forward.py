@@ -71,13 +71,13 @@ class Compute:
         buffers = self.buffers.collect(piece.samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        return ForwardResult(total, _pair(total, count), buffers, drew)
+        return ForwardResult(total, loss_pair(total, count), buffers, drew)
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
         """The same two numbers without gradients, and without keyed random numbers."""
         with torch.no_grad():
             total, count = self._loss(piece)
-        return _pair(total, count)
+        return loss_pair(total, count)
 
     def _loss(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor | float]:
         with self.precision(), self.keeping_weights():
@@ -118,7 +118,8 @@ class Compute:
         return torch.autocast(device, getattr(torch, self._autocast))
 
 
-def _pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+def loss_pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
+    """A sum of losses and what it is divided by: a float64 tensor of shape [2] on the device of the loss."""
     if total.device.type == "cpu":
         return torch.tensor((total.item(), float(count)), dtype=torch.float64)
     total = total.detach().double()

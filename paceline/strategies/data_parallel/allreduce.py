@@ -47,7 +47,7 @@ class AllReduce(Strategy):
     Args:
         job: what is trained.
         reducer: brings the gradients together; None: on all workers.
-        shares: of so many microbatches, for each rank; None: even ones.
+        shares: of so many microbatches, for each rank, the same whenever asked; None: even ones.
         apply: makes the update; None: each worker makes the same.
 
     Attributes:
@@ -65,11 +65,17 @@ class AllReduce(Strategy):
         self.seconds: list[float] = [0.0] * job.world.size
         self._fusion = Fusion(job)
         self._reducer = reducer or Reducer(job, any_order=not job.settings.exact)
-        self._results = Results(job, job.order.microbatches, apply)
         self._shares = shares or (lambda microbatches: even(microbatches, job.world.size))
+        self._results = Results(job, self._largest_share(), apply)
 
     def pieces(self, step: int) -> list[range]:
         return self._layout(step)[self._job.world.rank]
+
+    def _largest_share(self) -> int:
+        """The most microbatches that a worker has in a step, in the short one at the end of an epoch, too."""
+        order = self._job.order
+        counts = {order.microbatches, len(order.parts_of(order.steps_per_epoch - 1))}
+        return max(len(share) for count in counts for share in self._shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
         """The pieces of each rank."""

@@ -17,7 +17,7 @@ class Results:
 
     Args:
         job: what is trained.
-        most: how many pieces a step has at most, over all workers.
+        most: how many pieces a worker has in a step at most.
         apply: makes the update; None: each worker makes the same.
     """
 

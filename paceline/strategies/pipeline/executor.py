@@ -32,7 +32,7 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
-from paceline.step.forward import computed_again, on_copy, pair_of, sum_and_count
+from paceline.step.forward import computed_again, loss_pair, on_copy, pair_of, sum_and_count
 from paceline.step.job import Job
 from paceline.strategies.pipeline.links import Links
 from paceline.strategies.pipeline.split_backward import SplitBackward, backward_input, backward_weight
@@ -277,8 +277,7 @@ class Executor:
         total, count = sum_and_count(value, samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        counted = torch.as_tensor(count, dtype=torch.float64, device=total.device)
-        self.losses[microbatch] = torch.stack((total.detach().double(), counted))
+        self.losses[microbatch] = loss_pair(total, count)
         return total if self._scale == 1.0 else total * self._scale
 
     def _backward(self, operation: Operation) -> None:

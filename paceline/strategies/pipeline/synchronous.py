@@ -60,7 +60,7 @@ class Synchronous(Strategy):
         self._schedules: dict[int, Schedule] = {}
         self._has_updated = False
         self._parameters = job.update.parameters
-        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(job.order.microbatches))
+        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(self._most_losses()))
         self._cut(None)
 
     def _cut(self, partition: Partition | None) -> None:
@@ -82,6 +82,17 @@ class Synchronous(Strategy):
                 self._job.settings.pipeline, self._job.world.size, microbatches
             )
         return self._schedules[microbatches]
+
+    def _most_losses(self) -> int:
+        """How many losses a worker has in a step at most: those of the last stage are shared out to its replicas."""
+        order = self._job.order
+        schedules = map(self._schedule, {order.microbatches, len(order.parts_of(order.steps_per_epoch - 1))})
+        return max(
+            Counter(one.worker_of(one.stages - 1, microbatch) for microbatch in range(one.microbatches)).most_common()[
+                0
+            ][1]
+            for one in schedules
+        )
 
     def pieces(self, step: int) -> list[range]:
         return self.stages.pieces(self._schedule(len(self._job.order.parts_of(step))))
