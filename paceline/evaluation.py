@@ -11,7 +11,8 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from paceline import fault_points
-from paceline.data.feed import KeyedDataset, LoadRequest, collated, to_device
+from paceline.data.feed import KeyedDataset, LoadRequest, collated
+from paceline.data.prefetch import to_device
 from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even
 from paceline.step.job import Job

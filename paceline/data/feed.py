@@ -11,6 +11,7 @@ import logging
 import os
 import random
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +25,7 @@ from paceline import fault_points
 from paceline.data.attributes import Attributes, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of
 from paceline.data.order import Order
+from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.errors import InputError
 from paceline.launchers.child import end_with_parent
 from paceline.launchers.kernel import is_ending
@@ -50,6 +52,17 @@ def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
     return pieces
 
 
+class _Loaded(NamedTuple):
+    """A piece whose data may still be on their way to the device."""
+
+    microbatches: range
+    samples: int
+    upload: Upload
+
+    def piece(self) -> Piece:
+        return Piece(self.microbatches, self.samples, self.upload.wait())
+
+
 class LoadRequest(NamedTuple):
     """What a loader is asked for: samples of an epoch; ``step``: the step they are for, if any."""
 
@@ -72,6 +85,7 @@ class Feed:
     ) -> None:
         self._order = order
         self._device = device
+        self._stream = upload_stream(device)
         self._requests = _Requests()
         self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
         self._collate = partial(collated, collate=collate or default_collate)
@@ -80,13 +94,16 @@ class Feed:
             batch_sampler=self._requests,
             num_workers=loaders,
             collate_fn=self._collate,
-            pin_memory=device.type == "cuda",
+            pin_memory=device.type == "cuda" and loaders > 0,  # by a thread; else it is done with the copy
             persistent_workers=loaders > 0,
             prefetch_factor=2 if loaders else None,
         )
 
     def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
-        """Yield the pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` are those of this worker."""
+        """Yield the pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` are those of this worker.
+
+        If they are to be on another device, those of the next step are on their way to it meanwhile.
+        """
         asked: dict[int, list[range]] = {}  # pieces_of may have changed since the loader was asked
 
         def pieces_asked(step: int) -> list[range]:
@@ -96,26 +113,27 @@ class Feed:
         if threading.current_thread() is threading.main_thread():  # the kernel looks at the thread, not at the process
             self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
         items = iter(self._loader)
-        for step in range(start, stop):
-            parts = self._order.parts_of(step)
-            yield [
-                Piece(piece, parts[piece[-1]].stop - parts[piece[0]].start, self._to_device(_next(items)))
-                for piece in pieces_asked(step)
-            ]
-            del asked[step]
+        ahead = 0 if self._device.type == "cpu" else 1
+        loaded: deque[list[_Loaded]] = deque()
+        for step in range(start, stop + ahead):
+            if step < stop:
+                loaded.append([self._loaded(step, piece, _next(items)) for piece in pieces_asked(step)])
+            if step >= start + ahead:
+                yield [one.piece() for one in loaded.popleft()]
+                del asked[step - ahead]
 
     def load(self, step: int, pieces: list[range]) -> list[Piece]:
         """Load some pieces of one step, now and in this process."""
-        parts = self._order.parts_of(step)
         requests = self._requests_of(step, step + 1, lambda _: pieces)
         return [
-            Piece(
-                piece,
-                parts[piece[-1]].stop - parts[piece[0]].start,
-                self._to_device(self._collate(self._data.__getitems__(request))),
-            )
+            self._loaded(step, piece, self._collate(self._data.__getitems__(request))).piece()
             for piece, request in zip(pieces, requests, strict=True)
         ]
+
+    def _loaded(self, step: int, piece: range, data: Any) -> _Loaded:
+        parts = self._order.parts_of(step)
+        samples = parts[piece[-1]].stop - parts[piece[0]].start
+        return _Loaded(piece, samples, Upload(data, self._device, self._stream))
 
     def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[LoadRequest]:
         for step in range(start, stop):
@@ -123,9 +141,6 @@ class Feed:
             epoch = self._order.epoch_of(step)
             for piece in pieces_of(step):
                 yield LoadRequest(epoch, [sample for part in piece for sample in microbatches[part]], step)
-
-    def _to_device(self, data: Any) -> Any:
-        return data if self._device.type == "cpu" else to_device(data, self._device)
 
 
 def _end_with_rank(rank: int, _: int) -> None:
@@ -159,11 +174,6 @@ class TensorRows(NamedTuple):
 def collated(items: list[Any] | TensorRows, collate: Callable[[list[Any]], Any]) -> Any:
     """Collate what :class:`KeyedDataset` returns."""
     return items.tensors if isinstance(items, TensorRows) else collate(items)
-
-
-def to_device(data: Any, device: torch.device) -> Any:
-    """Move every tensor of a pytree to the device."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, non_blocking=True), data)
 
 
 class _Requests(Sampler[Any]):
@@ -205,7 +215,7 @@ class KeyedDataset(Dataset[Any]):
             fault_points.reach("in the loader", request.step)
         if self._tensors:
             samples = torch.tensor(request.samples)
-            return TensorRows([tensor[samples] for tensor in self._tensors])
+            return TensorRows([rows_of(tensor, samples) for tensor in self._tensors])
         items = self._items(request)
         if self._exact is not None and not self._is_plain:
             self._read_again(request, items[0])

@@ -10,6 +10,7 @@ Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import os
+from contextlib import nullcontext
 from functools import partial
 import torch
 import paceline
@@ -21,12 +22,13 @@ if given.pop("accelerator"):
     from accelerator import Counting
     accelerator.install()
 else:
-    from contextlib import nullcontext as Counting
+    Counting = nullcontext
 
 dtype = given.pop("dtype")
 counted = given.pop("counted")
 optional = given.pop("optional")
 broken = given.pop("broken")
+there = given.pop("there")
 
 class Net(torch.nn.Module):
     def __init__(self):
@@ -48,6 +50,8 @@ def loss(output, target):
 
 data = classes(96, dtype=dtype)
 data.tensors[0][list(broken)] = torch.nan
+if there and Counting is not nullcontext:
+    data.tensors = tuple(tensor.to(accelerator.DEVICE) for tensor in data.tensors)
 net = Net().to(dtype)
 session = paceline.start(
     model=net,
@@ -58,9 +62,10 @@ session = paceline.start(
     **given,
 )
 waits, applied = [], []
-for batch in session.batches(steps=9):
+batches = session.batches(steps=9)
+for _ in range(9):
     with Counting() as counting:
-        report = session.step(batch)
+        report = session.step(next(batches))
     applied.append(report.applied)
     if counting is not None:
         waits.append([counting.reads, counting.uploads])
@@ -73,7 +78,7 @@ STEADY = 3
 
 
 def spelled(**given: Any) -> str:
-    given = {"dtype": "float64", "counted": False, "optional": False, "broken": ()} | given
+    given = {"dtype": "float64", "counted": False, "optional": False, "broken": (), "there": False} | given
     return repr(given).replace("'float32'", "torch.float32").replace("'float64'", "torch.float64")
 
 
@@ -89,13 +94,13 @@ def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict
 @pytest.mark.parametrize(
     "given",
     [
-        {"microbatches": 1},
+        {"microbatches": 1, "there": True},
         {"microbatches": 4, "clip_norm": 0.5, "counted": True, "dtype": "float32"},
         {"microbatches": 8, "exact": True, "clip_norm": 0.5},
         {"microbatches": 8, "optional": True, "missing_gradient": "zero"},
         {"microbatches": 8, "broken": (17, 61), "nonfinite": "skip", "clip_norm": 0.5},
     ],
-    ids=["one microbatch", "clipped", "exact", "missing gradients", "not finite"],
+    ids=["one microbatch, data on the device", "clipped", "exact", "missing gradients", "not finite"],
 )
 def test_a_step_reads_once_from_the_device(
     printed: Printed, tmp_path: Path, given: dict[str, Any], workers: int

@@ -1,0 +1,68 @@
+"""Batches on their way to the device, while the one before is computed.
+
+::
+
+    host           load 1 ┐        load 2 ┐
+    side stream           └ copy 1        └ copy 2
+    main stream    step 0 ─────────step 1 ─────────step 2
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+
+class Upload:
+    """A copy of data to a device, under way since this object was made.
+
+    What is there already is not copied. To a GPU the copy goes from pinned memory, on a stream of its own.
+
+    Args:
+        data: a pytree; of what is no tensor nothing becomes.
+        device: where its tensors are wanted.
+        stream: of a GPU, which the copy is queued on; None: the current one.
+    """
+
+    def __init__(self, data: Any, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._copied: torch.cuda.Event | None = None
+        if stream is None:
+            self._data = data if device.type == "cpu" else to_device(data, device)
+            return
+        with torch.cuda.stream(stream):
+            self._data = to_device(data, device)
+            self._copied = stream.record_event()
+
+    def wait(self) -> Any:
+        """The data on the device, for the current stream: it waits for the copy, the host does not."""
+        if self._copied is not None:
+            current = torch.cuda.current_stream()
+            current.wait_event(self._copied)
+            for one in tree_leaves(self._data):
+                if isinstance(one, torch.Tensor) and one.is_cuda:
+                    one.record_stream(current)  # its memory is not given to another copy before the step is done
+        return self._data
+
+
+def upload_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for copies to a GPU; None for another device."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """Move every tensor of a pytree to the device, without waiting for it."""
+    return tree_map_only(torch.Tensor, partial(_moved, device=device), data)
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_sparse and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+def rows_of(tensor: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """Some rows of a tensor, on its device; the numbers are on the host."""
+    return tensor[numbers if tensor.device.type == "cpu" else to_device(numbers, tensor.device)]
