@@ -207,9 +207,17 @@ def summary(job: Job) -> list[str]:
 
 
 def warnings(job: Job) -> list[str]:
-    """Return which settings were given but have no effect, in sentences."""
+    """Return what the script may not have meant, in sentences."""
+    found = []
     keys = registry.without_effect(job.settings, job.given)
-    return [f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}"] if keys else []
+    if keys:
+        found.append(f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}")
+    if not job.compute.model.training:
+        found.append(
+            "the model is in evaluation mode: it is trained without dropout, and its batch norm does not learn "
+            "statistics. Call model.train() before paceline.start if that is not meant"
+        )
+    return found
 
 
 def _order(data: Any, settings: Settings, workers: int) -> Order:

@@ -152,7 +152,7 @@ class TrainingState:
         return Snapshot(step, self.tensors() | inside, state, self._order, self._numerics, self._versions)
 
     def _plain(self) -> dict[str, Any]:
-        """What is not a tensor: parameter groups, schedule, strategy state."""
+        """What is not a tensor: parameter groups, schedule, strategy state, the modes of modules."""
         groups = [
             {key: value for key, value in group.items() if key != "params"}
             for group in self._update.optimizer.param_groups
@@ -164,6 +164,7 @@ class TrainingState:
             "groups": groups,
             "schedule": None if schedule is None else schedule.state_dict(),
             "strategy_state": dict(self._strategy_state),
+            "evaluating": [name for name, one in self._model.named_modules() if not one.training],
         }
 
     def check(self, location: Path | str, saved: Manifest) -> None:
@@ -195,6 +196,9 @@ class TrainingState:
             group.update(values)
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(rest["schedule"])
+        if "evaluating" in rest:  # not in a checkpoint of an older version
+            for name, one in self._model.named_modules():
+                one.training = name not in rest["evaluating"]
         self.run = rest["run"]
         self._strategy_state.clear()
         self._strategy_state.update(rest["strategy_state"])
@@ -213,7 +217,7 @@ class TrainingState:
 
     def _check_same(self, location: Path | str, saved: Manifest) -> None:
         length, rounds = saved.order.get("length"), "feistel_rounds"
-        if length == self._order["length"] and saved.order.get(rounds) != self._order.get(rounds):
+        if length == self._order.get("length") and saved.order.get(rounds) != self._order.get(rounds):
             raise CheckpointError(
                 f"{location} was made by a version of Paceline with another order of samples for a data set of "
                 f"{length:,}: {rounds} was {saved.order.get(rounds)} and is now {self._order.get(rounds)}. Resume it "

@@ -104,10 +104,15 @@ def _number(value: object) -> float | None:
 class Display:
     """Shows what rank 0 prints. As a context it watches the events too; see the two kinds below."""
 
+    introduces = False
+    """Whether it shows that workers start, if that takes long, and what a session says first: workers, strategy."""
+
     def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         self.progress = Progress()
         self._alerts = alerts
         self._tail = EventTail(events)
+        self._starting: tuple[int, float] | None = None  # so many workers, since then
+        self._starts = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-progress", daemon=True)
@@ -141,13 +146,37 @@ class Display:
             closed = self._closed.wait(_POLL_SECONDS)
             for record in self._tail.read():
                 self.progress.take(record)
+                self._introduce(record)
+            self._tell_starting()
             for line in self._alerts():
                 self.tell(line)
             self.draw()
 
+    def starting(self, workers: int) -> None:
+        """Workers start now; what they import may take long."""
+        self._starting = workers, time.monotonic()
+
+    def _tell_starting(self) -> None:
+        if self._starting is None or time.monotonic() - self._starting[1] < _LINE_SECONDS:
+            return
+        workers, self._starting = self._starting[0], None
+        if self.introduces and workers:
+            self.tell(f"starting {workers} worker{'s' if workers > 1 else ''}: none has come to paceline.start yet")
+
+    def _introduce(self, record: Mapping[str, object]) -> None:
+        self._starting = None
+        if record.get("event") == "start":
+            self._starts = True
+        elif record.get("event") == "note" and self._starts:
+            self._starts = False
+            if self.introduces:
+                self.tell(str(record.get("text")))
+
 
 class LineDisplay(Display):
     """Without a terminal: a line on stderr every ten seconds."""
+
+    introduces = True
 
     def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         super().__init__(events, alerts)
@@ -165,6 +194,8 @@ class LineDisplay(Display):
 
 class BarDisplay(Display):
     """On a terminal: a bar below the lines of rank 0."""
+
+    introduces = True
 
     def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         from rich.console import Console

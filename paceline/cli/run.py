@@ -142,6 +142,8 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     )
     if place != LOCAL or dry_run:
         raise typer.Exit(train_on(place, request, options, dry_run))
+    if (hint := misplaced(request)) and not quiet:
+        say(hint)
     code = train(request, quiet=quiet)
     if file := env.exit_code_file():
         with contextlib.suppress(OSError):  # the folder of another machine
@@ -175,6 +177,18 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
     by = {env.USER_COMMAND: shlex.join(["paceline", "run", "--on", name, *options.words(), *given_options(once)])}
     agents = tuple(replace(one, environment={**one.environment, **by}) for one in placement.agents)
     return place.carry_out(replace(placement, agents=agents), request)
+
+
+def misplaced(request: Request) -> str:
+    """What to say if the number of workers stands behind the script, which gets it then; empty if not."""
+    place = next((place for place, word in enumerate(request.arguments) if word in ("-n", "-np", "--workers")), None)
+    if place is None or request.workers != 1:
+        return ""
+    words = shlex.join(request.arguments[place : place + 2])
+    return (
+        f"note: {words} stands behind {request.script.name}, so the script gets it, and one worker starts. For more: "
+        f"paceline run -n 2 {request.script.name}"
+    )
 
 
 def permissions(mode: str) -> int:
@@ -313,6 +327,7 @@ def _coordinate(
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
     agent = CoordinatorAgent(launch, request, coordinator)
+    shown.starting(request.workers)
     for _ in range(request.workers):
         coordinator.announce_start()
     try:

@@ -40,6 +40,7 @@ _CAUSES = {
         "code does on some ranks only, from the samples of each worker. Change it by a plain operation in the forward "
         "pass, from the first step on, or in the loop in the same way on all workers."
     ),
+    "mode": "Call model.train() and model.eval() alike on all workers.",
     "optimizer": (
         "The optimizer does not do the same on all workers: look for a rank, a time, or a generator of its own in it."
     ),
@@ -78,6 +79,7 @@ class Replicas:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._modules = list(job.compute.model.modules())
         self._watches = job.replicated and job.world.size > 1
         self._credit = 0.0
         self._fetches: list[tuple[int, Fetch]] = []
@@ -85,15 +87,17 @@ class Replicas:
         self._steps = 0
 
     def digest(self) -> StateDigest:
-        """The sum over the tensors whose turn it is, as they were at the beginning of the step."""
+        """The sum over the tensors whose turn it is, as they were at the beginning of the step, and over all modes."""
         if not self._watches:
             return StateDigest()
         self._steps += 1
-        if self._steps == 1:  # the optimizer makes its state in the first step
-            return StateDigest()
-        if self._steps == 2:
+        found = StateDigest()
+        if self._steps == 2:  # the optimizer makes its state in the first step
             self._fetches = [(place + 1, fetch) for place, fetch in enumerate(_tensors(self._job).values())]
-        return self._sum_of(everything=self._steps == 2)
+        if self._steps > 1:
+            found = self._sum_of(everything=self._steps == 2)
+        modes = hash(tuple([one.training for one in self._modules]))  # of booleans: the same in all processes
+        return StateDigest((found.host + modes) % _WORD, found.device)
 
     def _sum_of(self, everything: bool) -> StateDigest:
         """The sum over the next tensors: everything, or as many as there is time for, and a small one in any case."""
@@ -150,9 +154,10 @@ def compare(job: Job, what: str) -> bool:
 
 
 def digests(job: Job) -> dict[str, int]:
-    """The sum of each tensor of the state, by its kind and name."""
+    """The sum of each tensor of the state, and whether each module is in training mode, by kind and name."""
     values = {name: fetch() for name, fetch in _tensors(job).items()}
-    return {name: digest_of(value) for name, value in values.items() if value is not None}
+    modes = {f"mode {name}": int(one.training) for name, one in job.compute.model.named_modules()}
+    return modes | {name: digest_of(value) for name, value in values.items() if value is not None}
 
 
 def difference(everyone: Sequence[dict[str, int]]) -> str:
@@ -162,6 +167,10 @@ def difference(everyone: Sequence[dict[str, int]]) -> str:
         if others:
             kind, _, name = full.partition(" ")
             ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+            if kind == "mode":
+                module = f"The module {name!r}" if name else "The model"
+                mode = "evaluation" if everyone[0].get(full) else "training"
+                return f"{module} is in {mode} mode on {ranks}, and not on rank 0. {_CAUSES[kind]}"
             spelled = "state of the optimizer" if kind == "optimizer" else kind
             return f"The {spelled} {name!r} on {ranks} differs from rank 0's. {_CAUSES[kind]}"
     return ""

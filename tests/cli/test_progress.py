@@ -69,6 +69,28 @@ def test_without_a_terminal_a_line_is_told_now_and_then(
     assert capsys.readouterr().err == "step 5  loss 0.3125  4100 samples/s\n"
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_starts_is_shown_before_the_first_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], quiet: bool
+) -> None:
+    records = {"event": "start"}, {"event": "note", "text": "2 workers"}, {"event": "note", "text": "a warning"}
+    display = progress.display(tmp_path / "rank-0.jsonl", quiet)
+    with display:
+        (tmp_path / "rank-0.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    assert capsys.readouterr().err == ("" if quiet else "2 workers\n")
+
+
+def test_workers_that_take_long_to_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "_LINE_SECONDS", 0.0)
+    display = progress.display(tmp_path / "rank-0.jsonl", quiet=False)
+    display.starting(2)
+    with display:
+        pass
+    assert capsys.readouterr().err == "starting 2 workers: none has come to paceline.start yet\n"
+
+
 def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -33,6 +33,14 @@ def test_a_run(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     assert sorted(path.name for path in (run / "output").iterdir()) == ["rank-0.log", "rank-1.log"]
 
 
+def test_the_number_of_workers_behind_the_script(paceline: Paceline, script: Script) -> None:
+    path = script("print('hello', sys.argv[1:])")
+    result = paceline("run", path, "-n", 2)
+    assert result.code == 0 and result.out == "[rank 0] hello ['-n', '2']\n"
+    assert "note: -n 2 stands behind train.py, so the script gets it, and one worker starts." in result.err
+    assert "stands behind" not in paceline("run", "-n", 2, path, "-n", 2).err
+
+
 @pytest.mark.parametrize("option", ["-n", "-np", "--workers", "--nproc-per-node", "--nproc_per_node"])
 def test_every_spelling_of_the_number_of_workers(paceline: Paceline, script: Script, option: str) -> None:
     path = script("print(os.environ['WORLD_SIZE'])")
