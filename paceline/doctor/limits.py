@@ -35,6 +35,7 @@ class Limits:
         shared_size: bytes of ``/dev/shm`` ...
         shared_free: ... and those that are free.
         files: open files of a process.
+        processes: of this user, threads included.
         locked: bytes that cannot be swapped.
         rdma: network cards that need locked memory.
     """
@@ -52,6 +53,7 @@ class Limits:
     shared_free: int = 0
     shared_writable: bool = True
     files: int | None = None
+    processes: int | None = None
     locked: int | None = None
     rdma: tuple[str, ...] = ()
 
@@ -75,7 +77,8 @@ def look() -> Limits:
         shared_size=shared[0] if shared else None,
         shared_free=shared[1] if shared else 0,
         shared_writable=os.access(_SHARED, os.W_OK),
-        files=_soft(resource.RLIMIT_NOFILE),
+        files=machine.allowed().files,
+        processes=machine.allowed().processes,
         locked=_soft(resource.RLIMIT_MEMLOCK),
         rdma=tuple(sorted(path.name for path in _RDMA.glob("*"))),
     )

@@ -70,6 +70,11 @@ class Request:
         return self.least is not None or self.nodes is not None
 
     @property
+    def largest(self) -> int:
+        """How many workers there may be at most."""
+        return self.most or self.workers * (self.nodes[1] if self.nodes else 1)
+
+    @property
     def files(self) -> tuple[Path, ...]:
         """What must be on every machine before the start; the doctor says itself what is missing."""
         return () if self.examination else tuple(one for one in (self.script, self.plan) if one is not None)
@@ -291,7 +296,7 @@ def lay_out(
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         env.RUN_DIRECTORY: str(run),
         env.SETTINGS: json.dumps(dict(request.settings)),
-        env.LARGEST: str(request.most or request.workers * (request.nodes[1] if request.nodes else 1)),
+        env.LARGEST: str(request.largest),
     }
     if settings.threads is not None:
         shared["OMP_NUM_THREADS"] = str(settings.threads)

@@ -31,10 +31,11 @@ def prepare(request: Request, interface: str | None = "lo") -> Iterator[Launch]:
 
     Raises:
         ConfigError: the script, a setting, the number of workers or the name cannot be used, or the run is in use.
-        StartError: the wanted port is in use.
+        StartError: the wanted port is in use, or the system does not allow so many workers.
     """
     check(request)
     settings = known_settings(request)
+    machine.check_allowed(request.workers + request.standby, request.largest)
     here = machine.look()
     machine.choose_port(request.port)  # of the coordinator
     inherited = env.inherited()

@@ -1,11 +1,14 @@
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from paceline.errors import StartError
 from paceline.launchers import machine
+from paceline.launchers.machine import Allowed, check_allowed
 
 
 def test_this_machine() -> None:
@@ -33,3 +36,44 @@ def test_no_connection_is_given_the_port_that_was_found(tmp_path: Path, monkeypa
     assert 10_000 <= machine.choose_port(None) < int(machine._GIVEN_PORTS.read_text().split()[0])
     monkeypatch.setattr(machine, "_GIVEN_PORTS", tmp_path / "unknown")
     assert 1 <= machine.choose_port(None) <= 65535
+
+
+@pytest.mark.parametrize(
+    ("allowed", "here", "largest", "text"),
+    [
+        (Allowed(files=1024, most_files=4096), 256, 256, r"256 workers, 256 of them .* need 1600 .* limit is 1024 "),
+        (
+            Allowed(files=1024, most_files=4096),
+            8,
+            1024,
+            r"need 1128 open files .* Run `ulimit -n 1128` before the start\.",
+        ),
+        (Allowed(files=1024, most_files=1024), 8, 1024, r"hard limit above the 1024 of now: nofile in"),
+        (
+            Allowed(processes=500),
+            64,
+            64,
+            r"64 workers .* about 908 processes and threads; the limit is 500 .*ulimit -u",
+        ),
+    ],
+)
+def test_more_workers_than_the_system_allows(allowed: Allowed, here: int, largest: int, text: str) -> None:
+    with pytest.raises(StartError, match=text):
+        check_allowed(here, largest, allowed)
+
+
+def test_as_many_workers_as_the_system_allows() -> None:
+    check_allowed(64, 64, Allowed(files=1024, most_files=1024, processes=4096))
+    check_allowed(8, 512, Allowed(files=1024))
+    check_allowed(512, 65536, Allowed())
+
+
+def test_the_limit_is_seen_before_a_worker_starts(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print('started')")
+    shell = ["/bin/sh", "-c", 'ulimit -n 200; exec "$@"', "sh", sys.executable, "-m", "paceline.cli.main"]
+    run = [*shell, "run", "-n", "32", "--runs-dir", str(tmp_path / "runs"), str(script)]
+    ended = subprocess.run(run, capture_output=True, text=True, timeout=120)
+    assert ended.returncode != 0 and "started" not in ended.stdout
+    assert "32 workers, 32 of them on this machine, need 256 open files" in " ".join(ended.stderr.split())
+    assert not (tmp_path / "runs").exists()

@@ -43,6 +43,7 @@ def test_nothing_is_wrong_with_a_sound_machine() -> None:
     [
         ({"files": 1000}, "open files", "warning", "1000"),
         ({"files": 100}, "open files", "failure", "100"),
+        ({"processes": 50}, "processes", "failure", "50 (ulimit -u), 4 workers need 68"),
         ({"locked": 65536}, "locked memory", "warning", "65.5 kB"),
         ({"locked": 8 << 20, "rdma": ("mlx5_0",)}, "locked memory", "failure", "mlx5_0"),
         ({"shared_size": 64 << 20, "shared_free": 64 << 20}, "/dev/shm", "failure", "67.1 MB"),
@@ -60,6 +61,13 @@ def test_what_a_process_may_use(limits: dict[str, Any], check: str, status: str,
     ((found_check, found_status, values),) = wrong(check_limits(replace(SOUND, **limits), 4))
     assert (found_check, found_status) == (check, status)
     assert text in values
+
+
+def test_many_workers_need_more_files() -> None:
+    assert wrong(check_limits(replace(SOUND, files=4096, cores=256, available=512 * GB), 256)) == []
+    ((check, status, values),) = wrong(check_limits(replace(SOUND, files=1024, cores=256, available=512 * GB), 256))
+    assert (check, status) == ("open files", "failure")
+    assert "1024 (ulimit -n), 256 workers need 1600" in values
 
 
 FACTS: dict[str, Any] = {

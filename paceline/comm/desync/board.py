@@ -138,7 +138,9 @@ class SharedMemoryBoard:
 
     def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
         starts = range(8 * KEPT[ALL], 8 * KEPT[ALL] + sum(KEPT) * _BYTES, _BYTES)
-        return {rank: _whole([block[at : at + _BYTES] for at in starts]) for rank, block in enumerate(self._blocks)}
+        return {
+            rank: _whole([bytes(block[at : at + _BYTES]) for at in starts]) for rank, block in enumerate(self._blocks)
+        }
 
 
 class StoreBoard:

@@ -63,7 +63,7 @@ class Mailbox:
     def words(self, rank: int) -> tuple[Any, list[bool]]:
         """What a slot holds besides the gradients, and which of these there are."""
         (length,) = _LENGTH.unpack_from(self._blocks[rank], 0)
-        words, there = decode(self._blocks[rank][_LENGTH.size : _LENGTH.size + length])
+        words, there = decode(bytes(self._blocks[rank][_LENGTH.size : _LENGTH.size + length]))
         return words, there
 
     def gradients(self, rank: int) -> list[torch.Tensor]:

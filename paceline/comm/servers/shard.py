@@ -59,7 +59,7 @@ class _Metadata(NamedTuple):
 class Blocks(Protocol):
     """Where a shard lies."""
 
-    def share(self, size: int) -> list[mmap.mmap]:
+    def share(self, size: int) -> list[memoryview]:
         """Map a new block; the shard lies in the first one."""
         ...
 
@@ -67,9 +67,9 @@ class Blocks(Protocol):
 class OwnBlocks:
     """Memory of this process alone."""
 
-    def share(self, size: int) -> list[mmap.mmap]:
+    def share(self, size: int) -> list[memoryview]:
         """Map a block; what is not written takes no memory."""
-        return [mmap.mmap(-1, size)]
+        return [memoryview(mmap.mmap(-1, size))]
 
 
 class Buffered(Protocol):
@@ -305,7 +305,7 @@ class Shard:
         known = self._read_notes[copy]
         if known is None or known[0] != number:
             begin = start + _NOTES_AT
-            entries, *rest = decode(self._block[begin : begin + length])
+            entries, *rest = decode(bytes(self._block[begin : begin + length]))
             if entries != self._entries[0]:
                 self._entries = entries, decode(entries)
             notes = _Metadata(self._entries[1], *rest)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.comm.shm.backoff import FIRST_BACKOFF_SECONDS, LOOK_SECONDS, backoff_seconds
 from paceline.comm.shm.futex import Futex
 from paceline.comm.shm.lock import Lock, Look
+from paceline.comm.shm.mapping import map_shared
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
 from paceline.errors import WorkerLost
@@ -155,15 +156,15 @@ class SharedMemory:
         self.close = weakref.finalize(self, _close, files)
         self._processes = [(pid, _start_of(rank, pid)) for rank, pid in zip(self.ranks, pids, strict=True)]
         blocks = self.share(_SLOTS * 8)
-        self._flags = [memoryview(block).cast("q") for block in blocks]
+        self._flags = [block.cast("q") for block in blocks]
         self._futexes = [Futex(block, 8 * _FUTEX) for block in blocks]
         self._reserved = _FUTEX + 1
         self._messages = self._locks = 0
 
-    def share(self, size: int) -> list[mmap.mmap]:
+    def share(self, size: int) -> list[memoryview]:
         """Map a new block of each worker, in their order; all workers call this with the same size."""
         size = -(-max(size, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
-        blocks = [mmap.mmap(file, size, offset=self._next) for file in self._files]
+        blocks = [map_shared(file, size, self._next) for file in self._files]
         self._next += size
         return blocks
 

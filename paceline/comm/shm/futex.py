@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import threading
-from mmap import mmap
 
 _SYSCALL = 202
 """Number of futex on x86-64, the only processor on which memory is shared (``comm.shm.arena.can_share``)."""
@@ -35,7 +34,7 @@ class Futex:
         offset: of the number in it, in bytes; a multiple of 4.
     """
 
-    def __init__(self, block: mmap, offset: int) -> None:
+    def __init__(self, block: memoryview, offset: int) -> None:
         self._count = ctypes.c_uint32.from_buffer(block, offset)
         self._address = ctypes.c_void_p(ctypes.addressof(self._count))
 

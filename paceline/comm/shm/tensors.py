@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Mapping
 from typing import TypeAlias
 
@@ -20,7 +19,7 @@ def aligned(size: int) -> int:
     return -(-size // CACHE_LINE) * CACHE_LINE
 
 
-def view_of(block: mmap.mmap, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def view_of(block: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Return the tensor at an offset of a block."""
     count = torch.Size(shape).numel()
     if count == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paceline.doctor.finding import Finding, ok, size
 from paceline.doctor.limits import Limits
+from paceline.launchers.machine import files_needed, processes_needed
 
 _GB = 10**9
 _FEW_FILES, _TOO_FEW_FILES = 1024, 256
@@ -15,7 +16,8 @@ _LITTLE_MEMORY, _TOO_LITTLE_MEMORY = 2 * _GB, _GB // 2
 def check_limits(limits: Limits, workers: int) -> list[Finding]:
     """Check what this process may use."""
     return [
-        open_files(limits),
+        open_files(limits, workers),
+        processes(limits, workers),
         locked_pages(limits),
         shared_memory(limits, workers),
         memory(limits, workers),
@@ -25,19 +27,38 @@ def check_limits(limits: Limits, workers: int) -> list[Finding]:
     ]
 
 
-def open_files(limits: Limits) -> Finding:
+def open_files(limits: Limits, workers: int) -> Finding:
     """Each connection of a worker, each file of a data loader is a file descriptor."""
     check = "open files"
-    if limits.files is None or limits.files >= _FEW_FILES:
+    needed = files_needed(workers, workers)
+    if limits.files is None or limits.files >= max(_FEW_FILES, needed):
         return ok(check, f"{limits.files or 'no limit'} file descriptors")
     return Finding(
         check,
-        "failure" if limits.files < _TOO_FEW_FILES else "warning",
-        f"too few file descriptors: a process may open {limits.files} (ulimit -n)",
+        "failure" if limits.files < max(_TOO_FEW_FILES, needed) else "warning",
+        f"too few file descriptors: a process may open {limits.files} (ulimit -n), {workers} "
+        f"worker{'s' if workers > 1 else ''} need {needed}",
         "Every connection between workers and every file of a data loader takes one; without one a worker fails with "
         "'Too many open files'.",
         "ulimit -n 65536 before the start; for good in /etc/security/limits.conf (nofile), or LimitNOFILE= of the "
         "service, or --ulimit nofile= of the container",
+    )
+
+
+def processes(limits: Limits, workers: int) -> Finding:
+    """Each thread of a worker counts as a process of its user."""
+    check = "processes"
+    needed = processes_needed(workers)
+    if limits.processes is None or limits.processes >= needed:
+        return ok(check, f"{limits.processes or 'no limit'} processes and threads")
+    return Finding(
+        check,
+        "failure",
+        f"too few processes: this user may have {limits.processes} (ulimit -u), {workers} workers need {needed}",
+        "Each thread counts, of all that this user runs; one more fails with 'Resource temporarily unavailable' or "
+        "'can't start new thread'.",
+        f"ulimit -u {2 * needed} before the start; for good nproc in /etc/security/limits.conf, or --pids-limit of the "
+        f"container; or start fewer workers here",
     )
 
 

@@ -1,0 +1,38 @@
+"""Shared memory mapped into this process, without a file descriptor of its own.
+
+Python's ``mmap`` keeps a copy of the descriptor for each mapping: one for each worker and block, hundreds in a worker
+of a machine with many.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
+_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_shared(file: int, size: int, offset: int) -> memoryview:
+    """Map a part of a file to read and write; it stays while anything refers to these bytes, such as a tensor.
+
+    Args:
+        file: a file descriptor, which may be closed afterwards.
+        size: bytes; more than none.
+        offset: where it begins in the file, a multiple of the page size.
+
+    Raises:
+        OSError: it cannot be mapped.
+    """
+    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
+    if address in (None, _FAILED):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{size} bytes of shared memory cannot be mapped: {os.strerror(number)}")
+    block = (ctypes.c_ubyte * size).from_address(address)
+    weakref.finalize(block, _LIBC.munmap, address, size).atexit = False  # a thread may use it to the very end
+    return memoryview(block).cast("B")

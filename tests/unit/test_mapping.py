@@ -1,0 +1,43 @@
+"""Shared memory that is mapped without a descriptor of its own."""
+
+import gc
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.comm.shm.mapping import map_shared
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def mapped(name: str) -> int:
+    return sum(name in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_it_stays_while_anything_refers_to_it() -> None:
+    name = f"mapped-{os.getpid()}"
+    file = os.memfd_create(name)
+    os.ftruncate(file, 4 * PAGE)
+    held = len(os.listdir("/proc/self/fd"))
+    block = map_shared(file, 2 * PAGE, PAGE)
+    assert len(os.listdir("/proc/self/fd")) == held and mapped(name) == 1
+    block[3:5] = b"ab"
+    block.cast("q")[1] = 7
+    assert os.pread(file, 2, PAGE + 3) == b"ab" and os.pread(file, 1, PAGE + 8) == b"\x07"
+    os.pwrite(file, b"c", PAGE)
+    assert block[0] == ord("c") and len(block) == 2 * PAGE
+    os.close(file)
+    tensor = torch.frombuffer(block, dtype=torch.int64, count=4)[1:]
+    del block
+    gc.collect()
+    assert mapped(name) == 1 and tensor[0] == 7
+    del tensor
+    gc.collect()
+    assert mapped(name) == 0
+
+
+def test_what_cannot_be_mapped() -> None:
+    with pytest.raises(OSError, match=f"{PAGE} bytes of shared memory cannot be mapped: Bad file descriptor"):
+        map_shared(-1, PAGE, 0)
