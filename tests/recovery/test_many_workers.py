@@ -16,6 +16,7 @@ bench = SimpleNamespace(**runpy.run_path(str(FOLDER / "__main__.py")))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_many_workers(tmp_path: Path) -> None:
     if missing := bench.obstacle():
         pytest.skip(missing)
