@@ -34,6 +34,7 @@ from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
 from paceline.step.canary import canary
 from paceline.step.checks import sparse_gradients
+from paceline.step.fixed_point import TYPES
 from paceline.step.forward import Compute, Forward, loss_of, recompute
 from paceline.step.job import Job
 from paceline.step.optimizer import Update, scaling_of
@@ -142,6 +143,8 @@ def _check_capabilities(settings: Settings, capabilities: Capabilities, given: C
             f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
             f"exact=True, {'or ' if not capabilities.exact_with else ''}{cure} 'allreduce' or 'stealing'."
         )
+    if settings.fixed_point:
+        _check_fixed_point(settings, capabilities, given.model)
     if env.trace() is not None and not capabilities.exact:
         raise ConfigError(
             f"paceline verify is for strategies that compute the same function on any number of workers, which "
@@ -152,6 +155,20 @@ def _check_capabilities(settings: Settings, capabilities: Capabilities, given: C
             f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
             f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
         )
+
+
+def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn.Module) -> None:
+    if not capabilities.fixed_point:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot add up gradients in fixed point: set exact=True, or use "
+            f"'allreduce' or 'stealing'."
+        )
+    for name, value in model.named_parameters():
+        if value.dtype not in TYPES:
+            raise ConfigError(
+                f"The parameter {name!r} is of type {value.dtype}, whose gradients exact='fixed-point' cannot add up: "
+                f"it takes float16, bfloat16, float32 and float64. Set exact=True."
+            )
 
 
 def _check_model(model: Any, sparse: bool) -> None:
@@ -198,12 +215,16 @@ def summary(job: Job) -> list[str]:
     order, world, settings = job.order, job.world, job.settings
     sentences = [
         f"{world.size} worker{'s' if world.size > 1 else ''} on {world.device.type}, strategy {settings.strategy}"
-        f"{', exact' if settings.exact else ''}; batch of {order.batch} in {order.microbatches} microbatches; "
+        f"{_spelled(settings)}; batch of {order.batch} in {order.microbatches} microbatches; "
         f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
     ]
     if job.update.scaling.reason:
         sentences.append(job.update.scaling.reason)
     return sentences
+
+
+def _spelled(settings: Settings) -> str:
+    return ", exact in fixed point" if settings.fixed_point else ", exact" if settings.exact else ""
 
 
 def warnings(job: Job) -> list[str]:

@@ -36,6 +36,10 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidat
 Seconds = Annotated[float, Field(ge=0.1, le=LONGEST_SECONDS, allow_inf_nan=False), BeforeValidator(_number)]
 
 
+Exact = bool | Literal["fixed-point"]
+"""How the same bits are made on any number of workers, if at all."""
+
+
 class CheckpointSettings(BaseModel):
     """Where checkpoints go, how often, and how many are kept."""
 
@@ -179,7 +183,11 @@ class Settings(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_whole)] = Field(
         0, description="seed of the order of samples and of all random numbers in a step"
     )
-    exact: bool = Field(False, description="the same bits for any number of workers")
+    exact: Exact = Field(
+        False,
+        description="the same bits for any number of workers; true: sums along a tree; fixed-point: sums of whole "
+        "numbers, which any all-reduce can add up",
+    )
     drop_last: bool = Field(False, description="drop the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(
         None, description="scale the learning rate with the number of workers; needs batch_per_worker"
@@ -215,6 +223,16 @@ class Settings(BaseModel):
         description="after how long a worker that the others wait for is named, and dropped if the run is elastic; "
         "none: 30 seconds or ten steps, whichever is longer",
     )
+
+    @property
+    def fixed_point(self) -> bool:
+        """Whether gradients are added up as whole numbers."""
+        return self.exact == "fixed-point"
+
+    @property
+    def along_tree(self) -> bool:
+        """Whether gradients are added up along the canonical tree."""
+        return self.exact is True
 
     @field_validator("checkpoint", mode="before")
     @classmethod
@@ -271,7 +289,7 @@ class Arguments(TypedDict, total=False):
     local: LocalSettings | dict[str, Any]
     pipeline: PipelineSettings | dict[str, Any]
     seed: int
-    exact: bool
+    exact: Exact
     drop_last: bool
     scale_lr: Literal["linear", "sqrt"] | None
     warmup_steps: int

@@ -13,9 +13,9 @@ from paceline.comm.host_copy import HostCopy
 from paceline.comm.world import World
 from paceline.errors import DisagreementError
 
-HEADER_TAG, MISSING_TAG, NORMS_TAG, LOSSES_TAG = 1, 2, 3, 4
-"""Tags of the step header, of the table of missing gradients that may follow it, of the norms of gradients, and of what
-the header has on the device."""
+HEADER_TAG, MISSING_TAG, NORMS_TAG, LOSSES_TAG, LARGEST_TAG = 1, 2, 3, 4, 5
+"""Tags of the step header, of the table of missing gradients that may follow it, of the norms of gradients, of what the
+header has on the device, and of the largest gradients."""
 
 _LOWER = (1 << 32) - 1
 

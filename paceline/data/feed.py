@@ -29,6 +29,7 @@ from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.errors import InputError
 from paceline.launchers.child import end_with_parent
 from paceline.launchers.kernel import is_ending
+from paceline.settings import Exact
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Feed:
         device: torch.device,
         loaders: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
-        exact: bool = False,
+        exact: Exact = False,
     ) -> None:
         self._order = order
         self._device = device
@@ -199,7 +200,7 @@ class KeyedDataset(Dataset[Any]):
             neither, and nothing is read again.
     """
 
-    def __init__(self, data: Any, seed: int, collates: bool, exact: bool | None = None) -> None:
+    def __init__(self, data: Any, seed: int, collates: bool, exact: Exact | None = None) -> None:
         self._data = data
         self._seed = seed
         self._collates = collates

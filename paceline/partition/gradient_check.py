@@ -18,6 +18,7 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.partition.base import Layers
 from paceline.partition.preserve import kept_gradients, preserved
+from paceline.settings import Exact
 from paceline.step.forward import Compute, pair_of, sum_and_count
 
 Gradients = dict[str, torch.Tensor | None]
@@ -25,7 +26,7 @@ _TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2
 """Relative to the norm of a gradient, if other bits will do; those of tied weights are added up in another order."""
 
 
-def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: bool, seed: int) -> None:
+def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact, seed: int) -> None:
     """Refuse a model whose layers, one after the other, train otherwise than the model.
 
     Args:

@@ -8,6 +8,7 @@ import torch
 
 from paceline.comm.shm.tensors import CACHE_LINE
 from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibling_of, total
+from paceline.settings import Exact
 
 Values: TypeAlias = "list[torch.Tensor | None]"
 """One value for each tensor; none where a microbatch gives no gradient."""
@@ -47,7 +48,7 @@ class ScatteredAccumulator:
     single running sum, in the order of arrival.
     """
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, exact: Exact) -> None:
         self._exact = exact
         self._held: dict[Node, Values] = {}
 
@@ -75,7 +76,7 @@ class Accumulator:
     is a single running sum, in the order of arrival.
     """
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, exact: Exact) -> None:
         self._exact = exact
         self._stack: list[tuple[Node, Values]] = []
 

@@ -10,6 +10,7 @@ import torch
 
 from paceline.errors import InputError, NonFiniteLoss
 from paceline.schedule.tree import Node, total
+from paceline.settings import Exact
 
 
 class Part(NamedTuple):
@@ -27,7 +28,7 @@ class Part(NamedTuple):
     origin: int | None = None
 
 
-def mean_loss(parts: Sequence[Part], exact: bool) -> float:
+def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
     """The mean loss over the batch; the same bits for the same microbatches, whoever computed them, if ``exact``.
 
     Raises:

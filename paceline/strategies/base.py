@@ -49,6 +49,7 @@ class Capabilities:
 
     Attributes:
         exact: ``exact`` gives the bits of one process.
+        fixed_point: it can do so in fixed point, too.
         exact_with: the settings with which it does, if these are not; for the error message.
         replicated: all workers hold the same state after each step, not only after :meth:`Strategy.synchronize`.
         cuts_model: the output and the loss are computed in different places.
@@ -59,6 +60,7 @@ class Capabilities:
     """
 
     exact: bool = True
+    fixed_point: bool = False
     exact_with: str = ""
     replicated: bool = True
     cuts_model: bool = False

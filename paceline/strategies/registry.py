@@ -79,7 +79,7 @@ _ENTRIES: dict[str, Entry] = {
         validate=pipeline.validate,
         supports=pipeline.supports,
     ),
-    "single": Entry(Single, validate=single.validate),
+    "single": Entry(Single, capabilities=single.capabilities, validate=single.validate),
     "stealing": Entry(work_stealing.WorkStealing, capabilities=work_stealing.capabilities),
 }
 

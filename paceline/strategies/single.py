@@ -15,10 +15,10 @@ from paceline.data.order import Order
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.commit import commit
-from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
 from paceline.step.optimizer_probe import check_draws
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Capabilities, Strategy
+from paceline.strategies.full_batch import FullBatch
 
 
 class Single(Strategy):
@@ -34,11 +34,17 @@ class Single(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         parts, buffers = self._batch.gradients(step, pieces)
         result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice(), self._batch.apply)
+        self._batch.accept()
         check_draws(self._job)
         return result
 
     def close(self) -> None:
         self._batch.take_gradients()
+
+
+def capabilities(settings: Settings, workers: int) -> Capabilities:
+    """See :class:`Capabilities`."""
+    return Capabilities(fixed_point=True)
 
 
 def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:

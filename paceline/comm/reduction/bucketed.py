@@ -246,7 +246,7 @@ class BucketedReduction:
         ]
         parts.sort(key=lambda part: first_of(part[0]))
         mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
-        return torch.div(total(parts, torch.Tensor.add_), divisor, out=mean)
+        return divide(total(parts, torch.Tensor.add_), divisor, mean)
 
     def _scatter(self, bucket: Bucket) -> None:
         """Send each worker its chunk of this worker's nodes."""
@@ -311,6 +311,13 @@ class BucketedReduction:
             bytes=self._bytes_sent(bucket),
             seconds=perf_counter() - bucket.started,
         )
+
+
+def divide(sums: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+    """The mean; of whole numbers the sum as it is, which is divided once it is none any more (``step.fixed_point``)."""
+    if out.dtype in (torch.int32, torch.int64):
+        return out.copy_(sums)
+    return torch.div(sums, divisor, out=out)
 
 
 def split(tensors: list[torch.Tensor], most: int) -> list[list[int]]:

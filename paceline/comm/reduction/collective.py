@@ -7,7 +7,8 @@ What DistributedDataParallel does (Li et al. 2020, arXiv 2006.15704)::
     bucket of layers 1 and 0                              │   └ all_reduce ─┐
     finish                                                └─────────────────┴─ divide
 
-The order of additions is the back end's, and depends on the number of workers: not for ``exact``.
+The order of additions is the back end's, and depends on the number of workers: for ``exact`` only if whole numbers are
+added (``step.fixed_point``).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor, split
+from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor, divide, split
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node
@@ -78,7 +79,7 @@ class CollectiveReduction(BucketedReduction):
     def _finish(self, bucket: Bucket) -> None:
         divisor = self._agree(bucket)
         bucket.sends.pop().wait()
-        bucket.flats[0].div_(divisor)
+        divide(bucket.flats[0], divisor, bucket.flats[0])
 
     def _bytes_sent(self, bucket: Bucket) -> int:
         """What a ring sends, the least possible."""

@@ -22,7 +22,7 @@ import torch
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
-from paceline.settings import Settings
+from paceline.settings import Exact, Settings
 from paceline.step.accumulate import Accumulator
 from paceline.step.commit import Apply, commit
 from paceline.step.fusion import Fusion
@@ -35,8 +35,9 @@ from paceline.strategies.data_parallel.results import Results
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See ``strategies.registry.Entry``."""
     return Capabilities(
-        exact=settings.reduction != "collective",
-        exact_with='reduction="tree"',
+        exact=settings.fixed_point or settings.reduction != "collective",
+        fixed_point=True,
+        exact_with='reduction="tree" or exact="fixed-point"',
         reads=("reduction", "bucket_megabytes"),
     )
 
@@ -64,7 +65,7 @@ class AllReduce(Strategy):
         self._job = job
         self.seconds: list[float] = [0.0] * job.world.size
         self._fusion = Fusion(job)
-        self._reducer = reducer or Reducer(job, any_order=not job.settings.exact)
+        self._reducer = reducer or Reducer(job, any_order=not job.settings.along_tree)
         self._shares = shares or (lambda microbatches: even(microbatches, job.world.size))
         self._results = Results(job, self._largest_share(), apply)
 
@@ -81,19 +82,20 @@ class AllReduce(Strategy):
         """The pieces of each rank."""
         return [self._fusion.pieces(share) for share in self._shares(len(self._job.order.parts_of(step)))]
 
-    def _nodes(self, shares: Sequence[range]) -> list[list[Node]]:
-        """The nodes of the canonical tree that each rank sends."""
-        if self._job.settings.exact:
+    def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
+        """The nodes that each rank sends: of the canonical tree, or one for its running sum."""
+        if along_tree:
             return [whole_nodes(share) for share in shares]
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         job, reducer, layout = self._job, self._reducer, self._layout(step)
-        nodes = self._nodes(self._shares(len(job.order.parts_of(step))))
+        shares = self._shares(len(job.order.parts_of(step)))
+        nodes = self._nodes(shares, job.settings.along_tree)
         statistics, pairs = Accumulator(job.settings.exact), list[torch.Tensor]()
         starts = [piece.start for piece in layout[job.world.rank]]
         begin = perf_counter()
-        reducer.begin(nodes, job.settings.exact)
+        reducer.begin(nodes, job.settings.along_tree)
         job.compute.buffers.begin()
         job.update.check_frozen()
         for piece in pieces:
@@ -113,12 +115,16 @@ class AllReduce(Strategy):
         without = reducer.written()
         header.check()  # the next tensor of a worker at another step may have another size
         missing = self._results.send_missing(layout, without)
-        reducer.finish()
+        while not reducer.finish():
+            reducer.again(step, pieces, nodes, header)
         self.seconds = header.seconds
         parts = self._results.parts(layout, header, missing)
         self._fusion.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
-        means = reducer.statistics(nodes, [values for _, values in statistics.nodes()], job.order.samples_of(step))
-        return commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
+        sums = [values for _, values in statistics.nodes()]
+        means = reducer.statistics(self._nodes(shares, job.settings.exact), sums, job.order.samples_of(step))
+        result = commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
+        reducer.accept()
+        return result
 
     def close(self) -> None:
         self._reducer.close()

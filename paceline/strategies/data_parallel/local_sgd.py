@@ -39,10 +39,10 @@ from paceline.settings import Settings
 from paceline.step.buffers import summable
 from paceline.step.checks import mean_loss
 from paceline.step.commit import locate_here, skip
-from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
+from paceline.strategies.full_batch import FullBatch
 
 _STATE = "local-sgd"
 _TAGS = 1 << 20

@@ -23,10 +23,12 @@ from paceline.comm.reduction.choice import Wanted, reduction_for
 from paceline.comm.step_header import NORMS_TAG, StepHeader
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World
+from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.schedule.tree import Node, total
 from paceline.step.accumulate import Accumulator, Values, add, add_one, align_value
 from paceline.step.checks import check_dense
+from paceline.step.fixed_point import FixedPoint
 from paceline.step.job import Job
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
@@ -48,6 +50,8 @@ class Reducer:
         reduction: brings the gradients together, the last parameter's first; None: as fits these workers.
         overlap: whether ``push`` and ``last`` will be used.
         any_order: whether each worker has one sum at most, and the sums may be added in any order.
+
+    With ``exact="fixed-point"`` the sums are of whole numbers (``step.fixed_point``).
     """
 
     def __init__(
@@ -65,9 +69,9 @@ class Reducer:
         self._any_order = any_order
         self._names = list(named)
         self._parameters = list(named.values())
-        self._reduction = reduction or self._reduction_of(
-            [value.detach() for value in reversed(self._parameters)], "gradients", _GRADIENT_TAGS
-        )
+        self._fixed = FixedPoint(job) if job.settings.fixed_point else None
+        examples = self._fixed.examples() if self._fixed else [value.detach() for value in self._parameters]
+        self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
         self._statistics: BucketedReduction | None = None
         self._norms: AllGather | None = None
         self._means: Values = []
@@ -77,18 +81,18 @@ class Reducer:
             for place, parameter in enumerate(self._parameters if overlap else ())
         ]
 
-    def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int) -> BucketedReduction | None:
+    def _reduction_of(
+        self, examples: list[torch.Tensor], name: str, tags: int, any_order: bool
+    ) -> BucketedReduction | None:
         if isinstance(self._workers, World):
-            chosen = reduction_for(self._workers, examples, self._job.events, name, tags, self._wanted())
+            settings = self._job.settings
+            wanted = Wanted(settings.reduction if any_order else "tree", settings.bucket_megabytes)
+            chosen = reduction_for(self._workers, examples, self._job.events, name, tags, wanted)
             self._job.events.mark("reduction", what=name, **chosen.describe())
             return chosen
         if self._workers.size == 1:
             return None
         return BucketedReduction(self._workers, examples, self._job.events, name, tags)
-
-    def _wanted(self) -> Wanted:
-        settings = self._job.settings
-        return Wanted(settings.reduction if self._any_order else "tree", settings.bucket_megabytes)
 
     def close(self) -> None:
         """Do nothing more, and release the gradients."""
@@ -121,26 +125,31 @@ class Reducer:
         self._sums.push(microbatch, values)
 
     def take(self) -> Values:
-        """Take the gradients out of ``.grad``."""
+        """Take the gradients out of ``.grad``, as they are to be added up."""
         values: Values = [parameter.grad for parameter in self._parameters]
         self.clear()
         check_dense(self._names, values)
-        return values
+        return self._fixed.encode(values) if self._fixed else values
 
     def last(self, microbatch: int, header: StepHeader) -> None:
         """From now on send gradients while they are computed."""
         assert self._reduction is not None
         self._kept, self._nearest = self._sums.before_last(microbatch)
-        self._reduction.begin(self._nodes, header.count, header.check)
+        self._begin_reduction(self._nodes, header.count, header.check)
         self._waiting = set(range(len(self._parameters)))
         self._armed = True
 
     def nothing(self, header: StepHeader) -> None:
         """This worker has no microbatch in this step; it still adds up its part of the others' gradients."""
         assert self._reduction is not None
-        self._reduction.begin(self._nodes, header.count, header.check)
+        self._begin_reduction(self._nodes, header.count, header.check)
         for member in range(len(self._parameters)):
             self._reduction.written(member)
+
+    def _begin_reduction(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None) -> None:
+        assert self._reduction is not None
+        self._divisor = divisor
+        self._reduction.begin(nodes, divisor, check)
 
     def written(self) -> list[list[int]]:
         """The backward pass of the last microbatch has ended: also send what it gave no gradient to.
@@ -154,6 +163,8 @@ class Reducer:
             self._missing.append(unused)
             for place in reversed(unused):
                 self._write(place, None)
+        if self._fixed is not None:
+            self._fixed.send()
         return self._missing
 
     def _ready(self, place: int) -> None:
@@ -167,6 +178,8 @@ class Reducer:
             self._parameters[place].grad = None
             check_dense([self._names[place]], [gradient])
             self._waiting.discard(place)
+            if self._fixed is not None and gradient is not None:
+                (gradient,) = self._fixed.encode_some([place], [gradient])
             self._write(place, gradient)
 
     def _write(self, place: int, gradient: torch.Tensor | None) -> None:
@@ -201,17 +214,50 @@ class Reducer:
         if self._reduction is None:
             self._means = _divided(nodes[0], sums, divisor)
         else:
+            self._divisor = divisor
             _send(self._reduction, nodes, [values[::-1] for values in sums], divisor, check)
+        if self._fixed is not None:
+            self._fixed.send()
 
-    def finish(self) -> None:
-        """Wait for the means and put them into ``.grad``."""
+    def finish(self) -> bool:
+        """Wait for the means and put them into ``.grad``.
+
+        Returns:
+            whether there are any: in fixed point it may be that the step is to be computed again (:meth:`again`).
+        """
         if self._reduction is None:
             means = [align_value(value) for value in self._means]
         else:
             self._reduction.finish()
             means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]
+        if self._fixed is not None:
+            if not self._fixed.fits():
+                return False
+            means = self._fixed.decode(means, self._divisor())
         for parameter, mean in zip(self._parameters, means, strict=True):
             parameter.grad = mean
+        return True
+
+    def again(self, step: int, pieces: list[Piece], nodes: list[list[Node]], header: StepHeader) -> None:
+        """Compute and send the gradients of a step again, in fixed point with units that fit.
+
+        Args:
+            step: its number.
+            pieces: of this worker.
+            nodes: for each rank one if it has a piece, else none.
+            header: of the step.
+        """
+        sums = Accumulator(exact=False)
+        for piece in pieces:
+            self._job.world.check()
+            self._job.compute.forward_pass(piece, step).total.backward()
+            sums.push(piece.microbatches.start, self.take())
+        self.send(nodes, [values for _, values in sums.nodes()], header.count, header.check)
+
+    def accept(self) -> None:
+        """The step is done, and the model has been updated."""
+        if self._fixed is not None:
+            self._fixed.accept()
 
     # Buffers, and the norm.
 
@@ -230,7 +276,9 @@ class Reducer:
         if not buffers.live:
             return []
         if self._statistics is None:
-            self._statistics = self._reduction_of(buffers.examples(), "buffers", _STATISTICS_TAGS)
+            self._statistics = self._reduction_of(
+                buffers.examples(), "buffers", _STATISTICS_TAGS, self._any_order and not self._fixed
+            )
         if self._statistics is None:
             means = _divided(nodes[0], sums, lambda: samples)
             return [mean for mean in means if mean is not None]

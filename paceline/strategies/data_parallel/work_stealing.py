@@ -39,7 +39,7 @@ from paceline.strategies.data_parallel.results import Results
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(reads=("shares",))
+    return Capabilities(fixed_point=True, reads=("shares",))
 
 
 class WorkStealing(Strategy):
@@ -108,25 +108,28 @@ class WorkStealing(Strategy):
         starts = [piece.microbatches.start for piece in pieces]
         missing = [computed.missing[start] for start in starts]
         header = self._results.send(step, starts, pairs, computed.seconds, missing=any(map(len, missing)))
-        if not job.settings.exact:  # one sum of each worker, so nobody needs to know who holds what
+        if not job.settings.along_tree:  # one sum of each worker, so nobody needs to know who holds what
             nothing: Values = [None] * len(job.update.parameters)
             one_each = [[Node(0, rank)] for rank in range(job.world.size)]
             self._reducer.send(one_each, computed.gradients.values() or [nothing], header.count, header.check)
         held = self._held(header, step)
-        if job.settings.exact:
-            nodes = [nodes_of(own) for own in held]
-            self._reducer.send(nodes, computed.gradients.values(), header.count, header.check)
-        else:
-            nodes = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
-        self._reducer.finish()
+        whole = [nodes_of(own) for own in held]
+        running = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
+        if job.settings.along_tree:
+            self._reducer.send(whole, computed.gradients.values(), header.count, header.check)
+        while not self._reducer.finish():
+            self._reducer.again(step, pieces, running, header)
         layout = [[range(one, one + 1) for one in own] for own in held]
         note = self._results.send_missing(layout, missing) if header.missing else None
         parts = self._results.parts(layout, header, note)
+        nodes = whole if job.settings.exact else running
         means = self._reducer.statistics(nodes, computed.statistics.values(), job.order.samples_of(step))
         self.seconds = header.seconds
         if self._pace.observe(header.seconds, [len(own) for own in held]):
             job.events.mark("shares", step=step, counts=self._pace.counts, seconds=self._pace.seconds())
-        return commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
+        result = commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
+        self._reducer.accept()
+        return result
 
     def close(self) -> None:
         self._reducer.close()
@@ -147,7 +150,7 @@ class ComputedPieces:
         self._step = step
         self._loaded = {piece.microbatches.start: piece for piece in pieces}
         self._results: dict[int, tuple[Piece, torch.Tensor]] = {}
-        self.gradients = ScatteredAccumulator(job.settings.exact)
+        self.gradients = ScatteredAccumulator(job.settings.along_tree)
         self.statistics = ScatteredAccumulator(job.settings.exact)
         self.missing: dict[int, list[int]] = {}
         self.seconds = 0.0

@@ -10,8 +10,8 @@ from paceline.comm.servers.rpc import RpcPeers
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.histogram import Histogram
 from paceline.errors import ConfigError
-from paceline.step.full_batch import FullBatch
 from paceline.step.job import Job
+from paceline.strategies.full_batch import FullBatch
 from paceline.strategies.parameter_server.last_worker import STATE
 from paceline.strategies.parameter_server.staleness import Staleness
 

@@ -19,7 +19,7 @@ class Links:
 
     def __init__(self, job: Job, last: int) -> None:
         self._world = job.world
-        self._exact = job.settings.exact
+        self._exact = bool(job.settings.exact)
         self._rings = job.world.rings(2 * (last + 1))
         self.reset()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -11,12 +12,22 @@ from paceline.data.feed import Piece
 from paceline.step.accumulate import Accumulator, Values, align_value
 from paceline.step.checks import Part, check_dense
 from paceline.step.commit import Apply, with_norm
+from paceline.step.fixed_point import FixedPoint
 from paceline.step.fusion import Fusion
 from paceline.step.job import Job
 
 
+class _Computed(NamedTuple):
+    """The sums of gradients and buffers over all pieces; for each its loss, and the parameters without a gradient."""
+
+    sums: Values
+    statistics: Values
+    pairs: list[torch.Tensor]
+    missing: list[frozenset[int]]
+
+
 class FullBatch:
-    """Computes all microbatches of a step, and adds them up along the canonical tree.
+    """Computes all microbatches of a step, and adds them up along the canonical tree, or in fixed point.
 
     Args:
         job: what is trained.
@@ -30,6 +41,7 @@ class FullBatch:
         self._fusion = Fusion(job, together=False)
         self._parameters = list(job.update.parameters.values())
         self.apply: Apply | None = None
+        self._fixed = FixedPoint(job) if job.settings.fixed_point else None
 
     def pieces(self, step: int, share: range | None = None) -> list[range]:
         """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
@@ -41,33 +53,41 @@ class FullBatch:
         Returns:
             what is known of each piece, and the means of the buffers that the forward pass changes.
         """
-        job, exact = self._job, self._job.settings.exact
-        gradients, statistics = Accumulator(exact), Accumulator(exact)
-        pairs, missing = [], []
+        job = self._job
         self.take_gradients()
         job.compute.buffers.begin()
         job.update.check_frozen()
+        computed = self._compute(step, pieces)
+        while self._fixed is not None and not self._fixed.fits():
+            computed = self._compute(step, pieces)
+        table = torch.stack(computed.pairs) if len(pieces) > 1 else computed.pairs[0].unsqueeze(0)
+        numbers = self._divide(table, computed.sums)
+        parts = [
+            Part(piece.microbatches, job.world.rank, loss, count, without)
+            for piece, (loss, count), without in zip(pieces, numbers, computed.missing, strict=True)
+        ]
+        self._fusion.decide(pieces, table)
+        samples = sum(piece.samples for piece in pieces)
+        return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
+
+    def _compute(self, step: int, pieces: list[Piece]) -> _Computed:
+        job = self._job
+        gradients, statistics = Accumulator(job.settings.along_tree), Accumulator(job.settings.exact)
+        pairs, missing = list[torch.Tensor](), list[frozenset[int]]()
         for piece in pieces:
             job.world.check()
             computed = self._fusion.forward(piece, step)
             computed.total.backward()
             values = self.take_gradients()
-            if not job.sparse:
+            if self._fixed is not None or not job.sparse:
                 check_dense(job.update.parameters, values)
-            gradients.push(piece.microbatches.start, values)
+            missing.append(frozenset(place for place, value in enumerate(values) if value is None))
+            gradients.push(piece.microbatches.start, self._fixed.encode(values) if self._fixed else values)
             statistics.push(piece.microbatches.start, [*computed.buffers])
             pairs.append(computed.pair)
-            missing.append(frozenset(place for place, value in enumerate(values) if value is None))
-        table = torch.stack(pairs) if len(pairs) > 1 else pairs[0].unsqueeze(0)
-        parts = [
-            Part(piece.microbatches, job.world.rank, loss, count, without)
-            for piece, (loss, count), without in zip(pieces, self._divide(table, gradients), missing, strict=True)
-        ]
-        self._fusion.decide(pieces, table)
-        samples = sum(piece.samples for piece in pieces)
-        return parts, [value.div_(samples) for value in self._changed(statistics.total())]
+        return _Computed(gradients.total(), statistics.total(), pairs, missing)
 
-    def _divide(self, table: torch.Tensor, gradients: Accumulator) -> list[list[float]]:
+    def _divide(self, table: torch.Tensor, sums: Values) -> list[list[float]]:
         """Put the means of the gradients into ``.grad``; returns the table of losses and counts as numbers.
 
         An accelerator divides by itself, and the norm of the gradients goes to the host in the same copy.
@@ -75,11 +95,12 @@ class FullBatch:
         on_host = table.device.type == "cpu"
         numbers: list[list[float]] = table.tolist() if on_host else []
         count = math.fsum(count for _, count in numbers) if on_host else table[:, 1].sum()
-        means = gradients.total()
-        given = [value for value in means if value is not None]
-        if given:
+        given = [value for value in sums if value is not None]
+        if self._fixed is not None:
+            sums = self._fixed.decode(sums, count)
+        elif given:
             torch._foreach_div_(given, count)
-        for parameter, value in zip(self._parameters, means, strict=True):
+        for parameter, value in zip(self._parameters, sums, strict=True):
             parameter.grad = align_value(value)
         if not on_host:
             norm = self._job.update.norm()
@@ -87,6 +108,11 @@ class FullBatch:
             numbers = host[:-1].view(-1, 2).tolist()
             self.apply = with_norm(self._job, norm, float(host[-1]))
         return numbers
+
+    def accept(self) -> None:
+        """The step is done, and the model has been updated."""
+        if self._fixed is not None:
+            self._fixed.accept()
 
     def take_gradients(self) -> Values:
         """Take the gradients out of ``.grad``."""

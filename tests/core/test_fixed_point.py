@@ -1,0 +1,190 @@
+"""``exact="fixed-point"``: the same bits for any number of workers, whoever adds up what."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from subjects import CASES, steps_of
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os
+from subjects import CASES, steps_of, tell, train
+for name, arguments in CASES.items():
+    given = {"exact": "fixed-point", **eval(os.environ["GIVEN"])}
+    tell(**{name: train(arguments() | given, steps_of(name))})
+"""
+ALONE: dict[str, Any] = {"strategy": "single"}
+COLLECTIVE: dict[str, Any] = {"reduction": "collective", "bucket_megabytes": 0.002}
+STEALING: dict[str, Any] = {"strategy": "stealing"}
+WAYS = [
+    ((3,), {}),
+    ((8,), {}),
+    ((1, 1, 1), {}),
+    ((2, 2), {}),
+    ((1, 2, 2), {}),
+    ((3,), COLLECTIVE),
+    ((2, 2), COLLECTIVE),
+    ((4,), STEALING),
+    ((1, 1), STEALING),
+]
+MORE = [((2,), {}), ((4,), {}), ((5,), {}), ((6,), {}), ((7,), {}), ((3, 1), {}), ((5,), COLLECTIVE)]
+Way = tuple[tuple[int, ...], dict[str, Any]]
+
+
+def _named(way: Way) -> str:
+    machines, given = way
+    return " ".join(["+".join(map(str, machines)), *(str(value) for value in given.values() if isinstance(value, str))])
+
+
+@pytest.fixture(scope="module")
+def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Way], list[dict[str, Any]]]:
+    """What each worker found for all cases; each way is run once."""
+    known: dict[str, list[dict[str, Any]]] = {}
+
+    def of(way: Way) -> list[dict[str, Any]]:
+        machines, given = way
+        if _named(way) not in known:
+            directory = tmp_path_factory.mktemp("ways")
+            known[_named(way)] = printed(
+                SCRIPT, sum(machines), directory, machines=machines, environment={"GIVEN": repr(given)}, deadline=200
+            )
+        return known[_named(way)]
+
+    return of
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in MORE)], ids=_named)
+def test_the_bits_do_not_depend_on_who_adds_up(way: Way, case: str, results: Any) -> None:
+    (alone,) = results(((1,), ALONE))
+    for one in results(way):
+        assert one[case]["steps"] == steps_of(case)
+        assert one[case]["losses"] == alone[case]["losses"]
+        assert one[case]["fingerprint"] == alone[case]["fingerprint"]
+
+
+# A gradient grows by far more than is foreseen at step 4, of one microbatch only.
+JUMP = """
+import os
+from functools import partial
+import torch
+import paceline
+from subjects import tell
+
+torch.manual_seed(0)
+inputs = torch.randn(96, 6)
+inputs[BAD] = VALUE
+session = paceline.start(
+    model=torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+    optimizer=partial(torch.optim.SGD, lr=0.01),
+    loss=torch.nn.functional.mse_loss,
+    data=torch.utils.data.TensorDataset(inputs, torch.where(inputs[:, :1].abs() < 100, inputs[:, :1], 1e5)),
+    batch=16,
+    clip_norm=1.0,
+    exact="fixed-point",
+    nonfinite="skip",
+)
+reports = [session.step(batch) for batch in session.batches(steps=10)]
+tell(losses=[str(report.loss) for report in reports], fingerprint=session.fingerprint())
+"""
+
+
+@pytest.mark.parametrize("machines", [(1,), (3,), (1, 1)], ids=str)
+@pytest.mark.parametrize(("value", "repeated"), [("0.5", 1), ("1e5", 2), ("float('nan')", 1)])
+def test_a_step_is_repeated_if_a_gradient_does_not_fit(
+    printed: Printed, tmp_path: Path, machines: tuple[int, ...], value: str, repeated: int
+) -> None:
+    script = JUMP.replace("BAD", "41").replace("VALUE", value)
+    (alone,) = printed(script, 1, tmp_path / "alone")
+    environment = {"PACELINE_RUN": str(tmp_path / "run")}
+    everyone = printed(script, sum(machines), tmp_path, machines=machines, environment=environment)
+    assert all(one == alone for one in everyone)
+    for rank in range(sum(machines)):
+        lines = (tmp_path / "run" / "events" / f"rank-{rank}.jsonl").read_text().splitlines()
+        assert sum(json.loads(line)["event"] == "repeated" for line in lines) == repeated
+    assert ("nan" in alone["losses"]) == ("nan" in value)
+
+
+REFUSED = """
+import os
+import torch
+import paceline
+from functools import partial
+from subjects import classes, mlp
+paceline.start(
+    model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1), loss=torch.nn.functional.cross_entropy,
+    data=classes(64), batch=16, exact="fixed-point", **eval(os.environ["GIVEN"])
+)
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"strategy": "pipeline"}, "strategy 'pipeline' cannot add up gradients in fixed point"),
+        ({"strategy": "parameter-server"}, "strategy 'parameter-server' cannot add up gradients in fixed point"),
+        ({"strategy": "local-sgd"}, "cannot give the same bits"),
+        ({"strategy": "hogwild"}, "cannot give the same bits"),
+        ({"strategy": "backup"}, "cannot give the same bits"),
+    ],
+    ids=lambda value: value["strategy"] if isinstance(value, dict) else "",
+)
+def test_other_strategies_refuse_it(ranks: Any, tmp_path: Path, given: dict[str, Any], said: str) -> None:
+    for one in ranks(REFUSED, 2, tmp_path, environment={"GIVEN": repr(given)}):
+        assert one.code == 2
+        assert said in one.err
+        assert "'allreduce' or 'stealing'" in one.err
+
+
+COMPLEX = """
+import torch
+import paceline
+from functools import partial
+model = torch.nn.Linear(4, 4, dtype=torch.complex64)
+paceline.start(
+    model=model, optimizer=partial(torch.optim.SGD, lr=0.1), forward=lambda model, data: model(data[0]).abs().mean(),
+    data=torch.utils.data.TensorDataset(torch.randn(8, 4, dtype=torch.complex64)), batch=8, exact="fixed-point"
+)
+"""
+
+
+def test_complex_parameters_are_refused(ranks: Any, tmp_path: Path) -> None:
+    (one,) = ranks(COMPLEX, 1, tmp_path)
+    assert one.code == 2
+    assert "'weight' is of type torch.complex64" in one.err
+    assert "exact=True" in one.err
+
+
+RESUMED = """
+import os
+from subjects import CASES, tell
+import paceline
+given = CASES["transformer, tied weights, clipping, schedule"]()
+given |= {"resume": "auto", "checkpoint": {"directory": os.environ["SAVED"], "every": 4}} | eval(os.environ["GIVEN"])
+session = paceline.start(**given)
+for batch in session.batches(steps=int(os.environ["STEPS"])):
+    session.step(batch)
+tell(fingerprint=session.fingerprint(), position=session.position)
+"""
+
+
+def test_a_checkpoint_has_the_units(printed: Printed, ranks: Any, tmp_path: Path) -> None:
+    """A run that goes on with other workers ends with the same bits; with sums along the tree it is refused."""
+
+    def environment(steps: int, exact: object = "fixed-point", place: str = "here") -> dict[str, str]:
+        return {"GIVEN": repr({"exact": exact}), "STEPS": str(steps), "SAVED": str(tmp_path / place)}
+
+    (whole,) = printed(RESUMED, 1, tmp_path, environment=environment(20, place="elsewhere"))
+    printed(RESUMED, 3, tmp_path, environment=environment(8))
+    for one in ranks(RESUMED, 2, tmp_path, environment=environment(20, exact=True)):
+        assert one.code != 0
+        assert "cannot be resumed with the same bits: exact" in one.err
+        assert "fixed-point" in one.err
+    assert printed(RESUMED, 2, tmp_path, environment=environment(12))[0]["position"] == 12
+    assert printed(RESUMED, 1, tmp_path, environment=environment(16))[0]["position"] == 16
+    for one in printed(RESUMED, 5, tmp_path, environment=environment(20)):
+        assert one == whole
