@@ -123,7 +123,8 @@ def fabric(task: Task, data: Any) -> Step:
     return step
 
 
-VARIANTS = ("fast", "fast, microbatches", "exact")
+VARIANTS = {"fast": False, "fast, microbatches": False, "exact": True, "fixed point": "fixed-point"}
+"""Of Paceline, with its setting ``exact``."""
 
 
 def candidates(task: Task, data: Any, variant: str, peers: bool) -> dict[str, Step]:
@@ -132,7 +133,7 @@ def candidates(task: Task, data: Any, variant: str, peers: bool) -> dict[str, St
     found = {
         "DDP, one pass": ddp(task, data, accumulating=False),
         "DDP, accumulating": ddp(task, data, accumulating=True),
-        f"paceline, {variant}": pace(task, data, exact=variant == "exact", **microbatches),
+        f"paceline, {variant}": pace(task, data, exact=VARIANTS[variant], **microbatches),
     }
     if peers:
         found["Accelerate, one pass"] = accelerate(task, data)
