@@ -107,8 +107,12 @@ def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], ge
         _close(opened)
         return None
     shared_memory = SharedMemory(waiting, opened, [member.pid for member in members], range(len(members)))
-    reached = 2 * (generation + 1)
-    shared_memory.wait(_GENERATION, reached)
+    reached = shared_memory.reached = 2 * (generation + 1)
+    try:
+        shared_memory.wait(_GENERATION, reached)
+    except WorkerLost:
+        shared_memory.give_up()  # others may wait for this worker already
+        raise
     return shared_memory if shared_memory.announced(_GENERATION, reached + 1, range(len(members))) else None
 
 
@@ -145,7 +149,10 @@ class SharedMemory:
     Attributes:
         ranks: of the workers that share.
         place: of this worker among them.
+        reached: what a worker in this generation has announced; until then its flags are those of an earlier one.
     """
+
+    reached = 0
 
     def __init__(self, waiting: Waiting, files: list[int], pids: list[int], ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
@@ -324,7 +331,7 @@ class SharedMemory:
         pid, started = self._processes[place]
         if is_ending(pid, started):
             return f"its process {pid} ended"
-        if self._flags[place][_GAVE_UP]:
+        if self._flags[place][_GENERATION] >= self.reached and self._flags[place][_GAVE_UP]:
             return "it stopped waiting for others"
         return "it was dropped" if self._waiting.is_missing(self.ranks[place]) else ""
 

@@ -1,0 +1,62 @@
+"""Workers that open each other's memory, one later than the other."""
+
+import mmap
+import os
+import threading
+import time
+
+import pytest
+
+from paceline.comm.shm import arena
+from paceline.comm.shm.arena import Arena, SharedMemory, attach_members
+from paceline.comm.shm.backoff import LOOK_SECONDS
+from paceline.comm.waiting import Waiting
+from paceline.coordinator.types import Member
+from paceline.errors import WorkerSilent
+
+
+class Scene:
+    """Two workers in one process."""
+
+    def __init__(self) -> None:
+        self.arenas = [Arena(), Arena()]
+
+    def attach(self, rank: int, generation: int, timeout: float = 20.0) -> SharedMemory | None:
+        members = [Member(rank, "a", os.getpid(), "", one.handle) for rank, one in enumerate(self.arenas)]
+        return attach_members(Waiting(rank, 2, timeout), self.arenas[rank], members, generation)
+
+    def attach_both(self, generation: int, later: float = 0.0) -> list[SharedMemory]:
+        """The second one comes so many seconds later."""
+        found: list[SharedMemory | None] = []
+
+        def come() -> None:
+            time.sleep(later)
+            found.append(self.attach(1, generation))
+
+        second = threading.Thread(target=come)
+        second.start()
+        try:
+            first = self.attach(0, generation)
+        finally:
+            second.join()
+        assert first is not None and found[0] is not None
+        return [first, found[0]]
+
+
+def test_who_gave_up_before_is_waited_for_in_the_next_generation() -> None:
+    """Each leaves with a mark in its own memory, and takes it away when it comes into the next generation."""
+    scene = Scene()
+    for one in scene.attach_both(0):
+        one.give_up()
+    first, second = scene.attach_both(1, later=10 * LOOK_SECONDS)
+    assert not first.gone(1) and not second.gone(0)
+    second.give_up()
+    assert first.gone(1)
+
+
+def test_who_waits_in_vain_says_that_it_gave_up() -> None:
+    """Another one may have come meanwhile, and wait for it."""
+    scene = Scene()
+    with pytest.raises(WorkerSilent):
+        scene.attach(0, 0, timeout=0.2)
+    assert os.pread(scene.arenas[0].file, 8, mmap.PAGESIZE + 8 * arena._GAVE_UP)[0] == 1
