@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 Printed = Callable[..., list[dict[str, Any]]]
 
@@ -21,8 +22,24 @@ if given.pop("accelerator"):
     import accelerator
     from accelerator import Counting
     accelerator.install()
+elif given.pop("strict", False):
+
+    class Counting:
+        def __enter__(self):
+            torch.cuda.set_sync_debug_mode("error" if session.position >= 3 else "default")
+
+        def __exit__(self, *_):
+            torch.cuda.set_sync_debug_mode("default")
 else:
     Counting = nullcontext
+if given.pop("group", False):  # of one rank, by the strategy for several
+    from paceline import training_loop
+    from paceline.strategies.data_parallel.allreduce import AllReduce
+
+    back_end = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group(back_end, store=store, rank=0, world_size=1)
+    training_loop.build = AllReduce
 
 dtype = given.pop("dtype")
 counted = given.pop("counted")
@@ -51,7 +68,8 @@ def loss(output, target):
 data = classes(96, dtype=dtype)
 data.tensors[0][list(broken)] = torch.nan
 if there and Counting is not nullcontext:
-    data.tensors = tuple(tensor.to(accelerator.DEVICE) for tensor in data.tensors)
+    device = "cuda" if torch.cuda.is_available() else accelerator.DEVICE
+    data.tensors = tuple(tensor.to(device) for tensor in data.tensors)
 net = Net().to(dtype)
 session = paceline.start(
     model=net,
@@ -85,7 +103,8 @@ def spelled(**given: Any) -> str:
 def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict[str, Any]:
     """What rank 0 told, with the waits of all workers in the steady state; all must have come to the same."""
     directory.mkdir()
-    everyone = printed(SCRIPT, workers, directory, environment={"GIVEN": spelled(**given)})
+    environment = {"GIVEN": spelled(**given)} | ({} if "strict" in given else {"CUDA_VISIBLE_DEVICES": ""})
+    everyone = printed(SCRIPT, workers, directory, environment=environment)
     assert len({repr((one["loss"], one["norm"], one["values"])) for one in everyone}) == 1
     return everyone[0] | {"waits": [step for one in everyone for step in one["waits"][STEADY:]]}
 
@@ -118,6 +137,42 @@ def test_a_step_reads_once_from_the_device(
     assert all(found["applied"]) == ("broken" not in given)
 
 
+@pytest.mark.parametrize(
+    ("given", "workers"),
+    [
+        ({"strategy": "stealing", "exact": True}, 2),
+        ({"strategy": "backup"}, 2),
+        ({"strategy": "auto"}, 2),
+        ({"reduction": "collective", "clip_norm": 0.5}, 2),
+        ({"reduction": "collective", "group": True}, 1),
+    ],
+    ids=["stealing", "backup workers", "auto", "collective", "a group of one"],
+)
+def test_other_strategies_read_once_too(printed: Printed, tmp_path: Path, given: dict[str, Any], workers: int) -> None:
+    found = train(printed, tmp_path / "device", workers, accelerator=True, microbatches=8, **given)
+    for reads, uploads in found["waits"]:
+        assert len(reads) == 1, "\n".join(reads)
+        assert not uploads, "\n".join(uploads)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize(
+    "given",
+    [{}, {"exact": True}, {"group": True, "reduction": "collective"}, {"group": True, "exact": True}],
+    ids=["alone", "alone, exact", "NCCL, collective", "NCCL, exact"],
+)
+def test_no_step_on_a_gpu_makes_the_host_wait_unasked(
+    printed: Printed, tmp_path: Path, given: dict[str, Any], there: bool
+) -> None:
+    """torch raises at an operation that waits; that for the one copy, an event, is the only one asked for."""
+    found = train(
+        printed, tmp_path / "d", 1, accelerator=False, strict=True, there=there, microbatches=8, clip_norm=0.5, **given
+    )
+    assert all(found["applied"])
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize(
     ("given", "text", "code"),
@@ -130,7 +185,7 @@ def test_a_step_reads_once_from_the_device(
 def test_a_bad_step_is_refused_before_the_update(
     ranks: Any, tmp_path: Path, given: dict[str, Any], text: str, code: int, workers: int
 ) -> None:
-    environment = {"GIVEN": spelled(accelerator=True, microbatches=8, **given)}
+    environment = {"GIVEN": spelled(accelerator=True, microbatches=8, **given), "CUDA_VISIBLE_DEVICES": ""}
     for one in ranks(SCRIPT, workers, tmp_path, environment=environment):
         assert one.code == code
         assert text in one.err

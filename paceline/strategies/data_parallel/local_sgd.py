@@ -133,7 +133,7 @@ class LocalSgd(Strategy):
         job.compute.buffers.accept(changed)
         self._pair = math.fsum(part.loss for part in parts), math.fsum(part.counted for part in parts)
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
-        norm, rate = job.update.apply(step)
+        norm, rate = (self._own().apply or job.update.apply)(step)
         self._models.weight += self._pair[1]
         return StepResult(mean_loss(parts, exact=False), norm, rate)
 
