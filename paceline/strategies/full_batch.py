@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.comm.host_copy import HostCopy
+from paceline.comm.reduction.division import divide_all
 from paceline.data.feed import Piece
 from paceline.step.accumulate import Accumulator, Values, align_value
 from paceline.step.checks import Part, check_dense
@@ -99,7 +100,7 @@ class FullBatch:
         if self._fixed is not None:
             sums = self._fixed.decode(sums, count)
         elif given:
-            torch._foreach_div_(given, count)
+            divide_all(given, count)
         for parameter, value in zip(self._parameters, sums, strict=True):
             parameter.grad = align_value(value)
         if not on_host:

@@ -33,6 +33,9 @@ _READS = (
 """Their results, or the shapes of these, are known to the device alone."""
 
 
+_DIVISIONS = (_aten.div.Tensor, _aten.div_.Tensor, _aten.div.out, _aten._foreach_div_.Tensor)
+
+
 class Counting:
     """Counts what makes the host wait for the device: ``reads`` from it, and ``uploads`` that are waited for.
 
@@ -75,6 +78,8 @@ class OnDevice(torch.Tensor):
         _count(func, args, kwargs)
         if func not in _COPIES:
             _refuse_both(func, args, kwargs)
+        if func in _DIVISIONS:
+            args = (args[0], _converted(args[0], args[1]), *args[2:])
         result = func(*tree_map(_raw, args), **tree_map(_raw, kwargs))
         if result is None:
             return None
@@ -89,6 +94,14 @@ def _raw(value: Any) -> Any:
     if isinstance(value, OnDevice):
         return value.raw
     return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _converted(value: Any, divisor: Any) -> Any:
+    """A divisor on the device, in the type of the result; of a number on the host the device gets all digits."""
+    if isinstance(divisor, OnDevice) and divisor.ndim == 0:
+        first = value[0] if isinstance(value, list) else value
+        return OnDevice(divisor.raw.to(torch.result_type(first.raw, divisor.raw)))
+    return divisor
 
 
 def _goes_to_device(args: Any, kwargs: Any) -> bool:

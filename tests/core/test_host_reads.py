@@ -62,7 +62,8 @@ class Net(torch.nn.Module):
 
 def loss(output, target):
     if counted:
-        return torch.nn.functional.cross_entropy(output, target, reduction="sum"), (target >= 0).sum()
+        sums = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum")
+        return sums * counted, (target >= 0).sum() * counted
     return torch.nn.functional.cross_entropy(output, target)
 
 data = classes(96, dtype=dtype)
@@ -73,7 +74,7 @@ if there and Counting is not nullcontext:
 net = Net().to(dtype)
 session = paceline.start(
     model=net,
-    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9) if dtype == torch.float32 else torch.optim.AdamW,
+    optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9) if dtype != torch.float64 else torch.optim.AdamW,
     loss=loss,
     data=data,
     batch=16,
@@ -96,8 +97,13 @@ STEADY = 3
 
 
 def spelled(**given: Any) -> str:
-    given = {"dtype": "float64", "counted": False, "optional": False, "broken": (), "there": False} | given
-    return repr(given).replace("'float32'", "torch.float32").replace("'float64'", "torch.float64")
+    given = {"dtype": "float64", "counted": 0, "optional": False, "broken": (), "there": False} | given
+    return (
+        repr(given)
+        .replace("'float32'", "torch.float32")
+        .replace("'float64'", "torch.float64")
+        .replace("'float16'", "torch.float16")
+    )
 
 
 def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict[str, Any]:
@@ -114,12 +120,20 @@ def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict
     "given",
     [
         {"microbatches": 1, "there": True},
-        {"microbatches": 4, "clip_norm": 0.5, "counted": True, "dtype": "float32"},
+        {"microbatches": 4, "clip_norm": 0.5, "counted": 1, "dtype": "float32"},
+        {"microbatches": 4, "counted": 10_000, "dtype": "float16", "exact": True},
         {"microbatches": 8, "exact": True, "clip_norm": 0.5},
         {"microbatches": 8, "optional": True, "missing_gradient": "zero"},
         {"microbatches": 8, "broken": (17, 61), "nonfinite": "skip", "clip_norm": 0.5},
     ],
-    ids=["one microbatch, data on the device", "clipped", "exact", "missing gradients", "not finite"],
+    ids=[
+        "one microbatch, data on the device",
+        "clipped",
+        "counted, float16",
+        "exact",
+        "missing gradients",
+        "not finite",
+    ],
 )
 def test_a_step_reads_once_from_the_device(
     printed: Printed, tmp_path: Path, given: dict[str, Any], workers: int

@@ -23,6 +23,7 @@ from time import perf_counter
 import torch
 
 from paceline import fault_points
+from paceline.comm.reduction.division import divide
 from paceline.comm.shm.tensors import aligned
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import Message, Transfer, World
@@ -246,7 +247,7 @@ class BucketedReduction:
         ]
         parts.sort(key=lambda part: first_of(part[0]))
         mean = bucket.flats[0][self._chunk(bucket, self._world.rank)]
-        return divide(total(parts, torch.Tensor.add_), divisor, mean)
+        return divide(total(parts, torch.Tensor.add_), divisor, out=mean)
 
     def _scatter(self, bucket: Bucket) -> None:
         """Send each worker its chunk of this worker's nodes."""
@@ -311,13 +312,6 @@ class BucketedReduction:
             bytes=self._bytes_sent(bucket),
             seconds=perf_counter() - bucket.started,
         )
-
-
-def divide(sums: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
-    """The mean; of whole numbers the sum as it is, which is divided once it is none any more (``step.fixed_point``)."""
-    if out.dtype in (torch.int32, torch.int64):
-        return out.copy_(sums)
-    return torch.div(sums, divisor, out=out)
 
 
 def split(tensors: list[torch.Tensor], most: int) -> list[list[int]]:

@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor, divide, split
+from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor, split
+from paceline.comm.reduction.division import divide
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node
@@ -79,7 +80,7 @@ class CollectiveReduction(BucketedReduction):
     def _finish(self, bucket: Bucket) -> None:
         divisor = self._agree(bucket)
         bucket.sends.pop().wait()
-        divide(bucket.flats[0], divisor, bucket.flats[0])
+        divide(bucket.flats[0], divisor, out=bucket.flats[0])
 
     def _bytes_sent(self, bucket: Bucket) -> int:
         """What a ring sends, the least possible."""

@@ -24,7 +24,8 @@ from itertools import chain
 
 import torch
 
-from paceline.comm.reduction.bucketed import TAGS, Bucket, BucketedReduction, Divisor, divide
+from paceline.comm.reduction.bucketed import TAGS, Bucket, BucketedReduction, Divisor
+from paceline.comm.reduction.division import divide
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import Message, World
@@ -151,7 +152,7 @@ class HierarchicalReduction(SharedMemoryReduction):
                 sums.append((node, self._received(bucket, host, column, index)))
         sums.sort(key=lambda one: first_of(one[0]))
         piece = self._piece(bucket, self._host, column)
-        return divide(total(sums, torch.Tensor.add_), divisor, bucket.flats[0][piece])
+        return divide(total(sums, torch.Tensor.add_), divisor, out=bucket.flats[0][piece])
 
     def _spread(self, bucket: Bucket) -> None:
         """Give the means of this worker's columns to the others of its machine."""

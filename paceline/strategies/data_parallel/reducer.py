@@ -20,6 +20,7 @@ from torch import nn
 from paceline.comm.all_gather import AllGather
 from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
 from paceline.comm.reduction.choice import Wanted, reduction_for
+from paceline.comm.reduction.division import divide_all
 from paceline.comm.step_header import NORMS_TAG, StepHeader
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World
@@ -341,5 +342,5 @@ def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
     if given:
         rest = divisor()
         if isinstance(rest, torch.Tensor) or rest != 1.0:
-            torch._foreach_div_(given, rest)
+            divide_all(given, rest)
     return means

@@ -1,0 +1,33 @@
+"""Division of sums by a count that is a number of the host, or a scalar on the device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def divide(value: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
+    """Divide a tensor; returns ``out``, which may be the tensor itself.
+
+    Whole numbers stay as they are: they are divided once they are none any more (``step.fixed_point``).
+    A device would convert the divisor to the type of the tensor first. float16 ends at 65,504, bfloat16 cannot count
+    beyond 256: so these are divided in float32.
+    """
+    if out.dtype in (torch.int32, torch.int64):
+        return out.copy_(value)
+    if isinstance(divisor, torch.Tensor) and _is_half(value):
+        return out.copy_(value.float().div_(divisor))
+    return torch.div(value, divisor, out=out)
+
+
+def divide_all(values: list[torch.Tensor], divisor: torch.Tensor | float) -> None:
+    """Divide tensors in place."""
+    if isinstance(divisor, torch.Tensor):
+        for one in filter(_is_half, values):
+            divide(one, divisor, out=one)
+        values = [one for one in values if not _is_half(one)]
+    if values:
+        torch._foreach_div_(values, divisor)
+
+
+def _is_half(value: torch.Tensor) -> bool:
+    return value.dtype in (torch.float16, torch.bfloat16)
