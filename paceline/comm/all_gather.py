@@ -8,7 +8,8 @@ from functools import partial
 import torch
 
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 
 
 class PendingGather:
@@ -52,7 +53,7 @@ class AllGather:
         gathered[self.world.rank] = own
         sends = [Message(own, peer, self._tag) for peer in self.world.others]
         receives = [Message(gathered[peer], peer, self._tag) for peer in self.world.others]
-        transfers = self.world.start_transfers(sends, receives)
+        transfers = self.world.start_transfers(sends, receives, host=own.device.type == "cpu")
 
         def finish() -> torch.Tensor:
             for transfer in transfers:

@@ -14,7 +14,8 @@ import torch
 
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import CACHE_LINE
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 
 Fill = Callable[[torch.Tensor, int], None]
 """Writes into a chunk what the state has from this byte on."""
@@ -107,12 +108,12 @@ def _over_network(
         for number, chunk in enumerate(mine.split(_CHUNK_BYTES)):
             fill(chunk, start)
             start += len(chunk)
-            transfers += world.start_transfers([Message(chunk, rank, _TAG + number) for rank in others], [])
+            transfers += world.start_transfers([Message(chunk, rank, _TAG + number) for rank in others], [], host=True)
     if flat is not None:
         for sender, share in enumerate(shares):
             if share and sender != world.rank:
                 chunks = flat[share.start : share.stop].split(_CHUNK_BYTES)
                 messages = [Message(chunk, sender, _TAG + number) for number, chunk in enumerate(chunks)]
-                transfers += world.start_transfers([], messages)
+                transfers += world.start_transfers([], messages, host=True)
     for transfer in transfers:
         transfer.wait()

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from paceline.comm.world import Message, Transfer, World
+from paceline.comm.transport.base import Message
+from paceline.comm.transport.transfer import Transfer
+from paceline.comm.world import World
 
 
 class Subgroup:

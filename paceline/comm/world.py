@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
+from paceline.comm.transport.base import Communicator, Message, TransportError
+from paceline.comm.transport.choice import transport_for
+from paceline.comm.transport.gloo import Gloo
+from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode_call
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership
@@ -48,6 +52,7 @@ class World(Waiting):
 
     Attributes:
         device: where this worker computes.
+        transport: moves tensors between workers.
         generation: how often the workers have changed.
         hosts: the ranks of the workers of each machine.
         host_memory: what the workers of this machine share; none if a worker of any machine cannot, as on GPUs.
@@ -65,13 +70,15 @@ class World(Waiting):
         self.local_size = who.local_world_size
         self.generation = who.generation
         self.device = device_of(who)
+        self.transport = transport_for(self.device, can_share())
+        self._host_transport = Gloo(same_host=False)
         self.leaving = False
         self._rings: dict[int, Rings] = {}
         self._in_process_group = False
         self.end_servers: Callable[[], None] = lambda: None
         self._arena: Arena | None = None
         self._who = who
-        self._group = ProcessGroup(self.device, timeout)
+        self._group = ProcessGroup(self.device, self.transport, timeout)
         if coordinator is not None:
             coordinator.on_alarm = self._interrupt
 
@@ -82,8 +89,9 @@ class World(Waiting):
             StartError: they did not come.
         """
         if self.size > 1 and not dist.is_initialized():
-            EnvRendezvous(self._who, self.timeout).join(self.device)
+            EnvRendezvous(self._who, self.timeout).join(self.device, self.transport.backend)
         if self.size > 1:
+            self.transport.open()
             # launchers number the workers of a machine one after the other; of others no two are taken for neighbours
             self._share_memory(self.gather(self.rank - self.local_rank, "start"))
             self.recorder = self._record_calls()
@@ -123,7 +131,7 @@ class World(Waiting):
         """
         assert self.coordinator is not None
         self._group.enter(self.coordinator.open_store(), self.rank, self.size)
-        if self.local_size == self.size and not membership.fenced and can_share(self.device):
+        if self.local_size == self.size and not membership.fenced and self.transport.capabilities.same_host:
             self.hosts = (tuple(range(self.size)),)
             self.host_memory = attach_members(self, self._own_arena(), membership.members, membership.generation)
         if self.host_memory is not None:
@@ -150,7 +158,7 @@ class World(Waiting):
 
     def arena_handle(self) -> tuple[int, str] | None:
         """By what others on this machine find the arena of this worker."""
-        return self._own_arena().handle if can_share(self.device) else None
+        return self._own_arena().handle if self.transport.capabilities.same_host else None
 
     def worker_ids(self, ranks: Sequence[int]) -> list[int]:
         """The numbers of the worker processes that have these ranks."""
@@ -176,7 +184,7 @@ class World(Waiting):
             tuple(rank for rank, machine in enumerate(machines) if machine == one) for one in dict.fromkeys(machines)
         )
         if max(map(len, self.hosts)) > 1:
-            arena = self._own_arena() if can_share(self.device) else None
+            arena = self._own_arena() if self.transport.capabilities.same_host else None
             self.host_memory = attach_hosts(self, arena, self.hosts, self.gather)
 
     def _own_arena(self) -> Arena:
@@ -268,41 +276,75 @@ class World(Waiting):
             dist.all_gather(messages, torch.frombuffer(bytearray(own.ljust(room, b"\0")), dtype=torch.uint8))
         return [one.numpy()[: int(size)].tobytes() for one, size in zip(messages, sizes, strict=True)]
 
-    def start_transfers(self, sends: list[Message], receives: list[Message], where: str = "") -> list[Transfer]:
-        """Start to send and receive; each transfer is to be waited for. ``where``: for an error, what this is for."""
+    def start_transfers(
+        self,
+        sends: list[Message],
+        receives: list[Message],
+        where: str = "",
+        over: Communicator | None = None,
+        host: bool = False,
+    ) -> list[Transfer]:
+        """Start to send and receive; each transfer is to be waited for.
+
+        Args:
+            sends, receives, over: see :meth:`Transport.start`.
+            where: for an error, what this is for.
+            host: the tensors are on the CPU, wherever this worker computes.
+        """
         if not sends and not receives:
             return []
-        where = where or self.purpose
-        if all(message.tensor.device.type == "cpu" for message in (*sends, *receives)):
-            started = [self._start(dist.irecv, message, where) for message in receives]
-            return started + [self._start(dist.isend, message, where) for message in sends]
-        operations = [dist.P2POp(dist.irecv, message.tensor, message.peer, tag=message.tag) for message in receives]
-        operations += [dist.P2POp(dist.isend, message.tensor, message.peer, tag=message.tag) for message in sends]
-        peers = sorted({operation.peer for operation in operations})
+        where, transport = where or self.purpose, self._host_transport if host else self.transport
         try:
-            works = dist.batch_isend_irecv(operations)
-        except RuntimeError as error:
-            raise self.lost(peers, where, error) from error
-        return [Transfer(self, work, peers, where) for work in works]
+            started = transport.start(sends, receives, over)
+        except TransportError as error:
+            raise self.lost(error.peers, where, error) from error
+        return [Transfer(self, work, peers, where) for work, peers in started]
+
+    def open_communicators(self, communicators: Iterable[Communicator]) -> None:
+        """Open those of this worker, between neighbours that need one; all workers call this together, in one order.
+
+        Raises:
+            WorkerLost: another worker went away.
+        """
+        own = sorted({one for one in communicators if self.rank in one[1:] and one.sender != one.receiver})
+        if own and self.transport.capabilities.ordered:
+            with self.waiting_in_group(self.others, [], "while the workers connected"):
+                self.transport.open_communicators(own)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
         """Start to add up a tensor over all workers, in place and in any order; it is to be waited for."""
         self.await_process_group()
         try:
-            work = dist.all_reduce(tensor, async_op=True)
+            work = self.transport.all_reduce(tensor)
         except RuntimeError as error:
             raise self.lost([], self.purpose, error) from error
-        assert work is not None
         return Transfer(self, work, [], self.purpose)
 
-    def _start(self, begin: Callable[..., dist.Work | None], message: Message, where: str) -> Transfer:
-        """Start one send or receive, so that an error names the one peer that it is about."""
-        try:
-            work = begin(message.tensor, message.peer, tag=message.tag)
-        except RuntimeError as error:
-            raise self.lost([message.peer], where, error) from error
-        assert work is not None
-        return Transfer(self, work, [message.peer], where)
+    def synchronize(self) -> None:
+        """Wait on the host for the device, where a wait does not: what came from others can be believed from now on.
+
+        Raises:
+            WorkerLost: another worker went away or stayed silent; what came may be garbage.
+        """
+        if self.transport.capabilities.blocking_wait:
+            return
+        with self.waiting_in_group(self.others, [], self.purpose):
+            self.transport.synchronize(self._look)
+            self.check()  # an abort ends what the device waits for
+
+    def _look(self, waited: float) -> None:
+        self.check()
+        self.check_silence([], waited)
+
+    def confirm(self, step: int) -> None:
+        """Before an update: where a wait does not tell whether tensors came, all tell each other through the host.
+
+        Raises:
+            WorkerLost: another worker went away or stayed silent.
+        """
+        if self.size > 1 and not self.transport.capabilities.blocking_wait:
+            self.synchronize()
+            self.gather(step, "step")
 
     @contextmanager
     def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> Iterator[None]:
@@ -344,41 +386,9 @@ class World(Waiting):
         """These workers and all others whose connection is broken: the one that was lost first is among them."""
         gone = set(peers)
         for peer in range(self.size):
-            if peer != self.rank and self.device.type == "cpu":
+            if peer != self.rank and self.transport.capabilities.blocking_wait:
                 try:
                     dist.isend(torch.zeros(1), peer, tag=_PROBE_TAG)
                 except RuntimeError:
                     gone.add(peer)
         return sorted(gone)
-
-
-class Message:
-    """A tensor to send to, or receive from, one peer under a tag."""
-
-    __slots__ = ("peer", "tag", "tensor")
-
-    def __init__(self, tensor: torch.Tensor, peer: int, tag: int) -> None:
-        self.tensor = tensor
-        self.peer = peer
-        self.tag = tag
-
-
-class Transfer:
-    """A send or receive under way; or a collective operation of all workers, if no peers are named."""
-
-    __slots__ = ("_peers", "_where", "_work", "_world")
-
-    def __init__(self, world: World, work: dist.Work, peers: list[int], where: str) -> None:
-        self._world = world
-        self._work = work
-        self._peers = peers
-        self._where = where
-
-    def wait(self) -> None:
-        """Wait until it is done.
-
-        Raises:
-            WorkerLost: the peer went away, or stayed silent for the timeout.
-        """
-        with self._world.waiting_in_group(self._peers or self._world.others, self._peers, self._where):
-            self._work.wait()

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 from paceline.errors import ConfigError
 from paceline.partition.cut import layers_of
 from paceline.partition.loss_check import check_loss
@@ -68,7 +69,6 @@ def _speed(world: World, peer: int) -> float:
         begin = time.perf_counter()
         for transfer in world.start_transfers([Message(own, peer, tag)], [Message(others, peer, tag)]):
             transfer.wait()
-        if world.device.type == "cuda":
-            torch.cuda.synchronize()
+        world.synchronize()
         seconds.append(time.perf_counter() - begin)
     return _LINK_BYTES / median(seconds[1:])

@@ -54,6 +54,7 @@ def commit(
     skipped = skip(job, step, parts, lambda bad: _locate(job, step, pieces, bad), notice)
     if skipped is not None:
         return skipped
+    job.world.confirm(step)
     job.compute.buffers.accept(statistics)
     loss = mean_loss(parts, job.settings.exact)
     seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers

@@ -8,7 +8,7 @@ import torch
 
 from paceline.checkpoint.tensors import check_savable, load_optimizer_state, named_tensors
 from paceline.comm.shm.tensors import Kinds, kinds_of, room_of, views_of
-from paceline.comm.world import Message
+from paceline.comm.transport.base import Message
 from paceline.step.job import Job
 
 _TAG = (1 << 26) - 1
@@ -43,6 +43,7 @@ def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
     receives = [Message(flats[peer], peer, _TAG) for peer in peers if parts[peer]]
     for transfer in world.start_transfers(sends, receives, "while the workers gathered the state"):
         transfer.wait()
+    world.synchronize()
     gathered: dict[str, torch.Tensor] = {}
     for flat, part in zip(flats, parts, strict=True):
         gathered.update(views_of(flat, part))

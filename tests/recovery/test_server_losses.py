@@ -13,7 +13,7 @@ from paceline.testing import faults
 
 NETWORK = """
 import paceline.comm.shm.arena, paceline.comm.world
-paceline.comm.shm.arena.can_share = paceline.comm.world.can_share = lambda device: False
+paceline.comm.world.can_share = lambda: False
 """
 ASYNC = ["async", "bounded", "dedicated"]
 

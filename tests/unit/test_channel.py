@@ -11,7 +11,8 @@ import torch
 
 from paceline.comm.links.channel import TAGS, Receiver, Sender
 from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Communicator, Message
+from paceline.comm.world import World
 from paceline.errors import InputError
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ class Arrival:
 class Wire:
     """Both workers of a channel, in one process: what is sent under a tag is received under it, in order."""
 
-    device = CPU
+    device, rank = CPU, 0
 
     def __init__(self) -> None:
         self.mail: dict[int, deque[torch.Tensor]] = defaultdict(deque)
@@ -46,7 +47,9 @@ class Wire:
         assert purpose in ("to send the output of stage 0", "to take the output of stage 0")
         return nullcontext()
 
-    def start_transfers(self, sends: list[Message], receives: list[Message], where: str) -> list[Arrival]:
+    def start_transfers(
+        self, sends: list[Message], receives: list[Message], where: str, communicator: Communicator, host: bool
+    ) -> list[Arrival]:
         assert where.startswith("while it sent ")
         new = [Arrival(self, one, True) for one in sends] + [Arrival(self, one, False) for one in receives]
         self.posted += new

@@ -15,8 +15,10 @@ import torch
 
 from paceline.comm.links.strides import Strides, dense_strides_of, laid_out, one_after_another, strides_of
 from paceline.comm.shm.ring import LARGEST_BYTES, Ring
+from paceline.comm.transport.base import Communicator, Message
+from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode, sendable
-from paceline.comm.world import Message, Transfer, World
+from paceline.comm.world import World
 from paceline.errors import InputError
 
 TAGS = 1 << 8
@@ -51,11 +53,20 @@ class Sender:
         ring: through shared memory, if there is one.
         exact: whether a tensor that is a part of a larger one is to lie in memory as such a part, as bits may depend
             on it; else it takes no more room than its numbers.
+        host: the places in a list whose tensors are on the CPU, wherever workers compute.
     """
 
     def __init__(
-        self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None, exact: bool = False
+        self,
+        world: World,
+        peer: int,
+        tag: int,
+        what: str,
+        ring: Ring | None = None,
+        exact: bool = False,
+        host: range = range(0),
     ) -> None:
+        self._host = host
         self._world = world
         self._peer = peer
         self._tag = tag
@@ -87,7 +98,7 @@ class Sender:
             self._forms[samples] = forms
             encoded = torch.frombuffer(bytearray(encode(forms)), dtype=torch.uint8)
             length = torch.tensor([len(encoded)])
-            transfers += self._post(length.to(self._world.device), 0) + self._post(encoded.to(self._world.device), 1)
+            transfers += self._post(length, 0, host=True) + self._post(encoded, 1, host=True)
         before, now = _differing(self._forms[samples], forms)
         if before != now:
             raise InputError(
@@ -106,7 +117,7 @@ class Sender:
                 self._ring.send([*plain.values()])
             else:
                 for place, value in plain.items():
-                    transfers += self._post(value, place)
+                    transfers += self._post(value, place, host=place - 2 in self._host)
             self._in_flight.append(transfers)
             while len(self._in_flight) > _MOST_IN_FLIGHT:
                 _await(self._in_flight.popleft())
@@ -125,10 +136,10 @@ class Sender:
     def _form(self, value: torch.Tensor) -> Form:
         return Form(value.dtype, tuple(value.shape), value.requires_grad, self._strides_of(value))
 
-    def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
-        return self._world.start_transfers(
-            [Message(tensor, self._peer, self._tag + place)], [], f"while it sent {self._what}"
-        )
+    def _post(self, tensor: torch.Tensor, place: int, host: bool) -> list[Transfer]:
+        message = Message(tensor, self._peer, self._tag + place)
+        communicator = communicator_of(self._tag, self._world.rank, self._peer)
+        return self._world.start_transfers([message], [], f"while it sent {self._what}", communicator, host)
 
 
 class Receiver:
@@ -140,9 +151,13 @@ class Receiver:
         tag: the first tag of the sender.
         what: is received, for an error.
         ring: that of the sender.
+        host: as for the sender.
     """
 
-    def __init__(self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None) -> None:
+    def __init__(
+        self, world: World, peer: int, tag: int, what: str, ring: Ring | None = None, host: range = range(0)
+    ) -> None:
+        self._host = host
         self._world = world
         self._peer = peer
         self._tag = tag
@@ -187,28 +202,33 @@ class Receiver:
             if forms is None:
                 return
             arrival.ready = True
-            arrival.numbers = [None if form is None else self._room_for(form) for form in forms]
+            arrival.numbers = [form and self._room_for(form, place in self._host) for place, form in enumerate(forms)]
             size = sum(numbers.nbytes for numbers in arrival.numbers if numbers is not None)
             arrival.through_ring = self._ring is not None and size <= LARGEST_BYTES
             for place, numbers in enumerate(arrival.numbers):
                 if numbers is not None and not arrival.through_ring:
-                    arrival.transfers += self._post(numbers, 2 + place)
+                    arrival.transfers += self._post(numbers, 2 + place, host=place in self._host)
 
-    def _room_for(self, form: Form) -> torch.Tensor:
-        return torch.empty(math.prod(form.shape), dtype=form.dtype, device=self._world.device)
+    def _room_for(self, form: Form, host: bool) -> torch.Tensor:
+        return torch.empty(math.prod(form.shape), dtype=form.dtype, device="cpu" if host else self._world.device)
 
     def _ask(self) -> Forms:
-        length = torch.zeros(1, dtype=torch.int64, device=self._world.device)
-        _await(self._post(length, 0))
-        encoded = torch.empty(int(length.item()), dtype=torch.uint8, device=self._world.device)
-        _await(self._post(encoded, 1))
-        forms: Forms = decode(encoded.cpu().numpy().tobytes())
+        length = torch.zeros(1, dtype=torch.int64)
+        _await(self._post(length, 0, host=True))
+        encoded = torch.empty(int(length.item()), dtype=torch.uint8)
+        _await(self._post(encoded, 1, host=True))
+        forms: Forms = decode(encoded.numpy().tobytes())
         return forms
 
-    def _post(self, tensor: torch.Tensor, place: int) -> list[Transfer]:
-        return self._world.start_transfers(
-            [], [Message(tensor, self._peer, self._tag + place)], f"while it sent {self._what}"
-        )
+    def _post(self, tensor: torch.Tensor, place: int, host: bool) -> list[Transfer]:
+        message = Message(tensor, self._peer, self._tag + place)
+        communicator = communicator_of(self._tag, self._peer, self._world.rank)
+        return self._world.start_transfers([], [message], f"while it sent {self._what}", communicator, host)
+
+
+def communicator_of(tag: int, sender: int, receiver: int) -> Communicator:
+    """The communicator of a channel, by its first tag; to be open where the transport is ordered."""
+    return Communicator(tag, sender, receiver)
 
 
 class _Arrival:

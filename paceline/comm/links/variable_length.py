@@ -8,10 +8,16 @@ import torch
 
 from paceline.comm.links import channel
 from paceline.comm.links.channel import Receiver, Sender
+from paceline.comm.transport.base import Communicator
 from paceline.comm.world import World
 
 TAGS = 2 * channel.TAGS
 """Of each pair of a sender and a receiver."""
+
+
+def communicator_of(tag: int, sender: int, receiver: int) -> Communicator:
+    """The communicator of a pair, by its first tag; only its lists need one."""
+    return channel.communicator_of(tag + channel.TAGS, sender, receiver)
 
 
 class VariableLengthSender:
@@ -25,8 +31,7 @@ class VariableLengthSender:
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
-        self._device = world.device
-        self._counts = Sender(world, peer, tag, what)
+        self._counts = Sender(world, peer, tag, what, host=range(1))
         self._values = Sender(world, peer, tag + channel.TAGS, what)
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
@@ -35,7 +40,7 @@ class VariableLengthSender:
         Raises:
             WorkerLost: the receiver is gone.
         """
-        self._counts.send(0, [torch.tensor(len(values), device=self._device)])
+        self._counts.send(0, [torch.tensor(len(values))])
         if values:
             whole = values[0].unsqueeze(0) if len(values) == 1 else torch.stack([*values])
             self._values.send(len(values), [whole])
@@ -61,7 +66,7 @@ class VariableLengthReceiver:
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
-        self._counts = Receiver(world, peer, tag, what)
+        self._counts = Receiver(world, peer, tag, what, host=range(1))
         self._values = Receiver(world, peer, tag + channel.TAGS, what)
 
     def take(self) -> list[torch.Tensor]:

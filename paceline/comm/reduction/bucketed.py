@@ -26,7 +26,9 @@ from paceline import fault_points
 from paceline.comm.reduction.division import divide
 from paceline.comm.shm.tensors import aligned
 from paceline.comm.subgroup import Subgroup
-from paceline.comm.world import Message, Transfer, World
+from paceline.comm.transport.base import Message
+from paceline.comm.transport.transfer import Transfer
+from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, first_of, total
 

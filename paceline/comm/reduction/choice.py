@@ -42,7 +42,7 @@ def reduction_for(
     """
     kind, megabytes = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
-    if kind == "collective" or (kind == "auto" and world.device.type != "cpu"):
+    if kind == "collective" or (kind == "auto" and world.transport.capabilities.ordered):
         return CollectiveReduction(world, tensors, events, name, bucket_bytes=size)
     if world.shared_memory is not None:
         return SharedMemoryReduction(world, world.shared_memory, tensors, events, name, bucket_bytes=size)
@@ -58,7 +58,7 @@ def reduction_for(
 
 def _fit_links(reduction: BucketedReduction, world: World, nbytes: int, events: EventLog) -> None:
     """Let a machine with a slow link add up less; between two machines that would change nothing."""
-    if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.device.type != "cpu":
+    if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.transport.capabilities.ordered:
         return
     rates = measure_links(world)
     shares = of_links(rates)

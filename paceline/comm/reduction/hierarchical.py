@@ -28,7 +28,8 @@ from paceline.comm.reduction.bucketed import TAGS, Bucket, BucketedReduction, Di
 from paceline.comm.reduction.division import divide
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, first_of, fold, total
 

@@ -6,7 +6,8 @@ from time import perf_counter
 
 import torch
 
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 
 TAG = (1 << 31) - 2
 _BYTES = 2**21

@@ -7,7 +7,8 @@ import torch
 from paceline.comm.reduction.bucketed import TAGS, Bucket, BucketedReduction
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.world import Message, World
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
 from paceline.events import EventLog
 
 

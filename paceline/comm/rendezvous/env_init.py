@@ -38,7 +38,7 @@ class EnvRendezvous:
         self.timeout = timeout
         self._who = who
 
-    def join(self, device: torch.device) -> None:
+    def join(self, device: torch.device, backend: str) -> None:
         """Come together.
 
         Raises:
@@ -51,7 +51,6 @@ class EnvRendezvous:
         _choose_interface(where.host)
         own = PrefixStore(f"paceline/{who.generation}", store)
         compare_gpus(own, self.rank, self.size, device)
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=own,

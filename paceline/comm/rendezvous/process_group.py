@@ -20,6 +20,7 @@ import torch.distributed as dist
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.comm.rendezvous.devices import compare_gpus
 from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
+from paceline.comm.transport.base import Transport
 
 _LOOK_SECONDS = 0.01
 _END_SECONDS = 5.0
@@ -30,11 +31,13 @@ class ProcessGroup:
 
     Args:
         device: where tensors are.
+        transport: moves them.
         timeout: seconds after which torch gives up by itself.
     """
 
-    def __init__(self, device: torch.device, timeout: float) -> None:
+    def __init__(self, device: torch.device, transport: Transport, timeout: float) -> None:
         self._device = device
+        self._transport = transport
         self._timeout = timedelta(seconds=timeout)
         self._lock = threading.Lock()
         self._store: CoordinatorStore | None = None
@@ -62,12 +65,13 @@ class ProcessGroup:
         compare_gpus(self._store, self._rank, self._size, self._device)
         dist.distributed_c10d._world.group_count = 0  # it is in torch's keys, and stays higher after a failure to join
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo",
+            self._transport.backend,
             store=self._store,
             rank=self._rank,
             world_size=self._size,
             timeout=self._timeout,
         )
+        self._transport.open()
         with self._lock:
             self._joined = True
 
@@ -93,8 +97,7 @@ class ProcessGroup:
             if self._store is None:
                 return
             self._store.close()
-            if self._device.type == "cuda" and dist.is_initialized():
-                dist.distributed_c10d._abort_process_group()
+            self._transport.abort()
             for one in gloo_sockets(list(self._store.written.values()), list(self._store.read.values())):
                 with one, contextlib.suppress(OSError):
                     if not listens(one):  # gloo ends the process when that is shut down

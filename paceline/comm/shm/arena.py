@@ -36,8 +36,6 @@ from paceline.errors import WorkerLost
 from paceline.launchers.kernel import is_ending, start_of
 
 if TYPE_CHECKING:
-    import torch
-
     from paceline.comm.waiting import Waiting
     from paceline.coordinator.types import Member
 
@@ -84,10 +82,10 @@ class Arena:
         return self.file, self.token.hex()
 
 
-def can_share(device: torch.device) -> bool:
-    """Whether this worker could share memory with others of its machine."""
+def can_share() -> bool:
+    """Whether this worker could share the memory of the host with others of its machine."""
     ordered = platform.machine() in ("x86_64", "AMD64")  # stores become visible in program order
-    return ordered and hasattr(os, "memfd_create") and device.type == "cpu"
+    return ordered and hasattr(os, "memfd_create")
 
 
 def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:

@@ -195,8 +195,7 @@ class BackupWorkers(Strategy):
             if self._quorum.is_late(group):
                 return None
             computed.total.backward()
-            if computed.total.device.type == "cuda":
-                torch.cuda.synchronize()  # what is only queued is not done
+            job.world.synchronize()  # what is only queued is not done
             result.add(piece.samples, computed.pair, self._reducer.take(), [*computed.buffers])
         return result
 

@@ -151,7 +151,7 @@ class LocalSgd(Strategy):
         everyone = world.gather(own, f"averaging after step {step}")
         _check_trained([trained for trained, *_ in everyone])
         weights = [weight for _, weight, *_ in everyone]
-        self._models.average(weights, same=all(kinds == own[-1] for *_, kinds in everyone))
+        self._models.average(step, weights, same=all(kinds == own[-1] for *_, kinds in everyone))
         self._trained = []
         self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
         count = math.fsum(pair[1] for _, _, pair, *_ in everyone)
@@ -194,10 +194,11 @@ class Models:
         kinds = [(name, value.dtype, value.shape) for name, value in self._changing().items()]
         return hashlib.sha256(repr(kinds).encode()).hexdigest()
 
-    def average(self, weights: list[float], same: bool) -> None:
+    def average(self, step: int, weights: list[float], same: bool) -> None:
         """Take over the mean of all workers' tensors.
 
         Args:
+            step: the last one of all.
             weights: of each worker.
             same: whether all workers have the same tensors; an optimizer has no state for what it never updated.
         """
@@ -213,6 +214,7 @@ class Models:
                 slot.copy_(value).mul_(own)
             reduction.written(member)
         reduction.finish()
+        self._job.world.confirm(step)
         self._take({name: reduction.mean(member) for member, name in enumerate(values)}, values)
 
     def _changing(self) -> dict[str, torch.Tensor]:

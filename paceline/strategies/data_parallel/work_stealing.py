@@ -96,8 +96,7 @@ class WorkStealing(Strategy):
         if lease.again and self._leases.overtaken(lease.microbatch):
             return
         forward.total.backward()
-        if forward.total.device.type == "cuda":
-            torch.cuda.synchronize()  # a microbatch that is only queued says nothing about the speed
+        job.world.synchronize()  # a microbatch that is only queued says nothing about the speed
         gradients = self._reducer.take()
         if self._leases.finish(lease.microbatch):
             computed.add(piece, forward.pair, gradients, [*forward.buffers], time.perf_counter() - begin)

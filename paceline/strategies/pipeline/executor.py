@@ -103,7 +103,7 @@ class Executor:
     Args:
         job: what is trained.
         stages: those of this worker.
-        last: the number of the last stage.
+        workers_of: for each stage of the model the ranks that hold it.
 
     Attributes:
         losses: for each microbatch whose last stage this worker computed a float64 tensor of shape [2]: the sum of the
@@ -113,15 +113,15 @@ class Executor:
         busy_seconds: that this worker has computed.
     """
 
-    def __init__(self, job: Job, stages: Mapping[int, LocalStage], last: int) -> None:
+    def __init__(self, job: Job, stages: Mapping[int, LocalStage], workers_of: Sequence[Sequence[int]]) -> None:
         self._job = job
         self._stages = stages
-        self._last = last
-        self._links = Links(job, last)
+        self._last = len(workers_of) - 1
         self._states = len(pack_generators())
+        self._links = Links(job, workers_of, host=range(1, 1 + self._states))
         self._random: set[int] = set()
         """Stages that have drawn random numbers, themselves or before them."""
-        self._observed = {stage for stage in stages if stage != last}
+        self._observed = {stage for stage in stages if stage != self._last}
         """Stages that have drawn none so far, but still may."""
         self._run = {
             Kind.FORWARD: self._forward,

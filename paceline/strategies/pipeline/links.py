@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from paceline.comm.links.channel import TAGS, Receiver, Sender
+from collections.abc import Sequence
+
+from paceline.comm.links.channel import TAGS, Receiver, Sender, communicator_of
 from paceline.comm.shm.ring import Ring
 from paceline.step.job import Job
 
@@ -14,13 +16,23 @@ class Links:
 
     Args:
         job: what is trained.
-        last: the number of the last stage.
+        workers_of: for each stage the ranks that hold it.
+        host: the places of what is sent whose tensors are on the CPU, as the states of generators are.
     """
 
-    def __init__(self, job: Job, last: int) -> None:
+    def __init__(self, job: Job, workers_of: Sequence[Sequence[int]], host: range) -> None:
         self._world = job.world
         self._exact = bool(job.settings.exact)
-        self._rings = job.world.rings(2 * (last + 1))
+        self._host = host
+        self._rings = job.world.rings(2 * len(workers_of))
+        neighbours = [(one, one + 1) for one in range(len(workers_of) - 1)]
+        job.world.open_communicators(
+            communicator_of(_tag(sender, receiver), one, other)
+            for border in neighbours
+            for sender, receiver in (border, border[::-1])
+            for one in workers_of[sender]
+            for other in workers_of[receiver]
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -32,7 +44,7 @@ class Links:
         """From a stage of this worker to ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._senders:
             ring = self._ring(stage, peer, self._world.rank, rank)
-            sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact)
+            sender = Sender(self._world, rank, _tag(stage, peer), _what(stage, peer), ring, self._exact, self._host)
             self._senders[stage, peer, rank] = sender
         return self._senders[stage, peer, rank]
 
@@ -40,7 +52,7 @@ class Links:
         """To a stage of this worker from ``peer`` on ``rank``."""
         if (stage, peer, rank) not in self._receivers:
             ring = self._ring(peer, stage, rank, self._world.rank)
-            receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring)
+            receiver = Receiver(self._world, rank, _tag(peer, stage), _what(peer, stage), ring, self._host)
             self._receivers[stage, peer, rank] = receiver
         return self._receivers[stage, peer, rank]
 

@@ -60,7 +60,7 @@ class PipeDream(Strategy):
         )
         self._stream = async_pipeline_for(job.settings.pipeline, job.world.size, job.order.microbatches)
         self.stages = Stages(job, window(self._stream, 0, 2 * sum(self._stream.replicas)))
-        self._executor = Executor(job, self.stages.local, self.stages.count - 1)
+        self._executor = Executor(job, self.stages.local, self.stages.workers_of)
         self._updates = _StageUpdates(job, self.stages, self._stream, self._executor)
         self._round = math.lcm(*self._stream.replicas)
         self._entered = 0
@@ -211,6 +211,7 @@ class _StageUpdates(Hooks):
             sums, statistics, totals = self._reduce(sums, statistics, totals)
         staleness = [version - 1 - one for one in self._versions]
         job.events.mark("staleness", stage=self._stage, version=version, staleness=staleness)
+        job.world.synchronize()
         with self._stash.update(self._stream.version(self._stage, self._next)):
             if self._is_finite(totals):
                 self._apply(sums, float(totals[1]), [value.div_(totals[2].item()) for value in statistics])

@@ -68,7 +68,7 @@ class Synchronous(Strategy):
         job = self._job
         enough = max(job.order.microbatches, job.world.size)  # so that each worker has operations
         self.stages = stages = Stages(job, self._schedule(enough), partition)
-        self._executor = Executor(job, stages.local, stages.count - 1)
+        self._executor = Executor(job, stages.local, stages.workers_of)
         self._updated = {name: self._parameters[name] for names in stages.updated.values() for name in names}
         self._reducer = Reducer(job, self._updated, stages.replicas, overlap=False)
         self._rebalance: Rebalance | None = None
@@ -122,7 +122,8 @@ class Synchronous(Strategy):
             return skipped
         loss = mean_loss(parts, job.settings.exact)
         norm = self._reducer.norm(set(self._updated) if stages.replicas.rank == 0 else ())
-        job.compute.buffers.accept(statistics)  # the commit: all have sent norms, so all have their means
+        job.world.confirm(step)  # the commit: all have sent norms, so all have their means
+        job.compute.buffers.accept(statistics)
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         _, rate = job.update.apply(step, norm=norm)
         first, self._has_updated = not self._has_updated, True

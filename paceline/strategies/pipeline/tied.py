@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from paceline.comm.links.variable_length import TAGS, VariableLengthReceiver, VariableLengthSender
-from paceline.comm.world import Message
+from paceline.comm.links.variable_length import TAGS, VariableLengthReceiver, VariableLengthSender, communicator_of
+from paceline.comm.transport.base import Message
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.step.job import Job
 from paceline.strategies.pipeline.tied_exact import TiedUses
@@ -51,6 +51,13 @@ class TiedWeights:
         self._sums: dict[tuple[str, int], torch.Tensor | None] = defaultdict(lambda: None)
         self._senders: dict[tuple[str, int, int], VariableLengthSender] = {}
         self._receivers: dict[tuple[str, int, int], VariableLengthReceiver] = {}
+        self._world.open_communicators(
+            communicator_of(self._tag(name, stage), rank, owner)
+            for name, (first, *others) in users.items()
+            for stage in others
+            for rank in workers_of[stage]
+            for owner in workers_of[first]
+        )
 
     def owner_of(self, name: str) -> int | None:
         """The stage that owns a parameter; none if only one stage uses it."""

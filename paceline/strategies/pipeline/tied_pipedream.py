@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.comm.links import channel, variable_length
 from paceline.comm.links.channel import TAGS, Receiver, Sender
 from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
 from paceline.errors import ConfigError
@@ -41,6 +42,7 @@ class TiedPipeDream:
 
     def __init__(self, job: Job, stage: int, tied: TiedWeights, stream: AsyncPipeline) -> None:
         self._stage = stage
+        self._world = job.world
         self._parameters = job.update.parameters
         self._late: dict[str, int] = {}
         self._gradient_receivers: dict[str, list[VariableLengthReceiver]] = {}
@@ -63,6 +65,9 @@ class TiedPipeDream:
         for user in users[1:]:
             tag = _TAGS + 3 * (number * stream.stages + user) * TAGS
             gradient, weight = f"the gradient of {name!r}", f"the weights {name!r}"
+            one, other = stream.worker(user, 0), stream.worker(owner, 0)
+            there = variable_length.communicator_of(tag + TAGS, one, other)
+            world.open_communicators([there, channel.communicator_of(tag, other, one)])
             if self._stage == owner:
                 rank = stream.worker(user, 0)
                 self._gradient_receivers.setdefault(name, []).append(
@@ -122,5 +127,6 @@ class TiedPipeDream:
         receiver.expect(0)
         (weights,) = receiver.take()
         assert weights is not None
+        self._world.synchronize()
         with torch.no_grad():
             self._parameters[name].copy_(weights)

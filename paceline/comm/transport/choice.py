@@ -1,0 +1,26 @@
+"""Which transport a worker has: the one place that asks where tensors are in order to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from paceline.comm.transport.base import Transport
+from paceline.comm.transport.gloo import Gloo
+from paceline.comm.transport.nccl import Nccl
+
+_other: Callable[[], Transport] | None = None
+
+
+def transport_for(device: torch.device, same_host: bool) -> Transport:
+    """The transport for tensors on a device; ``same_host``: workers of a machine can share the memory of the host."""
+    if _other is not None:
+        return _other()
+    return Gloo(same_host) if device.type == "cpu" else Nccl(device)
+
+
+def use(make: Callable[[], Transport] | None) -> None:
+    """Use another transport from now on, whatever the device; None: as before."""
+    global _other
+    _other = make

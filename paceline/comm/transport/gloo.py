@@ -1,0 +1,61 @@
+"""gloo: tensors in the memory of the host, point to point under tags; a wait blocks, and raises when a peer is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.transport.base import Capabilities, Communicator, Message, Started, TransportError, Work
+
+
+class Gloo:
+    """The default process group, for tensors on the CPU.
+
+    Args:
+        same_host: whether the workers of a machine can share memory.
+    """
+
+    backend = "gloo"
+
+    def __init__(self, same_host: bool) -> None:
+        self.capabilities = Capabilities(
+            device=torch.device("cpu"),
+            same_host=same_host,
+            point_to_point=True,
+            collectives=True,
+            ordered=False,
+            blocking_wait=True,
+        )
+
+    def open(self) -> None:
+        """It connects by itself."""
+
+    def open_communicators(self, communicators: Iterable[Communicator]) -> None:
+        """None is needed: each tag has an order of its own."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
+        started = [(_begin(dist.irecv, message), [message.peer]) for message in receives]
+        return started + [(_begin(dist.isend, message), [message.peer]) for message in sends]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        work: Work | None = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work
+
+    def synchronize(self, look: Callable[[float], None]) -> None:
+        """A wait has done it."""
+
+    def abort(self) -> None:
+        """Does nothing: blocked calls end when their sockets are shut down."""
+
+
+def _begin(call: Callable[..., Work | None], message: Message) -> Work:
+    """Start one send or receive, so that an error names the one peer that it is about."""
+    try:
+        work = call(message.tensor, message.peer, tag=message.tag)
+    except RuntimeError as error:
+        raise TransportError([message.peer], error) from error
+    assert work is not None
+    return work

@@ -1,0 +1,77 @@
+"""NCCL: tensors on GPUs. Each communicator runs what it is given in order, and a wait does not block the host.
+
+Tensors on the CPU go through gloo, which is in the same process group. Not run on GPUs yet: the tests run the same
+callers on ``paceline.testing.ordered_transport``, which waits and breaks in the same ways.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.transport.base import Capabilities, Communicator, Message, Started, TransportError, Work
+
+_LOOK_SECONDS = 5e-5
+
+
+class Nccl:
+    """The default process group, for tensors on GPUs.
+
+    Args:
+        device: the GPU of this worker.
+    """
+
+    backend = "cpu:gloo,cuda:nccl"
+
+    def __init__(self, device: torch.device) -> None:
+        self.capabilities = Capabilities(
+            device=device,
+            same_host=False,
+            point_to_point=True,
+            collectives=True,
+            ordered=True,
+            blocking_wait=False,
+        )
+        self._groups: dict[Communicator, dist.ProcessGroup] = {}
+
+    def open(self) -> None:
+        """Make the communicator of all, before some of them use it alone."""
+        self._groups = {}
+        dist.all_reduce(torch.zeros(1, device=self.capabilities.device))
+
+    def open_communicators(self, communicators: Iterable[Communicator]) -> None:
+        """Make the groups of two; the first operation in one blocks the host until the other worker is there."""
+        for one in communicators:
+            if one not in self._groups:
+                group = dist.new_group([one.sender, one.receiver], backend="nccl", use_local_synchronization=True)
+                dist.all_reduce(torch.zeros(1, device=self.capabilities.device), group=group)
+                self._groups[one] = group
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
+        group = None if over is None else self._groups[over]
+        operations = [dist.P2POp(dist.irecv, one.tensor, one.peer, group=group, tag=one.tag) for one in receives]
+        operations += [dist.P2POp(dist.isend, one.tensor, one.peer, group=group, tag=one.tag) for one in sends]
+        peers = sorted({one.peer for one in (*sends, *receives)})
+        try:
+            return [(work, peers) for work in dist.batch_isend_irecv(operations)]
+        except RuntimeError as error:
+            raise TransportError(peers, error) from error
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        work: Work | None = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work
+
+    def synchronize(self, look: Callable[[float], None]) -> None:
+        done, begin = torch.cuda.Event(), time.monotonic()
+        done.record()
+        while not done.query():
+            look(time.monotonic() - begin)
+            time.sleep(_LOOK_SECONDS)
+
+    def abort(self) -> None:
+        if dist.is_initialized():
+            dist.distributed_c10d._abort_process_group()

@@ -1,0 +1,43 @@
+"""A transfer under way, and whom it waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from paceline.comm.transport.base import Work
+
+
+class Waits(Protocol):
+    """Who waits: ``comm.world.World``."""
+
+    @property
+    def others(self) -> list[int]:
+        """The ranks of all other workers."""
+        ...
+
+    def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> AbstractContextManager[None]:
+        """See ``World.waiting_in_group``."""
+        ...
+
+
+class Transfer:
+    """A send or receive under way; or a collective operation of all workers, if no peers are named."""
+
+    __slots__ = ("_peers", "_where", "_work", "_world")
+
+    def __init__(self, world: Waits, work: Work, peers: list[int], where: str) -> None:
+        self._world = world
+        self._work = work
+        self._peers = peers
+        self._where = where
+
+    def wait(self) -> None:
+        """Wait until it is done; see :attr:`Capabilities.blocking_wait`.
+
+        Raises:
+            WorkerLost: the peer went away, or stayed silent for the timeout.
+        """
+        with self._world.waiting_in_group(self._peers or self._world.others, self._peers, self._where):
+            self._work.wait()
