@@ -76,6 +76,11 @@ def use_interface(name: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
+def disable_nccl_error_handling() -> None:
+    """Leave it to us to abort NCCL's groups when a worker is lost, unless the user has chosen."""
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+
+
 def master_port_is_set() -> bool:
     """Whether the user, or torchrun, has chosen a port."""
     return bool(os.environ.get("MASTER_PORT"))

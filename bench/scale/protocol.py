@@ -22,7 +22,7 @@ from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.hierarchical import HierarchicalReduction
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.step_header import header_bytes
-from paceline.comm.world import Message as TensorMessage
+from paceline.comm.transport.base import Message as TensorMessage
 from paceline.comm.world import World
 from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.membership import MembershipProtocol
@@ -121,7 +121,9 @@ class CountingWorld:
         self.hosts = tuple(tuple(range(at, at + PER_MACHINE)) for at in range(0, size, PER_MACHINE))
         self.messages = self.bytes = 0
 
-    def start_transfers(self, sends: list[TensorMessage], receives: list[TensorMessage], where: str = "") -> list[Any]:
+    def start_transfers(
+        self, sends: list[TensorMessage], receives: list[TensorMessage], where: str = "", host: bool = False
+    ) -> list[Any]:
         self.messages += len(sends)
         self.bytes += sum(message.tensor.nbytes for message in sends)
         return [Done()] * (len(sends) + len(receives))

@@ -17,6 +17,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from paceline import env
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.comm.rendezvous.devices import compare_gpus
 from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
@@ -64,6 +65,8 @@ class ProcessGroup:
         assert self._store is not None
         compare_gpus(self._store, self._rank, self._size, self._device)
         dist.distributed_c10d._world.group_count = 0  # it is in torch's keys, and stays higher after a failure to join
+        if "nccl" in self._transport.backend:
+            env.disable_nccl_error_handling()
         dist.init_process_group(
             self._transport.backend,
             store=self._store,

@@ -1,6 +1,6 @@
 """What a transport is: what it can do, and the sends and receives that it takes.
 
-Who uses one asks what it can do, never where tensors are: ``device.type`` is read in ``choice`` alone.
+Who uses one asks what it can do, not where tensors are; which one fits a device is decided in ``choice``.
 """
 
 from __future__ import annotations
