@@ -9,6 +9,7 @@
                after update          the model is that of step t + 1, no other worker knows
     t done     in evaluate           this worker has measured its share; no one else knows
                inside a save         the tensors are written, the manifest is not
+               writing a part        this rank has written its part of a checkpoint; rank 0 does not know
                during recovery       the workers begin to re-form
                sending the state     a part of the state is on its way to a worker that is behind
 
@@ -33,6 +34,7 @@ Point = Literal[
     "in evaluate",
     "during recovery",
     "sending the state",
+    "writing a part",
 ]
 
 

@@ -186,7 +186,7 @@ class Session:
         if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing
             saves, resume = CheckpointSettings(), None
         folder = "checkpoints" if number == 1 else f"checkpoints-{number}"
-        self._checkpointer = Checkpointer(job.world, saves, run / folder if run else None, job.events)
+        self._checkpointer = Checkpointer(job.world, saves, run / folder if run else None, job.events, job.replicated)
         self._loop = _current = TrainingLoop(job, facts, self._state, self._checkpointer, resume)
         if self._checkpointer.enabled or job.world.coordinator is not None:
             catch_notices(job.world)

@@ -7,13 +7,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from paceline.checkpoint import files, locations, manifest, save
+from paceline.checkpoint import files, locations, manifest, parts, save
 from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.parts import Save
 from paceline.checkpoint.resume import Check, Search, ask, complete, read_named, read_newest
 from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
@@ -29,13 +31,14 @@ _log = logging.getLogger("paceline")
 class Checkpointer:
     """Save and restore the state of one run.
 
-    Only rank 0 writes: the worker that has this rank at that moment.
+    Rank 0 saves: the worker that has this rank at that moment. The others write the parts that it collects.
 
     Args:
         world: the workers.
         settings: where, how often, how many.
         folder: where checkpoints go unless the settings name a directory.
         events: the event log.
+        replicated: whether all workers have the same state after each step, so that each can write a part of it.
 
     Attributes:
         last: location and step of the newest good checkpoint that this worker wrote or resumed from.
@@ -46,10 +49,19 @@ class Checkpointer:
         ConfigError: a package that the URL needs is not installed, or the key cannot be read.
     """
 
-    def __init__(self, world: World, settings: CheckpointSettings, folder: Path | None, events: EventLog) -> None:
+    def __init__(
+        self,
+        world: World,
+        settings: CheckpointSettings,
+        folder: Path | None,
+        events: EventLog,
+        replicated: bool = False,
+    ) -> None:
         self._world = world
         self._settings = settings
         self._events = events
+        self._divided = replicated and settings.every != "auto"  # only rank 0 knows when, with auto
+        self._absent: tuple[int, set[int]] = -1, set()
         self._background = Background()
         self._buffers = HostBuffers()
         self._interval = Interval(settings.mtbf_hours * 3600)
@@ -84,7 +96,7 @@ class Checkpointer:
         return self._world.rank == 0 and self._interval.due(step)
 
     def save(self, state: TrainingState, step: int) -> Path | str:
-        """Write a checkpoint and wait for it on rank 0; the other ranks do not wait.
+        """Write a checkpoint and wait for it on rank 0; the other ranks write their parts, and do not wait.
 
         Raises:
             CheckpointError: there is no directory, or this save or the last one in the background failed.
@@ -95,6 +107,8 @@ class Checkpointer:
         if self._world.rank == 0:
             self._write(storage, state.snapshot(step), self._writer(storage), begin, None)
             self._interval.reset(step)
+        elif self._divided:
+            self._write_part(storage, state.snapshot(step))
         return storage.location(manifest.name_of(step))
 
     def begin_save(self, state: TrainingState, step: int) -> None:
@@ -116,6 +130,8 @@ class Checkpointer:
             stall = time.perf_counter() - begin
             self._background.start(lambda: self._write(storage, snapshot, writer, begin, stall))
             self._interval.reset(step)
+        elif self._divided:
+            self._write_part(storage, state.snapshot(step))
 
     def finish(self) -> None:
         """Wait for the save in the background.
@@ -143,12 +159,42 @@ class Checkpointer:
             self.launch = storage.next_launch()
         return Writer(self.launch, self._world.generation, self._token)
 
+    def _save_of(self, storage: Storage, step: int) -> Save:
+        generation = self._world.generation
+        if self._absent[0] != generation:
+            self._absent = generation, set()
+        changed = lambda: self._world.alarmed or self._world.generation != generation  # noqa: E731
+        return Save(storage, manifest.name_of(step), self._key, changed, self._absent[1])
+
+    def _write_part(self, storage: Storage, snapshot: Snapshot) -> None:
+        """Write the part of this rank in the background, from a copy. An error is no harm: rank 0 writes it then."""
+        rank, divided = self._world.rank, parts.divide(snapshot.tensors, self._world.size)
+        if self.launch is None or rank >= len(divided):
+            return
+        tensors = {name: snapshot.tensors[name] for name in divided[rank]}
+        copy = self._buffers.copy(replace(snapshot, tensors=tensors))
+        about, writer = self._save_of(storage, snapshot.step), (self.launch, self._world.generation)
+
+        def write() -> None:
+            begin = time.perf_counter()
+            try:
+                part = parts.write(about, writer, rank, copy.tensors)
+            except Exception as error:  # noqa: BLE001 - each kind of store has errors of its own
+                _log.info("rank %d could not write its part of %s: %s", rank, about.step, files.reason_of(error))
+            else:
+                if part is not None:
+                    seconds = time.perf_counter() - begin
+                    self._events.mark("checkpoint-part", step=snapshot.step, bytes=part.size, seconds=seconds)
+
+        self._background.start(write)
+
     def _write(self, storage: Storage, snapshot: Snapshot, writer: Writer, begin: float, stall: float | None) -> None:
         """Write a checkpoint, record it, and remove old ones; ``stall`` in seconds, none: training waits for all."""
         name = manifest.name_of(snapshot.step)
         fields = {"step": snapshot.step, "path": str(storage.location(name)), "bytes": snapshot.bytes}
         try:
-            location = save.save(storage, snapshot, writer, self._settings.retry_seconds, self._key)
+            about, workers = self._save_of(storage, snapshot.step), self._world.size if self._divided else 1
+            location = save.save(about, snapshot, writer, self._settings.retry_seconds, workers)
         except CheckpointError as error:
             self._events.mark("checkpoint-failed", **fields, reason=str(error))
             if isinstance(error, FencedError) and error.replaced:  # this worker was dropped, and will be told

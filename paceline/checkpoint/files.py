@@ -3,6 +3,9 @@
 They are those of torch.distributed.checkpoint, whose functions can read them. It keeps its index, `.metadata`, as a
 pickle, and each tensor as an archive with a pickle inside. Paceline opens neither: the manifest says where the elements
 of each tensor begin, and they are read from there as plain bytes.
+
+Every byte is hashed once: the elements for the hash of their tensor, which does not depend on the file that it is in,
+everything else for the hash of the file.
 """
 
 from __future__ import annotations
@@ -10,59 +13,101 @@ from __future__ import annotations
 import hashlib
 import pickle
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import IO, BinaryIO, cast
 
 import torch
 
-from paceline.checkpoint.manifest import METADATA, TENSORS, DamagedError, Manifest, dtype_of
+from paceline.checkpoint.manifest import EARLIER, METADATA, DamagedError, Manifest, dtype_of
+from paceline.checkpoint.tensors import begin_hash, hash_of
 
 Create = Callable[[str], AbstractContextManager[BinaryIO]]
 Open = Callable[[str], AbstractContextManager[BinaryIO]]
 _CHUNK = 1 << 22
 _HEAD = 4096
+_TAIL = 1 << 14
 
 
 @dataclass(frozen=True)
-class Written:
-    """What a manifest says about the files: size and SHA-256 of each, and where each tensor begins."""
+class Part:
+    """A file with tensors.
 
-    files: dict[str, tuple[int, str]]
+    Attributes:
+        name: of the file.
+        size: in bytes.
+        hash: SHA-256 of all bytes that are not elements.
+        offsets: where the elements of each tensor begin.
+        hashes: SHA-256 of each tensor, with its dtype and shape.
+        records: where what ``torch.save`` wrote of each tensor begins, and its length.
+    """
+
+    name: str
+    size: int
+    hash: str
     offsets: dict[str, int]
+    hashes: dict[str, str]
+    records: dict[str, tuple[int, int]]
 
 
-class _Hashed:
-    """A file that is written: its size, its hash, and the first bytes since :meth:`mark`."""
+class _Recorded:
+    """A file that is written: its size, and the first and last bytes since :meth:`mark`."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._digest = hashlib.sha256()
         self.size = 0
         self.head = bytearray()
+        self.tail = b""
 
     def mark(self) -> None:
         self.head.clear()
+        self.tail = b""
 
     def write(self, data: bytes | memoryview) -> int:
-        self._file.write(data)
-        self._digest.update(data)
-        size = memoryview(data).nbytes
-        self.size += size
-        self.head += memoryview(data).cast("B")[: max(0, _HEAD - len(self.head))]
-        return size
+        view = memoryview(data).cast("B")
+        self._file.write(view)
+        self.size += len(view)
+        self.head += view[: max(0, _HEAD - len(self.head))]
+        self.tail = (self.tail + bytes(view[-_TAIL:]))[-_TAIL:]
+        return len(view)
 
     def flush(self) -> None:
         """Do nothing: the file is flushed when it is closed."""
 
-    @property
-    def entry(self) -> tuple[int, str]:
-        return self.size, self._digest.hexdigest()
+
+def write_part(create: Create, name: str, state: Mapping[str, torch.Tensor], known: dict[str, str]) -> Part:
+    """Write tensors to a file.
+
+    Args:
+        create: opens a new file by its name.
+        name: of the file.
+        state: the tensors by name.
+        known: hashes of tensors, not to be computed again; gets those that were not there.
+    """
+    offsets, records, rest = {}, {}, hashlib.sha256()
+    with create(name) as file:
+        recorded = _Recorded(file)
+        for full, value in state.items():
+            tensor, begin = value.detach().cpu().contiguous(), recorded.size
+            if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                tensor = tensor.clone()  # else the whole storage is saved with it
+            if full not in known:
+                known[full] = hash_of(tensor).hex()
+            recorded.mark()
+            torch.save(tensor, cast(IO[bytes], recorded))
+            start, length = _start_of_elements(recorded.head, tensor), recorded.size - begin
+            behind = length - start - tensor.nbytes
+            assert behind <= _TAIL, "this version of torch.save has another layout"
+            rest.update(recorded.head[:start])
+            rest.update(recorded.tail[len(recorded.tail) - behind :])
+            offsets[full], records[full] = begin + start, (begin, length)
+        hashes = {full: known[full] for full in state}
+        return Part(name, recorded.size, rest.hexdigest(), offsets, hashes, records)
 
 
-def write(create: Create, state: Mapping[str, torch.Tensor]) -> Written:
-    """Write named tensors; ``create`` opens a new file by its name."""
+def write_index(create: Create, state: Mapping[str, torch.Tensor], parts: Collection[Part]) -> tuple[int, str]:
+    """Write the index of torch.distributed.checkpoint; returns its size and hash."""
     # Here, because importing it takes a good part of the time in which a worker starts.
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -70,24 +115,12 @@ def write(create: Create, state: Mapping[str, torch.Tensor]) -> Written:
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state), is_coordinator=True)
     (plan,), metadata = planner.create_global_plan([planner.create_local_plan()])
-    offsets: dict[str, int] = {}
-    metadata.storage_data = {}
-    with create(TENSORS) as file:
-        hashed = _Hashed(file)
-        for item in plan.items:
-            tensor, begin = state[item.index.fqn].detach().cpu().contiguous(), hashed.size
-            if tensor.untyped_storage().nbytes() != tensor.nbytes:
-                tensor = tensor.clone()  # else the whole storage is saved with it
-            hashed.mark()
-            torch.save(tensor, cast(IO[bytes], hashed))
-            offsets[item.index.fqn] = begin + _start_of_elements(hashed.head, tensor)
-            metadata.storage_data[item.index] = _StorageInfo(TENSORS, begin, hashed.size - begin)
-        entries = {TENSORS: hashed.entry}
+    places = {full: _StorageInfo(part.name, *record) for part in parts for full, record in part.records.items()}
+    metadata.storage_data = {item.index: places[item.index.fqn] for item in plan.items}
+    text = pickle.dumps(metadata)
     with create(METADATA) as file:
-        hashed = _Hashed(file)
-        hashed.write(pickle.dumps(metadata))
-        entries[METADATA] = hashed.entry
-    return Written(entries, offsets)
+        file.write(text)
+    return len(text), hashlib.sha256(text).hexdigest()
 
 
 def _start_of_elements(head: bytearray, tensor: torch.Tensor) -> int:
@@ -101,7 +134,7 @@ def _start_of_elements(head: bytearray, tensor: torch.Tensor) -> int:
 
 
 class _Checked:
-    """A file that is read from its beginning to its end: every byte goes into the hash."""
+    """A file that is read from its beginning to its end: every byte goes into a hash."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -113,16 +146,17 @@ class _Checked:
         """Read bytes that nobody needs."""
         while size > 0:
             part = self._buffer[: min(size, _CHUNK)]
-            self.fill(part)
+            self.fill(part, self._digest)
             size -= len(part)
 
-    def fill(self, view: memoryview) -> None:
-        """Read bytes into a buffer."""
+    def fill(self, view: memoryview, digest: hashlib._Hash | None = None) -> None:
+        """Read bytes into a buffer, and into a hash; none: that of the file."""
+        digest = digest or self._digest
         while len(view):
             size = self._file.readinto(view[:_CHUNK])  # type: ignore[attr-defined]
             if not size:
                 raise DamagedError(f"it ends after {self.place:,} bytes")
-            self._digest.update(view[:size])
+            digest.update(view[:size])
             self.place += size
             view = view[size:]
 
@@ -131,34 +165,47 @@ class _Checked:
         return self._digest.hexdigest()
 
 
-def read(open_file: Open, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Read the tensors that a manifest describes; each process reads on its own.
+def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Read some of the files that a manifest describes; returns the tensors in them, in the order of the files.
 
     Args:
         open_file: opens a file by its name.
         manifest: as :func:`paceline.checkpoint.manifest.parse` made it.
+        names: of the files.
 
     Raises:
         DamagedError: a file has another size or another hash.
     """
-    found = {}
-    for file_name, (size, expected) in manifest.files.items():
+    found: dict[str, torch.Tensor] = {}
+    for file_name in names:
+        size, expected = manifest.files[file_name]
         with open_file(file_name) as file:
             there = file.seek(0, 2)
             if there != size:
                 raise DamagedError(f"{file_name} has {there:,} bytes, not {size:,}")
             file.seek(0)
             checked = _Checked(file)
-            if file_name == TENSORS:
-                for name, offset in sorted(manifest.offsets.items(), key=lambda one: one[1]):
-                    dtype, shape = manifest.tensors[name]
-                    found[name] = torch.empty(shape, dtype=dtype_of(dtype))
-                    checked.skip(offset - checked.place)
-                    checked.fill(found[name].reshape(-1).view(torch.uint8).numpy().data)
+            for name in () if file_name == METADATA else manifest.tensors_in(file_name):
+                checked.skip(manifest.offsets[name] - checked.place)
+                found[name] = _read_tensor(checked, manifest, name)
             checked.skip(size - checked.place)
             if checked.hash != expected:
                 raise DamagedError(f"the SHA-256 of {file_name} is not that of the manifest")
-    return {name: found[name] for name in manifest.tensors}
+    return found
+
+
+def _read_tensor(checked: _Checked, manifest: Manifest, name: str) -> torch.Tensor:
+    dtype, shape = manifest.tensors[name]
+    tensor = torch.empty(shape, dtype=dtype_of(dtype))
+    view = tensor.reshape(-1).view(torch.uint8).numpy().data
+    if manifest.format == EARLIER:
+        checked.fill(view)
+        return tensor
+    digest = begin_hash(dtype, shape)
+    checked.fill(view, digest)
+    if digest.hexdigest() != manifest.hashes[name]:
+        raise DamagedError(f"the SHA-256 of {name!r} is not that of the manifest")
+    return tensor
 
 
 def reason_of(error: BaseException) -> str:

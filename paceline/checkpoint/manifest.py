@@ -11,16 +11,18 @@ import hmac
 import json
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from typing import Annotated, Any
 
 import torch
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from paceline.checkpoint.tensors import fingerprint_of
 from paceline.errors import CheckpointError
 
-FORMAT = 4
+FORMAT, EARLIER = 5, 4
+"""The format that is written, and the one that is read as well: without parts, and with the hashes of whole files."""
 FILE, TENSORS, METADATA = "manifest.json", "__0_0.distcp", ".metadata"
 LARGEST = 1 << 28
 """Bytes of a manifest: about 200 for each tensor."""
@@ -34,6 +36,7 @@ _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dty
 _Count = Annotated[int, Field(ge=0, le=1 << 62)]
 _Name = Annotated[str, Field(max_length=10_000)]
 _Word = Annotated[str, Field(max_length=1000)]
+_Part = Annotated[str, Field(pattern=r"^__[0-9]{1,6}_[01]\.distcp$")]
 _Hash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -50,13 +53,16 @@ class Manifest:
         order: length, batch, microbatches, seed and drop_last of the data order.
         tensors: dtype and shape of each tensor by name.
         offsets: where the elements of each tensor begin in their file.
-        files: size and SHA-256 of each file, checked on loading.
-        fingerprint: SHA-256 of all tensors.
+        files: size and SHA-256 of each file; of one with tensors the SHA-256 of what is not an element.
+        fingerprint: SHA-256 of the names and hashes of all tensors.
         state: the rest of the state (see encoding.py).
         numerics: what affects the bits besides the script: exact, threads, cpu, gpu, canary.
         versions: of Python and the libraries.
         time: when the state was taken, in seconds since 1970.
+        format: 4 or 5; in format 4 the hash of a file is that of all its bytes, and there are no parts and hashes.
         signature: of all this, by the key of the run; empty if it has none.
+        parts: the file of each tensor.
+        hashes: SHA-256 of each tensor, with its dtype and shape.
     """
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
@@ -73,6 +79,21 @@ class Manifest:
     time: Annotated[float, Field(ge=0, le=1e11)]
     format: int = FORMAT
     signature: str = ""
+    parts: dict[_Name, _Part] = field(default_factory=dict)
+    hashes: dict[_Name, _Hash] = field(default_factory=dict)
+
+    def part_of(self, name: str) -> str:
+        """The file of a tensor."""
+        return self.parts.get(name, TENSORS)
+
+    def kind_of(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and shape of a tensor."""
+        dtype, shape = self.tensors[name]
+        return dtype_of(dtype), torch.Size(shape)
+
+    def tensors_in(self, file: str) -> list[str]:
+        """The tensors in a file, in the order in which they lie there."""
+        return sorted((name for name in self.offsets if self.part_of(name) == file), key=self.offsets.__getitem__)
 
     def to_json(self) -> str:
         """As JSON with its own SHA-256, and its signature if it has one."""
@@ -101,6 +122,8 @@ class Manifest:
     def _body(self) -> str:
         values = asdict(self)
         del values["signature"]
+        if self.format == EARLIER:
+            del values["parts"], values["hashes"]
         return json.dumps(values, indent=1)
 
 
@@ -121,10 +144,10 @@ def parse(text: str, where: object) -> Manifest:
         body = json.dumps(values, indent=1)
         if text != _sealed(body, signature):
             raise ValueError("its checksum does not match")
-        if (known := values.get("format")) != FORMAT:
+        if (known := values.get("format")) not in (FORMAT, EARLIER):
             raise DamagedError(
-                f"{where} has format {str(known)[:20]}, and this version of Paceline reads format {FORMAT}. Resume "
-                f"with the version that wrote it, or start a new run."
+                f"{where} has format {str(known)[:20]}, and this version of Paceline reads formats {EARLIER} and "
+                f"{FORMAT}. Resume with the version that wrote it, or start a new run."
             )
         manifest = _SCHEMA.validate_json(body)
         _check_sizes(manifest)
@@ -162,21 +185,40 @@ def _check_depth(text: str) -> None:
 
 def _check_sizes(manifest: Manifest) -> None:
     """Refuse files and tensors that do not fit into each other, so that nothing is read or allocated for them."""
-    if set(manifest.files) != {TENSORS, METADATA}:
-        raise ValueError(f"its files are not {TENSORS} and {METADATA}")
-    if set(manifest.offsets) != set(manifest.tensors):
+    names = set(manifest.tensors)
+    if set(manifest.offsets) != names:
         raise ValueError("not every tensor has an offset")
+    if manifest.format == EARLIER and (manifest.parts or manifest.hashes):
+        raise ValueError(f"format {EARLIER} has no parts and hashes")
+    if manifest.format == FORMAT:
+        if set(manifest.parts) != names or set(manifest.hashes) != names:
+            raise ValueError("not every tensor has a file and a hash")
+        if fingerprint_of(manifest.hashes) != manifest.fingerprint:
+            raise ValueError("its fingerprint is not that of its hashes")
+    if set(manifest.files) != (expected := {TENSORS, METADATA, *manifest.parts.values()}):
+        raise ValueError(f"its files are not {', '.join(sorted(expected))}"[:300])
+    for file in expected - {METADATA}:
+        _check_part(manifest, file, manifest.tensors_in(file))
+    if manifest.files[METADATA][0] > _overhead(manifest.tensors):
+        raise ValueError("the sizes of its files are not those of its tensors")
+
+
+def _check_part(manifest: Manifest, file: str, tensors: list[str]) -> None:
+    """The same for one file with tensors."""
     place = used = 0
-    for name, offset in sorted(manifest.offsets.items(), key=lambda one: one[1]):
+    for name in tensors:
         dtype, shape = manifest.tensors[name]
-        size = dtype_of(dtype).itemsize * math.prod(shape)
+        size, offset = dtype_of(dtype).itemsize * math.prod(shape), manifest.offsets[name]
         if offset < place:
             raise ValueError(f"the tensor {name[:100]!r} begins inside another one")
         place, used = offset + size, used + size
-    overhead = _OVERHEAD * (1 + len(manifest.tensors)) + sum(map(len, manifest.tensors)) * 8
-    sizes = {file: size for file, (size, _) in manifest.files.items()}
-    if not place <= sizes[TENSORS] <= used + overhead or sizes[METADATA] > overhead:
+    if not place <= manifest.files[file][0] <= used + _overhead(tensors):
         raise ValueError("the sizes of its files are not those of its tensors")
+
+
+def _overhead(tensors: Collection[str]) -> int:
+    """The most bytes beside the elements of these tensors."""
+    return _OVERHEAD * (1 + len(tensors)) + sum(map(len, tensors)) * 8
 
 
 def step_of(name: str) -> int:

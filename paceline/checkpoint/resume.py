@@ -1,5 +1,6 @@
 """Find the checkpoint to resume from and read it, on all workers at once.
 
+Each worker reads and checks some of the files, and sends the tensors in them to the others.
 All load the same one: with ``auto`` the newest that every worker can read. A storage that fails is asked again, by all
 workers in step, so that none waits alone for long. Only damage makes them pass over a checkpoint that is there.
 """
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoint import files, load, locations
-from paceline.checkpoint.load import Content, MissingError
+from paceline.checkpoint.load import Content, MissingError, Reader
 from paceline.checkpoint.manifest import DamagedError, Manifest, name_of, step_of
 from paceline.checkpoint.storage.base import Storage, split
 from paceline.checkpoint.storage.retry import MISSING_SECONDS, Retries, may_pass
+from paceline.comm.exchange import exchange, fill_from
+from paceline.comm.shm.tensors import room_of, views_of
 from paceline.comm.world import World
 from paceline.errors import CheckpointError
 
@@ -147,18 +150,20 @@ def _read_together(
         CheckpointError: a worker refuses it, or cannot read it, which says nothing about what it holds.
     """
     content, kind, reason, removed = None, "", "", False
+    divided = world.device.type == "cpu"  # NCCL does not send what is in the memory of the host
+    reader = Reader(world.rank, world.size) if divided else Reader()
     retries = Retries(seconds)
     while True:
         if kind == _MISSING and listed is not None and world.rank == 0:
             removed = _is_removed(listed, location)
         if content is None:
-            content, kind, reason = _read(location, check, retries)
+            content, kind, reason = _read(location, check, reader, retries)
         results = world.gather((kind, reason, retries.elapsed, removed), f"reading {location}")
         worst = next(
             (one for one in (_REFUSED, _DAMAGED, _FAILING, _MISSING) if any(one in it for it in results)), None
         )
         if worst is None:
-            return content, _GOOD, ""
+            return content and _exchange(world, content, reader), _GOOD, ""
         said = _first(results, worst)
         elapsed = results[0][2]
         if results[0][3]:
@@ -171,9 +176,32 @@ def _read_together(
         retries.wait(said)
 
 
-def _read(location: Path | str, check: Check, retries: Retries) -> tuple[Content | None, str, str]:
+def _exchange(world: World, content: Content, reader: Reader) -> Content:
+    """Bring together what each worker has read of a checkpoint.
+
+    Raises:
+        WorkerLost: a worker was lost meanwhile.
+    """
+    if reader.of == 1:
+        return content
+    manifest, kinds, shares = content.manifest, {}, []
+    end = 0
+    for number in range(reader.of):
+        begin = end
+        for file in Reader(number, reader.of).files_of(manifest):
+            part = {name: manifest.kind_of(name) for name in manifest.tensors_in(file)}
+            kinds.update(part)
+            end += room_of(part)
+        shares.append(range(begin, end))
+    flat = exchange(world, shares, range(world.size), fill_from(content.tensors.values(), shares[world.rank].start))
+    assert flat is not None
+    tensors = views_of(flat, kinds)
+    return Content(manifest, {name: tensors[name] for name in manifest.tensors})
+
+
+def _read(location: Path | str, check: Check, reader: Reader, retries: Retries) -> tuple[Content | None, str, str]:
     try:
-        return load.read(location, check), _GOOD, ""
+        return load.read(location, check, reader), _GOOD, ""
     except DamagedError as error:
         return None, _DAMAGED, str(error)
     except MissingError as error:

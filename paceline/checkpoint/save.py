@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from paceline import fault_points
-from paceline.checkpoint import files
+from paceline.checkpoint import files, parts
 from paceline.checkpoint import manifest as manifests
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.parts import Save
 from paceline.checkpoint.storage.base import Storage, Writer, split, writer_of
 from paceline.checkpoint.storage.retry import Retries, is_storage_error, may_pass
+from paceline.checkpoint.tensors import fingerprint_of, hash_of
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
 
 _log = logging.getLogger("paceline")
 
 
-def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: float, key: bytes | None) -> Path | str:
-    """Write a checkpoint; one worker calls this.
+def save(about: Save, snapshot: Snapshot, writer: Writer, retry_seconds: float, workers: int = 1) -> Path | str:
+    """Write a checkpoint; rank 0 calls this.
 
     Args:
-        storage: of the run.
+        about: the save: storage, step, and the key that signs it, if there is one.
         snapshot: the state.
         writer: who writes.
         retry_seconds: for how long to try again while the storage fails.
-        key: signs it, if there is one.
+        workers: how many divide the state among them; 1: nobody else writes.
 
     Returns:
         the location of the checkpoint. An existing one of the same state is left as it is.
@@ -37,11 +37,12 @@ def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: fl
         FencedError: another worker writes checkpoints now.
         CheckpointError: it could not be written; earlier checkpoints are untouched.
     """
-    step, manifest, retries = manifests.name_of(snapshot.step), snapshot.manifest(), Retries(retry_seconds)
+    storage, step, key, retries = about.storage, about.step, about.key, Retries(retry_seconds)
+    hashes: dict[str, str] = {}
     while True:
         try:
-            if not _exists(storage, step, writer, manifest, key):
-                _write(storage, step, writer, snapshot, manifest, key)
+            if not _exists(storage, step, writer, snapshot, hashes, key):
+                _write(about, writer, snapshot, hashes, workers)
             return storage.location(step)
         except CheckpointError:
             _abandon(storage, step, writer)
@@ -54,14 +55,14 @@ def save(storage: Storage, snapshot: Snapshot, writer: Writer, retry_seconds: fl
             retries.wait(f"{storage.location(step)} cannot be written: {files.reason_of(error)}")
 
 
-def _write(
-    storage: Storage, step: str, writer: Writer, snapshot: Snapshot, manifest: Manifest, key: bytes | None
-) -> None:
+def _write(about: Save, writer: Writer, snapshot: Snapshot, hashes: dict[str, str], workers: int) -> None:
+    storage, step = about.storage, about.step
     storage.begin(step, writer, snapshot.bytes)
-    written = files.write(partial(storage.create, step, writer), snapshot.tensors)
+    written = parts.write_all(about, writer, snapshot.tensors, hashes, workers)
+    index = files.write_index(partial(storage.create, step, writer), snapshot.tensors, written)
     fault_points.reach("inside a save", snapshot.step)
-    manifest = replace(manifest, files=written.files, offsets=written.offsets).signed(key)
-    storage.commit(step, writer, manifest.to_json())
+    manifest = snapshot.manifest(written, index).signed(about.key)
+    storage.commit(step, writer, manifest.to_json(), manifest.files)
 
 
 def retain(storage: Storage, newest: int, writer: Writer, keep: int, keep_hours: float | None) -> None:
@@ -89,7 +90,9 @@ def _hours(storage: Storage, name: str) -> float:
         return 0.0
 
 
-def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest, key: bytes | None) -> bool:
+def _exists(
+    storage: Storage, step: str, writer: Writer, snapshot: Snapshot, hashes: dict[str, str], key: bytes | None
+) -> bool:
     """Whether this state is saved already. Sets a damaged checkpoint of this step aside."""
     for name in storage.complete_in(step):
         try:
@@ -100,13 +103,14 @@ def _exists(storage: Storage, step: str, writer: Writer, manifest: Manifest, key
                 raise
             storage.set_aside(name)
             continue
-        if (existing.fingerprint, existing.state) == (manifest.fingerprint, manifest.state):
+        hashes.update({name: hash_of(value).hex() for name, value in snapshot.tensors.items() if name not in hashes})
+        if (existing.fingerprint, existing.state) == (fingerprint_of(hashes), snapshot.state):
             return True
         other = writer_of(name)
         if other is not None and not other.is_before(writer):
             storage.check_fence(writer)
             raise CheckpointError(
-                f"{storage.location(name)} holds another state of step {manifest.step}, from another session or run. "
+                f"{storage.location(name)} holds another state of step {snapshot.step}, from another session or run. "
                 f"Give each its own checkpoint.directory."
             )
     return False

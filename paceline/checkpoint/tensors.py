@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,16 +48,26 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Ten
 
 def hash_of(tensor: torch.Tensor) -> bytes:
     """SHA-256 of dtype, shape and the elements in row-major order."""
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+    digest = begin_hash(str(tensor.dtype), tensor.shape)
     digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.digest()
 
 
+def begin_hash(dtype: str, shape: Sequence[int]) -> hashlib._Hash:
+    """The hash of a tensor, which is to get the elements yet."""
+    return hashlib.sha256(f"{dtype} {tuple(shape)} ".encode())
+
+
 def fingerprint(state: Mapping[str, torch.Tensor]) -> str:
     """SHA-256 of the names and hashes of all tensors, as 64 hex digits."""
+    return fingerprint_of({name: hash_of(value).hex() for name, value in state.items()})
+
+
+def fingerprint_of(hashes: Mapping[str, str]) -> str:
+    """The same from the hash of each tensor, as hex digits."""
     digest = hashlib.sha256()
-    for name in sorted(state):
-        digest.update(name.encode() + b"\0" + hash_of(state[name]))
+    for name in sorted(hashes):
+        digest.update(name.encode() + b"\0" + bytes.fromhex(hashes[name]))
     return digest.hexdigest()
 
 

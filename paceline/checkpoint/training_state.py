@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.checkpoint import encoding, files
 from paceline.checkpoint.encoding import EncodingError
 from paceline.checkpoint.load import Content, check_model
-from paceline.checkpoint.manifest import DamagedError, Manifest, first_difference
-from paceline.checkpoint.tensors import check_savable, fingerprint, load_optimizer_state, named_tensors
+from paceline.checkpoint.manifest import METADATA, DamagedError, Manifest, first_difference
+from paceline.checkpoint.tensors import check_savable, fingerprint_of, load_optimizer_state, named_tensors
 from paceline.errors import CheckpointError
 
 
@@ -46,20 +46,22 @@ class Snapshot:
         """Size of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
-    def manifest(self) -> Manifest:
-        """Describe the snapshot, without its files; hashing takes about a second per gigabyte."""
-        kinds = {name: (str(value.dtype), list(value.shape)) for name, value in self.tensors.items()}
+    def manifest(self, parts: Collection[files.Part], index: tuple[int, str]) -> Manifest:
+        """Describe the snapshot, and the files in which its tensors are; ``index``: size and hash of METADATA."""
+        hashes = {name: value for part in parts for name, value in part.hashes.items()}
         return Manifest(
             step=self.step,
             order=self.order,
-            tensors=kinds,
-            offsets={},
-            files={},
-            fingerprint=fingerprint(self.tensors),
+            tensors={name: (str(value.dtype), list(value.shape)) for name, value in self.tensors.items()},
+            offsets={name: offset for part in parts for name, offset in part.offsets.items()},
+            files={METADATA: index} | {part.name: (part.size, part.hash) for part in parts},
+            fingerprint=fingerprint_of(hashes),
             state=self.state,
             numerics=self.numerics,
             versions=self.versions,
             time=self.time,
+            parts={name: part.name for part in parts for name in part.offsets},
+            hashes=hashes,
         )
 
 

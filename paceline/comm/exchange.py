@@ -8,12 +8,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.shm.tensors import CACHE_LINE
+from paceline.comm.shm.tensors import CACHE_LINE, aligned
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 
@@ -70,6 +70,24 @@ def exchange(world: World, shares: Sequence[range], receivers: Sequence[int], fi
     else:
         _over_network(world, shares, receivers, fill, flat)
     return flat
+
+
+def fill_from(tensors: Iterable[torch.Tensor], start: int = 0) -> Fill:
+    """Give the bytes of tensors that lie in the state one after the other, each at a cache line, from ``start`` on."""
+    segments = []
+    for value in tensors:
+        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        segments.append((start, plain))
+        start += aligned(plain.numel())
+
+    def fill(chunk: torch.Tensor, start: int) -> None:
+        stop = start + chunk.numel()
+        for begin, plain in segments:
+            first, last = max(begin, start), min(begin + plain.numel(), stop)
+            if first < last:
+                chunk[first - start : last - start].copy_(plain[first - begin : last - begin])
+
+    return fill
 
 
 def _through_shared_memory(

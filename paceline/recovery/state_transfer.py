@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from paceline import fault_points
-from paceline.comm.exchange import even_shares, exchange
-from paceline.comm.shm.tensors import aligned, kinds_of, room_of, views_of
+from paceline.comm.exchange import even_shares, exchange, fill_from
+from paceline.comm.shm.tensors import kinds_of, room_of, views_of
 from paceline.comm.world import World
 
 
@@ -49,30 +49,11 @@ def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> 
     agreed, (kinds, rest) = layouts[senders[0]]
     senders = [rank for rank in senders if layouts[rank][0] == agreed]  # one may lack what a step would have added
     behind = [rank for rank, one in enumerate(layouts) if one is None]
-    segments = [] if state is None else _segments(state)
+    inner = fill_from(() if state is None else state.tensors.values())
 
     def fill(chunk: torch.Tensor, start: int) -> None:
-        _fill(chunk, start, segments)
+        inner(chunk, start)
         fault_points.reach("sending the state")
 
     flat = exchange(world, even_shares(max(1, room_of(kinds)), senders, world.size), behind, fill)
     return None if flat is None else StateBytes(views_of(flat, kinds), rest)
-
-
-def _segments(state: StateBytes) -> list[tuple[int, torch.Tensor]]:
-    """Return where each tensor begins in the flat state, and its bytes."""
-    segments, start = [], 0
-    for value in state.tensors.values():
-        plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        segments.append((start, plain))
-        start += aligned(plain.numel())
-    return segments
-
-
-def _fill(chunk: torch.Tensor, start: int, segments: list[tuple[int, torch.Tensor]]) -> None:
-    """Copy into a chunk, which begins at ``start`` of the flat state, the bytes that belong there."""
-    stop = start + chunk.numel()
-    for begin, plain in segments:
-        first, last = max(begin, start), min(begin + plain.numel(), stop)
-        if first < last:
-            chunk[first - start : last - start].copy_(plain[first - begin : last - begin])

@@ -23,7 +23,12 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from paceline.checkpoint.manifest import name_of
+from paceline.checkpoint.parts import Save
+from paceline.checkpoint.save import save
 from paceline.checkpoint.storage import retry
+from paceline.checkpoint.storage.base import Storage, Writer
+from paceline.checkpoint.training_state import Snapshot
 
 OF_OS = ("rename", "replace", "mkdir", "rmdir", "unlink", "listdir", "scandir", "open", "fsync")
 OF_STORES = ("open", "ls", "info", "pipe_file", "rm_file", "cp_file", "makedirs", "rmdir", "cat_file")
@@ -146,3 +151,8 @@ class Interleaving:
             return
         self.now += seconds
         self._step("sleep", ())
+
+
+def save_alone(storage: Storage, snapshot: Snapshot, writer: Writer, seconds: float) -> None:
+    """Write a checkpoint, without other ranks."""
+    save(Save(storage, name_of(snapshot.step), None, bool), snapshot, writer, seconds)

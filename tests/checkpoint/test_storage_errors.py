@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from interleaving import Interleaving, Killed
+from interleaving import Interleaving, Killed, save_alone
 from test_two_writers import ALONE, NEXT, OLD, check_whole, snapshot
 
 from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.resume import read_newest
-from paceline.checkpoint.save import retain, save
+from paceline.checkpoint.save import retain
 from paceline.checkpoint.storage.base import FENCED, Storage, split
 from paceline.checkpoint.storage.retry import is_storage_error, may_pass
 from paceline.errors import CheckpointError
@@ -36,12 +36,12 @@ ERRORS: dict[str, Callable[[], Exception]] = {
 def begin(place: Path | str) -> Storage:
     storage = storage_at(place)
     for step in (2, 4):
-        save(storage, snapshot(step, OLD), OLD, 60, None)
+        save_alone(storage, snapshot(step, OLD), OLD, 60)
     return storage
 
 
 def saves(storage: Storage) -> None:
-    save(storage, snapshot(6, OLD), OLD, 300, None)
+    save_alone(storage, snapshot(6, OLD), OLD, 300)
 
 
 def reads(storage: Storage) -> None:
@@ -103,7 +103,7 @@ def test_a_removal_that_was_killed_is_completed(places: Any, monkeypatch: pytest
 
         with monkeypatch.context() as patch:
             run(removes, storage, patch, kill)
-        save(storage, snapshot(6, later), later, 60, None)
+        save_alone(storage, snapshot(6, later), later, 60)
         retain(storage, 6, later, 2, None)
         assert steps(storage) == ["step-000006", "step-000004"], last
         left = set(storage.names()) - {"step-000006", "step-000004", "latest", ".writers"}

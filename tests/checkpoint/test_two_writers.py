@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from interleaving import Interleaving
+from interleaving import Interleaving, save_alone
 
 from paceline.checkpoint import load
 from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.manifest import name_of, step_of
 from paceline.checkpoint.resume import read_newest
-from paceline.checkpoint.save import retain, save
+from paceline.checkpoint.save import retain
 from paceline.checkpoint.storage.base import FencedError, Writer, split, writer_of
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
 
 SEEDS = int(os.environ.get("INTERLEAVINGS", "30"))  # of all; in full: 600
-ALONE: Any = SimpleNamespace(rank=0, size=1, gather=lambda value, _: [value])
+ALONE: Any = SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), gather=lambda value, _: [value])
 OLD = Writer(1, 0, "0000000a")
 NEXT = {"a new rank 0": Writer(1, 1, "0000000b"), "another launch": Writer(2, 0, "0000000c")}
 
@@ -54,7 +54,7 @@ class Trial:
         self.draws = random.Random(-seed)
 
     def run(self) -> None:
-        save(storage_at(self.place), snapshot(2, OLD), OLD, 60, None)  # what both were resumed from
+        save_alone(storage_at(self.place), snapshot(2, OLD), OLD, 60)  # what both were resumed from
         work = {
             "old": partial(self._train, OLD, (4, 6, 8)),
             "new": partial(self._train, self.later, (6, 8, 10)),
@@ -76,7 +76,7 @@ class Trial:
         storage = storage_at(self.place)
         for step in steps:
             try:
-                save(storage, snapshot(step, writer), writer, 60, None)
+                save_alone(storage, snapshot(step, writer), writer, 60)
             except FencedError:
                 self.fenced.append(writer)
                 return
@@ -108,7 +108,7 @@ class Trial:
         assert writer.launch > self.later.launch or self.later.generation == 0
         search = read_newest(ALONE, storage, lambda *_: None, 60)
         assert search.content is not None and search.content.manifest.step == self.newest
-        save(storage, snapshot(12, writer), writer, 60, None)
+        save_alone(storage, snapshot(12, writer), writer, 60)
         retain(storage, 12, writer, 1, None)
         assert [split(name)[0] for name in storage.complete()] == ["step-000012"]
         if isinstance(self.place, Path):

@@ -25,7 +25,7 @@ if os.environ["RANK"] == "0" and "DYING" in os.environ:
     from paceline.checkpoint import files
     from paceline.checkpoint.storage import folder
     name, call, when = os.environ["DYING"].split()
-    home = {"rename": Path, "write": files}.get(name, folder)
+    home = {"rename": Path, "write_part": files}.get(name, folder)
     function, calls = getattr(home, name), []
     def deadly(*arguments):
         if name != "rename" or arguments[0].name.startswith(".partial") and not arguments[1].name.startswith(".trash"):
@@ -122,7 +122,7 @@ def test_one_killed(
 
 @pytest.mark.parametrize(
     "moment",
-    ["write 2 before", "_write_synced 3 before", "rename 2 before", "rename 2 after", "_write_synced 4 after"],
+    ["write_part 2 before", "_write_synced 3 before", "rename 2 before", "rename 2 after", "_write_synced 4 after"],
 )
 def test_killed_while_saving(
     ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, moment: str

@@ -51,6 +51,7 @@ class Made:
         self.world: Any = SimpleNamespace(
             rank=rank, size=1 + len(others), generation=0, gather=lambda value, _: [value, *others]
         )
+        self.world.device = torch.device("cuda" if others else "cpu")  # where each worker reads everything
         self.checkpointer = Checkpointer(
             self.world, CheckpointSettings(directory=directory, **settings), None, self.events
         )
@@ -72,13 +73,13 @@ class Made:
 def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Writing waits until this is set."""
     gate = threading.Event()
-    write = files.write
+    write = files.write_part
 
-    def waiting(*arguments: Any) -> files.Written:
+    def waiting(*arguments: Any) -> files.Part:
         assert gate.wait(60)
         return write(*arguments)
 
-    monkeypatch.setattr(files, "write", waiting)
+    monkeypatch.setattr(files, "write_part", waiting)
     yield gate
     gate.set()
     background.join_all(60)
@@ -130,7 +131,7 @@ def test_an_error_in_the_background_is_raised_once(tmp_path: Path, monkeypatch: 
     one = Made(tmp_path, keep=9)
     one.save(1)
     with monkeypatch.context() as broken:
-        broken.setattr(files, "write", fail)
+        broken.setattr(files, "write_part", fail)
         one.begin_save(2)
         background.join_all(60)
     then: dict[str, Callable[[], Any]] = {

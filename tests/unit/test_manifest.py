@@ -6,6 +6,7 @@ import pytest
 
 from paceline.checkpoint import manifest
 from paceline.checkpoint.manifest import DamagedError, Manifest
+from paceline.checkpoint.tensors import fingerprint_of
 
 EXAMPLE = Manifest(
     step=3,
@@ -13,11 +14,13 @@ EXAMPLE = Manifest(
     tensors={"parameter/weight": ("torch.float32", [2, 3])},
     offsets={"parameter/weight": 704},
     files={manifest.TENSORS: (1600, "cd" * 32), manifest.METADATA: (900, "ef" * 32)},
-    fingerprint="ab" * 32,
+    fingerprint=fingerprint_of({"parameter/weight": "12" * 32}),
     state={"groups": [{"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}}]},
     numerics={"exact": True},
     versions={"torch": "2"},
     time=1_700_000_000.25,
+    parts={"parameter/weight": manifest.TENSORS},
+    hashes={"parameter/weight": "12" * 32},
 )
 TEXT = EXAMPLE.to_json()
 
@@ -51,7 +54,7 @@ def test_every_flipped_bit_is_noticed() -> None:
 
 
 def test_another_format_is_not_called_damaged() -> None:
-    with pytest.raises(DamagedError, match=r"here has format 99.*reads format 4"):
+    with pytest.raises(DamagedError, match=r"here has format 99.*reads formats 4 and 5"):
         manifest.parse(sealed(format=99), "here")
 
 
@@ -80,6 +83,11 @@ def test_the_first_difference_in_words() -> None:
         ({"tensors": {"parameter/weight": ["torch.float32", [2, -3]]}}, "tensors.parameter/weight"),
         ({"tensors": {"parameter/weight": ["torch.load", [2, 3]]}}, "there is no dtype 'torch.load'"),
         ({"offsets": {"parameter/other": 704}}, "not every tensor has an offset"),
+        ({"hashes": {"parameter/weight": "34" * 32}}, "its fingerprint is not that of its hashes"),
+        ({"hashes": {}}, "not every tensor has a file and a hash"),
+        ({"parts": {"parameter/weight": "../../passwd"}}, "parts.parameter/weight"),
+        ({"parts": {"parameter/weight": "__1_0.distcp"}}, "its files are not"),
+        ({"format": 4}, "format 4 has no parts and hashes"),
         ({"state": json.loads("[" * 200 + "]" * 200)}, "nested more than 100 deep"),
     ],
     ids=lambda value: str(value)[:40],
@@ -92,6 +100,8 @@ def test_hostile_values_with_a_right_checksum(changes: dict[str, object], words:
 
 def test_tensors_that_overlap_are_refused() -> None:
     two = {"tensors": {name: ["torch.float32", [2, 3]] for name in "ab"}, "offsets": {"a": 704, "b": 727}}
+    two |= {"parts": dict.fromkeys("ab", manifest.TENSORS), "hashes": dict.fromkeys("ab", "12" * 32)}
+    two |= {"fingerprint": fingerprint_of(two["hashes"])}
     with pytest.raises(DamagedError, match="'b' begins inside another one"):
         manifest.parse(sealed(**two), "here")
 

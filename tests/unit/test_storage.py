@@ -43,7 +43,7 @@ def write(storage: Storage, step: str, commit: bool = True, writer: Writer = ONE
         with storage.create(step, writer, file) as opened:
             opened.write(content)
     if commit:
-        storage.commit(step, writer, f"manifest of {step}")
+        storage.commit(step, writer, f"manifest of {step}", CONTENT)
     return f"{step}/{writer}"
 
 
@@ -166,7 +166,7 @@ def test_a_writer_that_comes_late_is_fenced(storage: Storage, place: Path | str)
     write(late, "step-000004", commit=False)
     second = write(now, "step-000004", writer=TWO)
     with pytest.raises((FencedError, FileNotFoundError)):
-        late.commit("step-000004", ONE, "{}")
+        late.commit("step-000004", ONE, "{}", CONTENT)
     with pytest.raises(FencedError, match="written by a worker of a later generation now") as caught:
         late.begin("step-000006", ONE, 0)
     assert caught.value.replaced
@@ -180,7 +180,7 @@ def test_what_another_writer_of_the_same_generation_has_begun_stays(storage: Sto
     other = Writer(1, 0, "99999999")
     write(storage, "step-000004", commit=False, writer=other)
     write(storage_at(place), "step-000006")
-    storage.commit("step-000004", other, "{}")
+    storage.commit("step-000004", other, "{}", CONTENT)
     assert steps(storage) == ["step-000006", "step-000004"]
     assert not ONE.may_remove(other) and ONE.may_remove(None) and TWO.may_remove(ONE) and not ONE.may_remove(TWO)
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,9 +123,20 @@ class Storage(ABC):
     def create(self, step: str, writer: Writer, file: str) -> AbstractContextManager[BinaryIO]:
         """Create a file of the checkpoint that was begun; closing it makes it durable, as far as the store can."""
 
+    def begun(self, step: str, launch: int, generation: int) -> Writer | None:
+        """Who has begun a checkpoint of a step, of this launch and generation.
+
+        None also where other ranks than rank 0 cannot write to what it has begun.
+        """
+        return None
+
+    def read_begun(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
+        """A file of the checkpoint that was begun, at most so many bytes; none if it is not there."""
+        return None
+
     @abstractmethod
-    def commit(self, step: str, writer: Writer, manifest: str) -> None:
-        """Complete the checkpoint that was begun.
+    def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
+        """Complete the checkpoint that was begun, with these files and no others.
 
         Raises:
             FencedError: a later writer is at work.

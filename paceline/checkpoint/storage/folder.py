@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,8 +76,24 @@ class Folder(Storage):
         with _created(self._partial(step, writer) / file) as opened:
             yield opened
 
-    def commit(self, step: str, writer: Writer, manifest: str) -> None:
+    def begun(self, step: str, launch: int, generation: int) -> Writer | None:
+        for path, writer in self._partials():
+            if (writer.launch, writer.generation) == (launch, generation) and path == self._partial(step, writer):
+                return writer
+        return None
+
+    def read_begun(self, step: str, writer: Writer, file: str, most: int) -> bytes | None:
+        try:
+            with self.open(self._partial(step, writer).name, file) as opened:
+                return opened.read(most)
+        except FileNotFoundError:
+            return None
+
+    def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
         partial, final = self._partial(step, writer), self._path / step / str(writer)
+        for name in self.files_of(partial.name):
+            if name not in keep:
+                (partial / name).unlink(missing_ok=True)
         _write_synced(partial / FILE, manifest)
         _sync_directory(partial)
         self.check_fence(writer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, BinaryIO
 
 from paceline.checkpoint.manifest import FILE, step_of
@@ -82,7 +82,7 @@ class ObjectStore(Storage):
         with self._files.open(self._path(step, str(writer), file), "wb") as opened:
             yield opened
 
-    def commit(self, step: str, writer: Writer, manifest: str) -> None:
+    def commit(self, step: str, writer: Writer, manifest: str, keep: Collection[str]) -> None:
         self.check_fence(writer)
         self._write(self._path(step, str(writer), FILE), manifest)
         self._note_latest()
