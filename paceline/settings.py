@@ -185,8 +185,7 @@ class Settings(BaseModel):
     )
     exact: Exact = Field(
         False,
-        description="the same bits for any number of workers; true: sums along a tree; fixed-point: sums of whole "
-        "numbers, which any all-reduce can add up",
+        description="the same bits for any number of workers; fixed-point: by whole numbers, added in any order",
     )
     drop_last: bool = Field(False, description="drop the short batch at the end of an epoch")
     scale_lr: Literal["linear", "sqrt"] | None = Field(

@@ -24,7 +24,11 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
         Job,
         SimpleNamespace(
             world=SimpleNamespace(
-                rank=0, size=2, device=torch.device("cuda"), gather=lambda told, during: [told, told]
+                rank=0,
+                size=2,
+                device=torch.device("cuda"),
+                gather=lambda told, during: [told, told],
+                open_communicators=lambda communicators: None,
             ),
             compute=SimpleNamespace(model=model, buffers=buffers),
             update=SimpleNamespace(parameters=dict(model.named_parameters()), optimizer=None),
