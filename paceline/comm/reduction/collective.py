@@ -17,7 +17,14 @@ from collections.abc import Callable
 
 import torch
 
-from paceline.comm.reduction.bucketed import LARGEST_BUCKET, Bucket, BucketedReduction, Divisor, split
+from paceline.comm.reduction.bucketed import (
+    LARGEST_BUCKET,
+    SMALLEST_BUCKET,
+    Bucket,
+    BucketedReduction,
+    Divisor,
+    split,
+)
 from paceline.comm.reduction.division import divide
 from paceline.comm.world import World
 from paceline.events import EventLog
@@ -43,13 +50,13 @@ class CollectiveReduction(BucketedReduction):
         name: str,
         bucket_bytes: int | None = None,
     ) -> None:
-        super().__init__(world, tensors, events, name, bucket_bytes=bucket_bytes)
         self._workers = world
+        super().__init__(world, tensors, events, name, bucket_bytes=bucket_bytes)
         self._phases = (self._start, self._finish)
 
     def _full(self) -> int:
-        """As in DistributedDataParallel: each operation has a cost of its own, more so on GPUs."""
-        return LARGEST_BUCKET
+        """On GPUs as in DistributedDataParallel, as each operation has a cost of its own; gloo has a smaller one."""
+        return SMALLEST_BUCKET if self._workers.transport.capabilities.blocking_wait else LARGEST_BUCKET
 
     def _split(self) -> list[list[int]]:
         """A small bucket before the others: the wire is idle until the first one leaves."""
