@@ -199,8 +199,9 @@ class TrainingState:
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(rest["schedule"])
         if "evaluating" in rest:  # not in a checkpoint of an older version
+            evaluating = set(rest["evaluating"])
             for name, one in self._model.named_modules():
-                one.training = name not in rest["evaluating"]
+                one.training = name not in evaluating
         self.run = rest["run"]
         self._strategy_state.clear()
         self._strategy_state.update(rest["strategy_state"])

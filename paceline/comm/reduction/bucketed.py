@@ -24,7 +24,7 @@ import torch
 
 from paceline import fault_points
 from paceline.comm.reduction.division import divide
-from paceline.comm.shm.tensors import aligned
+from paceline.comm.shm.tensors import CACHE_LINE, aligned
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.transport.base import Message
 from paceline.comm.transport.transfer import Transfer
@@ -38,7 +38,7 @@ TAGS = 1 << 12
 SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19
 
-LINE = 16
+_LINE = CACHE_LINE // 4
 """Elements of float32 in a cache line."""
 
 Divisor = Callable[[], "torch.Tensor | float"]
@@ -339,7 +339,7 @@ def cut(elements: int, shares: list[float]) -> list[int]:
     >>> cut(1600, [0.5, 0.25, 0.25])
     [0, 800, 1200, 1600]
     """
-    ends = [round(elements * end / LINE) * LINE for end in accumulate(shares)]
+    ends = [round(elements * end / _LINE) * _LINE for end in accumulate(shares)]
     return [0, *(min(end, elements) for end in ends[:-1]), elements]
 
 
