@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paceline.cli.launch import launch
     from paceline.data.parquet import ParquetDataset
+    from paceline.data.recurrent.token_rows import TokenRows
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -40,6 +41,7 @@ _HOMES = {
     "Session": "session",
     "Settings": "settings",
     "StartError": "errors",
+    "TokenRows": "data.recurrent.token_rows",
     "WorkerLost": "errors",
     "WorkerSilent": "errors",
     "launch": "cli.launch",
@@ -61,6 +63,7 @@ __all__ = [
     "Session",
     "Settings",
     "StartError",
+    "TokenRows",
     "WorkerLost",
     "WorkerSilent",
     "launch",

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline import env
 from paceline.errors import ConfigError
-from paceline.settings import GROUPS, ONE_MACHINE, STRATEGIES, Settings
+from paceline.settings import GROUPS, ONE_MACHINE, SHORT, STRATEGIES, Settings
 
 _PLAN_BYTES = 1 << 20
 _QUOTED = 80
@@ -63,7 +63,7 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
     """
     known = list(flat_keys())
     for key in keys:
-        if key in known or key == "checkpoint":  # short for checkpoint.directory
+        if key in known or key in SHORT:  # checkpoint is short for checkpoint.directory
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         cure = f"Did you mean {near[0]!r}?" if near else f"The settings are: {', '.join(known)}."
@@ -219,13 +219,13 @@ def resolve(
     for name in GROUPS:
         if isinstance(arguments.get(name), BaseModel):
             arguments[name] = arguments[name].model_dump(exclude_unset=True)
-        elif name in arguments and name != "checkpoint" and not isinstance(arguments[name], Mapping):
+        elif name in SHORT and isinstance(arguments.get(name, ()), str | Path | None):
+            arguments[name] = {SHORT[name]: arguments[name]}
+        elif name in arguments and not isinstance(arguments[name], Mapping):
             example = {next(iter(GROUPS[name].model_fields)): arguments[name]}
             raise ConfigError(
                 f"{name} = {quoted(arguments[name])} cannot be used: {name} is a mapping, such as {example}."
             )
-    if isinstance(arguments.get("checkpoint"), str | Path):
-        arguments["checkpoint"] = {"directory": arguments["checkpoint"]}
     layers: list[tuple[str, Mapping[str, object]]] = [
         ("script", _flatten(arguments)),
         ("plan file", plan or {}),
@@ -237,7 +237,7 @@ def resolve(
     for where, layer in layers:
         check_keys(layer, where)
         for key, value in layer.items():
-            key = "checkpoint.directory" if key == "checkpoint" else key
+            key = f"{key}.{SHORT[key]}" if key in SHORT else key
             sources[key] = where
             _put(values, key, value)
         _one_batch(values, layer)

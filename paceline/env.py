@@ -12,6 +12,7 @@ from pathlib import Path
 
 from paceline.engines.find import find_start
 from paceline.engines.start import Identity, Start, number
+from paceline.errors import ConfigError
 
 RUN_DIRECTORY = "PACELINE_RUN"
 SETTINGS = "PACELINE_SET"
@@ -174,6 +175,27 @@ def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: 
     os.environ.update({name: str(value) for name, value in variables.items()})
 
 
+def horovod_number(name: str, default: float) -> float:
+    """A variable of Horovod, by its name without ``HOROVOD_``.
+
+    Raises:
+        ConfigError: it is not a number, or negative.
+    """
+    text = os.environ.get(f"HOROVOD_{name}") or str(default)
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise ConfigError(f"HOROVOD_{name}={text!r} in the environment is not a number from 0 on.")
+    return value
+
+
+def python_path_with(folder: str) -> dict[str, str]:
+    """The variable by which a Python looks in one more folder first."""
+    return {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))}
+
+
 def set_default(name: str, value: str) -> None:
     """Set a variable of this process that the user has not set."""
     os.environ.setdefault(name, value)
@@ -235,3 +257,14 @@ def replace(variables: Mapping[str, str]) -> None:
     """Put other variables in the place of all: for a copy of a process that becomes a worker."""
     os.environ.clear()
     os.environ.update(variables)
+
+
+def set_horovod_identity(who: Identity) -> None:
+    """Set what ``horovodrun`` sets, for scripts that read it."""
+    variables = {
+        "RANK": who.rank,
+        "SIZE": who.world_size,
+        "LOCAL_RANK": who.local_rank,
+        "LOCAL_SIZE": who.local_world_size,
+    }
+    os.environ.update({f"HOROVOD_{name}": str(value) for name, value in variables.items()})

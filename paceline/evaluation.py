@@ -16,7 +16,7 @@ from paceline.data.prefetch import to_device
 from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even
 from paceline.step.job import Job
-from paceline.step.replicas import difference, digests
+from paceline.step.replicas import difference, digests, frozen
 
 _LARGEST_CHUNK = 128
 _EPOCH = -1
@@ -50,14 +50,14 @@ def evaluate(job: Job, steps: int, forward: Callable[[nn.Module, Any], Any], dat
     own = even(len(chunks), job.world.size)[job.world.rank]
     read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
     collate = job.collate or default_collate
-    sums = digests(job) if job.settings.exact and job.world.size > 1 else {}
+    sums = digests(job) if job.settings.exact and job.world.size > 1 else frozen(job)
     training = {module: module.training for module in job.compute.model.modules()}
     job.compute.model.eval()
     pairs = []
     buffers = job.compute.buffers
     buffers.take_all()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), job.update.averages.in_place():
             for chunk in chunks[own.start : own.stop]:
                 items = to_device(
                     collated(read.__getitems__(LoadRequest(_EPOCH, list(chunk))), collate), job.world.device

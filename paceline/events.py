@@ -14,9 +14,20 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 _FLUSH_SECONDS = 0.2
 _ENCODE = json.JSONEncoder(default=str).encode
+
+
+class Listener(Protocol):
+    """Gets each record as it is made, on the thread that makes it: it must not wait."""
+
+    def offer(self, record: dict[str, object], /) -> object:
+        """Take a record."""
+
+    def close(self) -> object:
+        """End with the log."""
 
 
 class EventLog:
@@ -28,6 +39,7 @@ class EventLog:
         self.lost = 0
         self._records: deque[dict[str, object]] = deque()
         self._closed = threading.Event()
+        self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
         if directory is not None:
             directory.mkdir(parents=True, exist_ok=True)
@@ -35,14 +47,23 @@ class EventLog:
             self._thread = threading.Thread(target=self._write_until_closed, name="paceline-events", daemon=True)
             self._thread.start()
 
+    def attach(self, listener: Listener) -> None:
+        """Let a listener have all records from now on."""
+        self._listener = listener
+
     def move(self, rank: int, generation: int) -> None:
         """Write to the file of another rank from now on."""
         self.rank, self.generation = rank, generation
 
     def mark(self, event: str, **fields: object) -> None:
         """Record that something happened now."""
+        if self._thread is None and self._listener is None:
+            return
+        record = self._record(event, fields)
         if self._thread is not None:
-            self._records.append(self._record(event, fields))
+            self._records.append(record)
+        if self._listener is not None:
+            self._listener.offer(record)
 
     def _record(self, event: str, fields: dict[str, object]) -> dict[str, object]:
         return {"time": time.time(), "event": event, "rank": self.rank, "generation": self.generation, **fields}
@@ -62,6 +83,9 @@ class EventLog:
             self._closed.set()
             self._thread.join(timeout=5)
             self._thread = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
     def _write_until_closed(self) -> None:
         while not self._closed.wait(_FLUSH_SECONDS):

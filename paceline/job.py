@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import inspect
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import agreement, env
 from paceline.checkpoint.tensors import hash_of
@@ -24,21 +22,24 @@ from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved, check_machines
 from paceline.data.feed import Feed
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.data.parquet import ParquetDataset
-from paceline.data.tables import writer_of
+from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state, without_state
+from paceline.data.sampler import SampleNumbers, in_order
+from paceline.data.source import is_stream, order_of
 from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
-from paceline.schedule.shares import default_microbatches
 from paceline.settings import GROUPS, Settings
 from paceline.step.canary import canary
 from paceline.step.checks import sparse_gradients
 from paceline.step.fixed_point import TYPES
-from paceline.step.forward import Compute, Forward, loss_of, recompute
+from paceline.step.forward import Compute, recompute
 from paceline.step.job import Job
+from paceline.step.loss import Forward, loss_of
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizer_probe import probe_optimizer
+from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.strategies import registry
 from paceline.strategies.base import Capabilities
 
@@ -50,12 +51,13 @@ class Components:
     """What a script gives besides the settings."""
 
     model: nn.Module
-    optimizer: Callable[..., Optimizer]
+    optimizer: OptimizerFactory
     data: Any
     loss: Callable[[Any, Any], Any] | None
-    forward: Forward | None
-    schedule: Callable[[Optimizer], LRScheduler] | None
+    forward: Forward | Mapping[str, Forward] | None
+    schedule: ScheduleFactory | Mapping[str, ScheduleFactory | None] | None
     collate: Callable[[list[Any]], Any] | None
+    sampler: SampleNumbers | None = None
 
 
 def report_config(resolved: Resolved, path: Path) -> None:
@@ -86,7 +88,7 @@ def build(
     settings = resolved.settings
     largest = largest or who.world_size
     capabilities = registry.capabilities(settings, largest)
-    order = _order(given.data, settings, who.world_size)
+    order = _order(given, settings, who.world_size)
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
     sparse = largest == 1 or capabilities.sparse_gradients
@@ -107,12 +109,15 @@ def build(
         name: hash_of(value).hex()[:16]
         for name, value in [*given.model.named_parameters(), *given.model.named_buffers()]
     }
-    update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling)
-    _check_schedule(update.schedule)
+    update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
+    phases = _phases(given.forward, update, capabilities, settings)
     facts = _facts(settings, order, update, threads, initial)
     if isinstance(given.data, ParquetDataset):
         facts["data fingerprint"] = given.data.fingerprint[:16]
     compute = Compute(given.model, forward, settings.seed, settings.autocast, largest)
+    if takes_state(given.forward):
+        compute.forward = partial(without_state, forward)
+        compute.carried = CarriedState(forward, order, world.device)
     recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
         given.model.compile()
@@ -125,6 +130,7 @@ def build(
         sparse=sparse,
         divides_update=divides,
         replicated=capabilities.replicated,
+        phases=phases,
     )
     if divides:
         probe_optimizer(job)
@@ -137,11 +143,22 @@ def _check_capabilities(settings: Settings, capabilities: Capabilities, given: C
             f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
             f"forward(model, microbatch): give a loss, or use another strategy."
         )
+    if takes_state(given.forward) and not capabilities.carries:
+        raise ConfigError(
+            f"forward(model, microbatch, state) hands a state from batch to batch, so a step must follow the one "
+            f"before: strategy {settings.strategy!r} does not wait for that. Use 'allreduce' or 'stealing'."
+        )
     cure = f"set {capabilities.exact_with}, or use" if capabilities.exact_with else "use"
     if settings.exact and not capabilities.exact:
         raise ConfigError(
             f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
             f"exact=True, {'or ' if not capabilities.exact_with else ''}{cure} 'allreduce' or 'stealing'."
+        )
+    if settings.average.kind is not None and not capabilities.averages:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot keep an average of the weights (average = "
+            f"{settings.average.kind!r}), as each worker sees its own updates only: leave it out, or use "
+            f"'parameter-server' with server.mode = 'async'."
         )
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, given.model)
@@ -177,26 +194,15 @@ def _check_model(model: Any, sparse: bool) -> None:
     for name, value in model.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
+    for name, held in [*model.named_parameters(), *model.named_buffers()]:
+        if held.is_meta:
+            raise InputError(
+                f"{name!r} of the model is on the meta device, so it has no values: build the model on the CPU, or "
+                f"call model.to_empty(device='cpu') and give it values before paceline.start."
+            )
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
             raise sparse_gradients(f"{name!r} gives")
-
-
-def _check_schedule(schedule: LRScheduler | None) -> None:
-    """Refuse a schedule whose steps need an argument, mostly a metric."""
-    if schedule is None:
-        return
-    needs = [
-        repr(name)
-        for name, one in inspect.signature(schedule.step).parameters.items()
-        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    if needs:
-        raise InputError(
-            f"{type(schedule).__name__} cannot be the schedule: its step() needs {' and '.join(needs)}, but "
-            f"it is called without arguments, after each update. Use a schedule over the number of updates, such as "
-            f"torch.optim.lr_scheduler.CosineAnnealingLR, or LambdaLR with a function of your own."
-        )
 
 
 def numerics(settings: Settings) -> dict[str, int | str]:
@@ -233,6 +239,12 @@ def warnings(job: Job) -> list[str]:
     keys = registry.without_effect(job.settings, job.given)
     if keys:
         found.append(f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}")
+    left = job.update.without_optimizer
+    if left:
+        found.append(
+            f"no optimizer has the parameter {left[0]!r}{f' and {len(left) - 1} more' if left[1:] else ''}: they stay "
+            f"as they are. Freeze them by requires_grad_(False), or give them to an optimizer"
+        )
     if not job.compute.model.training:
         found.append(
             "the model is in evaluation mode: it is trained without dropout, and its batch norm does not learn "
@@ -241,29 +253,15 @@ def warnings(job: Job) -> list[str]:
     return found
 
 
-def _order(data: Any, settings: Settings, workers: int) -> Order:
-    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
-        writer = writer_of(data)
-        cure = "Give it __len__ and __getitem__; a stream can be read into a list first."
-        if writer is not None:
-            cure = f"Write it once to files that all workers see, by paceline.ParquetDataset.{writer}."
-        raise InputError(
-            f"data must be a map-style data set, with a length and items by number, but {type(data).__name__} has "
-            f"{'no length' if hasattr(data, '__getitem__') else 'no items by number'}. {cure}"
-        )
-    batch = _batch(settings, workers)
-    parts = settings.microbatches or default_microbatches(batch)
-    if batch < parts:
-        raise ConfigError(
-            f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches."
-        )
-    if len(data) == 0:
-        raise InputError("The data set is empty.")
-    if settings.drop_last and len(data) < batch:
-        raise InputError(
-            f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing."
-        )
-    return Order(len(data), batch, parts, settings.seed, settings.drop_last)
+def _order(given: Components, settings: Settings, workers: int) -> BatchOrder:
+    """The order of the samples; with a state that goes from batch to batch they are not shuffled."""
+    data, sampler, carries = given.data, given.sampler, takes_state(given.forward)
+    if carries and sampler is None and isinstance(data, Sized) and not is_stream(data):
+        sampler = partial(in_order, data)
+    order = order_of(data, sampler, settings, _batch(settings, workers))
+    if carries:
+        check_rows(order, data)
+    return order
 
 
 def _batch(settings: Settings, workers: int) -> int:
@@ -279,10 +277,58 @@ def _forward(given: Components) -> Forward:
     if (given.loss is None) == (given.forward is None):
         got = "neither" if given.loss is None else "both"
         raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} is given.")
+    if isinstance(given.forward, Mapping):
+        return _no_forward
     if given.forward is not None:
         return given.forward
     assert given.loss is not None
     return loss_of(given.loss)
+
+
+def _no_forward(model: nn.Module, microbatch: Any) -> Any:
+    raise InputError("This session has a forward for each optimizer: give evaluate a metric(model, microbatch).")
+
+
+def _phases(forward: object, update: Update, capabilities: Capabilities, settings: Settings) -> dict[str, Forward]:
+    """The forward passes by the names of optimizers, if a batch has several."""
+    if not isinstance(forward, Mapping):
+        return {}
+    names = update.names
+    wrong = [name for name in [*forward, *names] if (name in forward) != (name in names)]
+    if wrong or not names:
+        raise InputError(
+            f"forward has {', '.join(map(repr, forward)) or 'nothing'}, but the optimizers are "
+            f"{', '.join(map(repr, names)) or 'one without a name'}: give each optimizer a forward of its name."
+        )
+    if not capabilities.phases:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} takes one step for each batch, and cannot train with a forward for each "
+            f"optimizer: use 'allreduce' or 'stealing'."
+        )
+    return dict(forward)
+
+
+def phase_of(job: Job, optimizer: str | None) -> str:
+    """The phase that the script asks for; empty if a batch has only one.
+
+    Raises:
+        ConfigError: there is no such phase.
+    """
+    if optimizer is None and not job.phases:
+        return ""
+    if optimizer is not None and optimizer in job.phases:
+        return optimizer
+    names = ", ".join(map(repr, job.phases))
+    if not job.phases:
+        raise ConfigError(
+            f"session.step got optimizer={optimizer!r}, but this session has one forward, whose gradients are for all "
+            f"optimizers: leave optimizer= out, or give start a forward for each optimizer, by name."
+        )
+    what = "which optimizer is not said" if optimizer is None else f"there is no optimizer {optimizer!r}"
+    raise ConfigError(
+        f"session.step takes one phase of a batch, and {what}: call session.step(batch, optimizer=...) with one of "
+        f"{names}, one after the other."
+    )
 
 
 def _threads(settings: Settings, who: Identity) -> int:
@@ -304,13 +350,13 @@ def _cores(process: int) -> int:
 
 
 def _facts(
-    settings: Settings, order: Order, update: Update, threads: int, initial: dict[str, str]
+    settings: Settings, order: BatchOrder, update: Update, threads: int, initial: dict[str, str]
 ) -> dict[str, object]:
     facts: dict[str, object] = {f"code of {name}": value for name, value in agreement.code_hashes().items()}
     facts.update({f"version of {name}": value for name, value in agreement.versions().items()})
     facts.update({f"setting {key}": value for key, value in settings.model_dump(mode="json").items()})
-    facts["data length"] = order.length
-    facts["optimizer class"] = type(update.optimizer).__name__
+    facts.update(order.agreed())
+    facts["optimizer class"] = update.kind
     for place, group in enumerate(update.optimizer.param_groups):
         facts.update(
             {f"optimizer {key} of group {place}": _describe(value) for key, value in group.items() if key != "params"}

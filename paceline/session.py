@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack, cast
 
+import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import config, env, excepthook
 from paceline import job as jobs
@@ -27,17 +26,23 @@ from paceline.checkpoint.tensors import fingerprint
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.config import quoted
+from paceline.data.sampler import SampleNumbers
 from paceline.errors import ConfigError
 from paceline.events import EventLog
 from paceline.failure import known_errors
 from paceline.recovery.preemption import catch_notices
 from paceline.settings import Arguments, CheckpointSettings
-from paceline.step.forward import loss_of
 from paceline.step.job import Batch, Job
-from paceline.training_loop import TrainingLoop
+from paceline.step.loss import loss_of
+from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
+from paceline.trackers.tracking import Tracking
+from paceline.training.loop import TrainingLoop
+from paceline.training.report import Report, report_profile
+from paceline.training.script_state import Registered, ScriptState
 
 __all__ = ["Batch", "Report", "Session", "start"]
 
+_T = TypeVar("_T")
 _log = logging.getLogger("paceline")
 _current: TrainingLoop | None = None
 """The loop of the newest session; those before it have closed."""
@@ -46,50 +51,22 @@ _count = 0
 _LAST_SAVE_SECONDS = 5.0
 
 
-@dataclass(frozen=True)
-class Report:
-    """What one step did; the same on every worker but for the times.
-
-    With an asynchronous strategy the result is that of the newest step that this worker knows of (it waits for the
-    first), with local SGD, between two averages, that of this worker's share, and with PipeDream that of what came back
-    to this worker.
-
-    Attributes:
-        step: the number of the step, from 0.
-        loss: the mean loss over the whole batch, before the update.
-        samples: samples seen since the beginning of training, this step's included.
-        seconds: time for loading the batch and for the step.
-        samples_per_second: samples of this batch, over all workers, per second.
-        gradient_norm: the global 2-norm of the mean gradient, before clipping.
-        learning_rate: what the update used (first parameter group).
-        applied: false if the step was skipped because its loss was not finite.
-        notes: what was applied that the script did not spell out, such as a scaled learning rate, and why.
-    """
-
-    step: int
-    loss: float
-    samples: int
-    seconds: float
-    samples_per_second: float
-    gradient_norm: float
-    learning_rate: float
-    applied: bool
-    notes: tuple[str, ...]
+def _count_in(call: str, value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 0:
+        raise ConfigError(f"{call}{quoted(value)}): give a whole number from 0 on.")
+    return int(value)
 
 
-def _is_count(value: object) -> bool:
-    return not isinstance(value, bool) and isinstance(value, Integral) and int(value) >= 0
-
-
-def start(
+def start(  # noqa: PLR0913 - all by name; what a script says of its training
     *,
     model: nn.Module,
-    optimizer: Callable[..., Optimizer],
+    optimizer: OptimizerFactory,
     data: Any,
     loss: Callable[[Any, Any], Any] | None = None,
-    forward: Callable[[nn.Module, Any], Any] | None = None,
-    schedule: Callable[[Optimizer], LRScheduler] | None = None,
+    forward: Callable[[nn.Module, Any], Any] | Mapping[str, Callable[[nn.Module, Any], Any]] | None = None,
+    schedule: ScheduleFactory | Mapping[str, ScheduleFactory | None] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
+    sampler: SampleNumbers | None = None,
     **settings: Unpack[Arguments],
 ) -> Session:
     """Bring the workers together to train a model.
@@ -99,14 +76,24 @@ def start(
 
     Args:
         model: the model, built alike on every worker (seed before you build it). It is moved to the worker's device.
-        optimizer: a factory, called with the model's parameters, such as ``partial(torch.optim.SGD, lr=0.1)``.
-        data: a map-style data set; with ``loss`` its items are pairs (input, target).
+        optimizer: a factory, called with the list of the model's trainable parameters, such as
+            ``partial(torch.optim.SGD, lr=0.1)``. If its first parameter is called ``named_parameters`` it gets pairs of
+            names and parameters, and if it is called ``model`` the model. It returns a torch optimizer, or several of
+            different parameters, by name or in a list.
+        data: a data set with a length and items by number, or a stream of unknown length that can be iterated over
+            again; with ``loss`` its items are pairs (input, target).
         loss: ``loss(output, target)``: a scalar, the mean over the samples given, or a pair (sum, count), for a mean
             over something else than samples, such as tokens.
-        forward: ``forward(model, microbatch)``, instead of ``loss``, with the same choice of results.
+        forward: ``forward(model, microbatch)``, instead of ``loss``, with the same choice of results. For losses that
+            take turns: one for each of several optimizers, by name. With a third parameter,
+            ``forward(model, microbatch, state)``, it returns (loss, next state): the state goes from a microbatch to
+            the one in its place in the next batch, and samples come in order, not shuffled.
         schedule: a factory, called with the optimizer, that returns a torch learning-rate scheduler; stepped once for
-            each update, without a metric.
+            each update, without a metric. Of several optimizers each gets its own, by this factory or by one for each
+            name.
         collate: makes a microbatch from a list of items; torch's default if none.
+        sampler: ``sampler(seed, epoch)`` gives the sample numbers of an epoch in order, the same whenever it is called
+            (or one of torch's samplers); a new shuffle in each epoch if none.
         settings: the fields of :class:`paceline.Settings`; the command line and the environment go before them.
 
     Raises:
@@ -115,6 +102,7 @@ def start(
         StartError: the workers did not come together or do not agree.
         CheckpointError: ``resume`` names something that cannot be used.
     """
+    global _count, _current
     who = env.identity()
     run = env.run_directory()
     log = EventLog(run / "events" if run else None, who.rank, who.generation)
@@ -127,9 +115,9 @@ def start(
     if report_to is not None:
         jobs.report_config(resolved, report_to)
         raise SystemExit(0)
-    given = jobs.Components(model, optimizer, data, loss, forward, schedule, collate)
-    global _count, _current
     number = _count + 1
+    tracking = Tracking(resolved.settings, resolved.sources, log, run, number)
+    given = jobs.Components(model, optimizer, data, loss, forward, schedule, collate, sampler)
     if _current is not None:
         _current.close()
         _current = None
@@ -142,22 +130,12 @@ def start(
     job, facts = jobs.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)
     _count = number  # also if it fails: the others have heard of it
-    session = Session(job, facts, run, number, by_loss=loss is not None)
+    session = Session(job, facts, run, number, tracking, by_loss=loss is not None)
     profile_to = env.profile_report()
     if profile_to is not None:
-        _report_profile(job, loss, profile_to)
+        report_profile(job, loss, profile_to)
         raise SystemExit(0)
     return session
-
-
-def _report_profile(job: Job, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
-    """Write what the model costs, for ``paceline profile``."""
-    from paceline.plan import costs
-    from paceline.plan.profile import profile  # what traces models takes seconds to import
-
-    found = profile(job, loss)
-    if job.world.rank == 0:
-        costs.write(found, path)
 
 
 def _position() -> int:
@@ -174,24 +152,32 @@ def _close(log: EventLog) -> None:
 class Session:
     """A training run, as one of its workers sees it. Made by :func:`paceline.start`."""
 
-    def __init__(self, job: Job, facts: dict[str, object], run: Path | None, number: int, *, by_loss: bool) -> None:
+    def __init__(
+        self, job: Job, facts: dict[str, object], run: Path | None, number: int, tracking: Tracking, *, by_loss: bool
+    ) -> None:
         global _current
         self._job = job
         self._by_loss = by_loss
+        self._tracking = tracking
         settings = job.settings
-        self._state = TrainingState(
-            job.compute.model, job.update, job.order.facts(), jobs.numerics(settings), versions(), job.strategy_state
-        )
+        self._script = ScriptState()
+        about = job.order.facts(), jobs.numerics(settings), versions()
+        self._state = TrainingState(job.compute.model, job.update, *about, job.strategy_state, self._script)
+        self._state.parts["data"] = job.order
+        if job.compute.carried is not None:
+            self._state.parts["carried"] = job.compute.carried
         saves, resume = settings.checkpoint, settings.resume
         if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing
             saves, resume = CheckpointSettings(), None
         folder = "checkpoints" if number == 1 else f"checkpoints-{number}"
         self._checkpointer = Checkpointer(job.world, saves, run / folder if run else None, job.events, job.replicated)
-        self._loop = _current = TrainingLoop(job, facts, self._state, self._checkpointer, resume)
+        self._loop = _current = TrainingLoop(job, facts, self._state, self._checkpointer, resume, self._script)
         if self._checkpointer.enabled or job.world.coordinator is not None:
             catch_notices(job.world)
         rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
-        job.events.mark("start", strategy=settings.strategy, workers=job.world.size, **rules)
+        environment = {"workers": job.world.size, "device": job.world.device.type, **versions()}
+        tracking.begin(self._state.run, self._loop.position, environment)
+        job.events.mark("start", strategy=settings.strategy, workers=job.world.size, run=self._state.run, **rules)
         warnings = jobs.warnings(job)
         self._notes = (*jobs.summary(job), *warnings)
         for note in self._notes:
@@ -202,6 +188,11 @@ class Session:
     def rank(self) -> int:
         """The number of this worker, from 0."""
         return self._job.world.rank
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this worker has rank 0; another one has it when that one is lost."""
+        return self.rank == 0
 
     @property
     def workers(self) -> int:
@@ -215,29 +206,50 @@ class Session:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps in one pass over the data."""
-        return self._job.order.steps_per_epoch
+        """Steps in one pass over the data: in the present epoch, if they have not all as many.
+
+        Raises:
+            ConfigError: the data are a stream, whose end is not known yet.
+        """
+        return self._job.order.steps_at(self.position)
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs from the present one up to ``count``, which is left out, as with ``range(count)``.
+
+        A resumed run, or a worker that joins, begins in the epoch in which the run is: what is done is not entered.
+
+        Raises:
+            ConfigError: ``count`` is no whole number from 0 on.
+        """
+        return self._loop.epochs(_count_in("epochs(", count))
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
-        """The batches of the next epochs or steps; calls add up, and each call ends the one before.
+        """The batches of the present epoch, up to its end; or of the next epochs or steps.
 
-        A resumed run goes through the same calls and gets nothing from those that are already done, so a loop over
-        epochs with one call in each continues where it was. A batch not given to :meth:`step` is left out.
+        Calls with ``epochs`` or ``steps`` add up; each call ends the one before. A resumed run goes through the same
+        calls, and gets no batches from those that are already done, but the last one: the lines behind its
+        :meth:`step` had not run when the checkpoint was saved. A batch not given to :meth:`step` is left out.
 
         Raises:
-            ConfigError: not exactly one of ``epochs`` and ``steps`` is given, or it is no whole number from 0 on.
+            ConfigError: both ``epochs`` and ``steps`` are given, or one that is no whole number from 0 on.
         """
-        if (epochs is None) == (steps is None):
+        if epochs is None and steps is None:
+            return self._loop.batches(None)
+        if epochs is not None and steps is not None:
             raise ConfigError("batches() takes either epochs= or steps=.")
-        what, count, each = ("epochs", epochs, self.steps_per_epoch) if steps is None else ("steps", steps, 1)
-        if not _is_count(count):
-            raise ConfigError(f"batches({what}={quoted(count)}): give a whole number from 0 on.")
-        return self._loop.batches(int(count or 0) * each)
+        what, count = ("epochs=", epochs) if steps is None else ("steps=", steps)
+        return self._loop.batches(_count_in(f"batches({what}", count), epochs=steps is None)
 
-    def step(self, batch: Batch) -> Report:
+    def step(self, batch: Batch, optimizer: str | None = None) -> Report:
         """Train on a batch: forward, backward, synchronise, update.
 
+        Args:
+            batch: from :meth:`batches`.
+            optimizer: in a session with a forward for each optimizer, which of them to take; one after the other on
+                the same batch. Only its parameters get gradients, and are updated.
+
         Raises:
+            ConfigError: an ``optimizer`` is missing, unknown, or given in a session with one forward.
             NonFiniteLoss: a loss is NaN or infinite (unless ``nonfinite`` is ``skip``).
             InputError: the loss is no scalar; a parameter gets no gradient from some microbatches, or a sparse one; the
                 forward pass changes a weight; the optimizer, its state or the model cannot be used on several workers.
@@ -245,18 +257,9 @@ class Session:
             WorkerLost: another worker went away or stayed silent.
             CheckpointError: a checkpoint was due and could not be written, now or in the background before.
         """
-        result, seconds = self._loop.step(batch)
-        return Report(
-            step=batch.step,
-            loss=result.loss,
-            samples=self._job.order.samples_before(batch.step + 1),
-            seconds=seconds,
-            samples_per_second=batch.samples / seconds,
-            gradient_norm=float(result.norm),
-            learning_rate=result.learning_rate,
-            applied=result.applied,
-            notes=(*self._notes, *self._job.learned.warnings, *self._job.warnings),
-        )
+        self._job.update.averages.check_training()
+        result, seconds = self._loop.step(batch, jobs.phase_of(self._job, optimizer))
+        return Report.of(self._job, batch, result, seconds, self._notes)
 
     def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:
         """The mean of a metric over a data set; every worker must call it, and all get the same value.
@@ -274,7 +277,66 @@ class Session:
         forward = metric or self._job.compute.forward
         if metric is not None and self._by_loss:
             forward = loss_of(metric)
-        return self._loop.evaluate(forward, data)
+        value = float(self._loop.evaluate(forward, data))
+        self._tracking.evaluated(metric, value, self._last_step)
+        return value
+
+    @property
+    def _last_step(self) -> int:
+        """The step to which what the script records now belongs."""
+        return max(self.position - 1, 0)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Record values of the script at the last step done: numbers, texts and images by name.
+
+        They are an event, and go to the trackers. Rank 0 records them; the call does nothing on other ranks. A name is
+        recorded once for a step. Texts and images become files.
+
+        Args:
+            values: a number or a tensor of one element; a string; or an image: a tensor [channels, height, width] of
+                uint8, or of floats from 0 to 1, with 1 to 4 channels.
+
+        Raises:
+            InputError: a name or a value cannot be recorded.
+        """
+        self._tracking.log(values, self._last_step)
+
+    def register(self, **values: Any) -> Registered:
+        """Save what the script keeps itself with each checkpoint, restore it on resume, and give it to joiners.
+
+        Args:
+            values: numbers, text, tensors and containers of these; or objects with ``state_dict`` and
+                ``load_state_dict``. All workers register the same. They are copied after each step: keep them small.
+
+        Returns:
+            an object with these values as attributes; assign new plain values there.
+
+        Raises:
+            InputError: a name is taken, a value cannot be saved, or it was of another type in the checkpoint.
+        """
+        self._script.register(values)
+        return Registered(self._script, tuple(values))
+
+    def once(self, act: Callable[[], _T]) -> _T:
+        """Do something on rank 0 alone, such as a download or an export; all others wait, and get what it returned.
+
+        A worker that joins later gets the result without doing it again, and so does a resumed run, but for calls
+        before the first batch or epoch. If rank 0 is lost in it, the next rank 0 does it.
+
+        Args:
+            act: called without arguments. It returns numbers, text, tensors, containers of these, or None, and must not
+                call methods of the session that others take part in. It may take ``timeout_seconds``.
+
+        Raises:
+            InputError: it raised an error (on rank 0 that error), or its result is of another type.
+            WorkerLost: there are not enough workers left.
+        """
+        return cast("_T", self._loop.once(act))
+
+    def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
+        """Print on rank 0 alone, and not again what a run printed before it was resumed."""
+        if self.is_main and not self._loop.repeats:
+            print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - the script's own output
 
     def save(self) -> Path | str:
         """Write a checkpoint of the state after the steps done; returns its directory, or its URL.
@@ -285,6 +347,49 @@ class Session:
             CheckpointError: there is nowhere to save to, or writing failed, now or in the background before.
         """
         return self._loop.save()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Inside this block :meth:`evaluate`, :meth:`model_state` and :meth:`export` take the averaged weights.
+
+        The setting ``average`` keeps them. The model itself has those that are trained, and :meth:`step` is refused.
+
+        Raises:
+            ConfigError: no average is kept.
+        """
+        return self._job.update.averages.choose()
+
+    def model_state(self, *, everywhere: bool = True) -> dict[str, Any]:
+        """The complete weights, by the names of ``model.state_dict()``, as copies in host memory.
+
+        Every worker must call it. With a pipeline ``model.state_dict()`` has the values of this worker's stages only;
+        this has all. A tensor with several names, such as a tied weight, is one copy.
+
+        Args:
+            everywhere: false: rank 0 gets them, and the other ranks an empty dictionary.
+
+        Raises:
+            WorkerLost: another worker went away or stayed silent.
+        """
+        return self._loop.exports.weights(everywhere)
+
+    def export(self, path: Path | str, *, dtype: torch.dtype | None = None) -> Path | str:
+        """Write the complete weights to a file; every worker must call it, and rank 0 writes.
+
+        The file is there when this returns, on every rank. One with this name is replaced at once, by a rename.
+
+        Args:
+            path: ending in ``.safetensors``, or in ``.pt``, ``.pth`` or ``.bin`` for a state_dict of torch; or a URL.
+            dtype: of the floating-point tensors in the file, such as ``torch.bfloat16``; none: as they are.
+
+        Returns:
+            where it is.
+
+        Raises:
+            ConfigError: the path has another ending, or the type is none.
+            CheckpointError: it cannot be written, or safetensors or the package for the URL is not installed.
+            WorkerLost: another worker went away or stayed silent.
+        """
+        return self._loop.exports.export(path, dtype)
 
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.

@@ -3,38 +3,20 @@
 from __future__ import annotations
 
 import re
-from numbers import Integral
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-
-def _whole(value: object) -> object:
-    """Pydantic accepts True and 1.0 for 1; a string may be that of a number."""
-    if isinstance(value, bool) or not isinstance(value, Integral | str):
-        raise PydanticKnownError("int_type")
-    return value
-
-
-def _number(value: object) -> object:
-    """Pydantic accepts True for 1.0."""
-    if isinstance(value, bool):
-        raise PydanticKnownError("float_type")
-    return value
-
-
-_COUNT = 2**31 - 1
-"""What a step counter, a number of samples or of workers can be at most."""
-LONGEST_SECONDS = 1_000_000
-"""The longest wait, about 11 days: sockets, locks and torch all can count it in milliseconds."""
-
-PositiveInt = Annotated[int, Field(ge=1, le=_COUNT), BeforeValidator(_whole)]
-NonNegativeInt = Annotated[int, Field(ge=0, le=_COUNT), BeforeValidator(_whole)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(_number)]
-Seconds = Annotated[float, Field(ge=0.1, le=LONGEST_SECONDS, allow_inf_nan=False), BeforeValidator(_number)]
-
+from paceline.setting_values import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Seconds,
+    number,
+    whole,
+)
 
 Exact = bool | Literal["fixed-point"]
 """How the same bits are made on any number of workers, if at all."""
@@ -72,6 +54,57 @@ class CheckpointSettings(BaseModel):
         if isinstance(value, Path) and (found := re.match(r"(\w[\w+.-]+):/(?=[^/])", str(value))):
             raise ValueError(f"a Path cannot hold a URL; write {found[1]}://... as a string")
         return value
+
+
+class WeightsSettings(BaseModel):
+    """Weights on disk to start from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path | str | None = Field(
+        None, description="weights to start from: a .safetensors or .pt file, a folder of them, a checkpoint, or a URL"
+    )
+    strict: bool = Field(True, description="refuse weights that do not have all names of the model, or have others")
+    rename: tuple[str, ...] = Field(
+        (), description="beginnings of names in the file and in the model, as encoder.=backbone.; the longest counts"
+    )
+    skip: tuple[str, ...] = Field((), description="beginnings of names in the model that keep their initial values")
+    key: str | None = Field(None, description="the key of the state_dict in a .pt file that holds more than that")
+
+    @field_validator("path", mode="before")
+    @classmethod
+    def _path_or_url(cls, value: object) -> object:
+        return Path(value) if isinstance(value, str) and "://" not in value else value
+
+    @field_validator("rename", "skip", mode="before")
+    @classmethod
+    def _texts(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            return tuple(f"{old}={new}" for old, new in value.items())
+        return tuple(part for part in value.split(",") if part) if isinstance(value, str) else value
+
+    @field_validator("rename")
+    @classmethod
+    def _pairs(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for one in value:
+            if one.count("=") != 1:
+                raise ValueError(f"{one!r} is not two beginnings of names with = between them")
+        return value
+
+
+class AverageSettings(BaseModel):
+    """Averages of the weights over the steps."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["ema", "swa"] | None = Field(
+        None, description="keep an average of the weights: exponential (ema), or of equal parts (swa); none: keep none"
+    )
+    decay: Annotated[float, Field(gt=0, le=1), BeforeValidator(number)] = Field(
+        0.999, description="ema: the part of the old average in the new one"
+    )
+    after: NonNegativeInt = Field(0, description="steps before those that are averaged")
+    every: PositiveInt = Field(1, description="steps from one to the next that is averaged")
 
 
 class BackupSettings(BaseModel):
@@ -156,6 +189,31 @@ class PipelineSettings(BaseModel):
         return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
+TRACKERS = ("comet", "csv", "mlflow", "tensorboard", "trackio", "wandb")
+"""The names in :mod:`paceline.trackers.registry`."""
+
+
+class TrackingSettings(BaseModel):
+    """What the trackers call the run, and where they keep files."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, coerce_numbers_to_str=True)
+
+    directory: Path | None = Field(
+        None, description="directory of the trackers' files; none: trackers in that of the run, else in the present one"
+    )
+    project: str = Field("paceline", min_length=1, description="the project, or experiment, to which the run belongs")
+    name: str | None = Field(None, description="name of the run; none: that of its directory, else of the script")
+
+    closing_seconds: Seconds = Field(30.0, description="how long the end of the script waits for the trackers")
+
+    @field_validator("name")
+    @classmethod
+    def _file_name(cls, value: str | None) -> str | None:
+        if value is not None and (not value.strip() or "/" in value or len(value) > 200 or not value.isprintable()):
+            raise ValueError("the name becomes that of a directory: at most 200 characters, without /")
+        return value
+
+
 class Settings(BaseModel):
     """How to train; see each field's description."""
 
@@ -180,7 +238,7 @@ class Settings(BaseModel):
     server: ServerSettings = ServerSettings()
     local: LocalSettings = LocalSettings()
     pipeline: PipelineSettings = PipelineSettings()
-    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(_whole)] = Field(
+    seed: Annotated[int, Field(ge=0, lt=2**63), BeforeValidator(whole)] = Field(
         0, description="seed of the order of samples and of all random numbers in a step"
     )
     exact: Exact = Field(
@@ -192,7 +250,7 @@ class Settings(BaseModel):
         None, description="scale the learning rate with the number of workers; needs batch_per_worker"
     )
     warmup_steps: NonNegativeInt = Field(0, description="steps from the base learning rate up to the scaled one")
-    clip_norm: Annotated[float, Field(gt=0), BeforeValidator(_number)] | None = Field(
+    clip_norm: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
         None, description="clip gradients to this global norm"
     )
     autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this dtype")
@@ -204,9 +262,15 @@ class Settings(BaseModel):
         0, description="loader processes per worker; 0: the worker loads itself"
     )
     checkpoint: CheckpointSettings = CheckpointSettings()
+    weights: WeightsSettings = WeightsSettings()
+    average: AverageSettings = AverageSettings()
     resume: str | None = Field(
         None, description="auto: from the newest complete checkpoint, if any; or the path of a checkpoint"
     )
+    trackers: tuple[str, ...] = Field(
+        (), description="who records metrics: comet, csv, mlflow, tensorboard, trackio, wandb; with commas for several"
+    )
+    tracking: TrackingSettings = TrackingSettings()
     nonfinite: Literal["stop", "skip"] = Field(
         "stop", description="on a NaN or infinite loss: stop the run, or skip the step"
     )
@@ -233,10 +297,19 @@ class Settings(BaseModel):
         """Whether gradients are added up along the canonical tree."""
         return self.exact is True
 
-    @field_validator("checkpoint", mode="before")
+    @field_validator("checkpoint", "weights", "average", mode="before")
     @classmethod
-    def _directory_alone(cls, value: object) -> object:
-        return {"directory": value} if isinstance(value, str | Path) else value
+    def _one_value(cls, value: object, info: ValidationInfo) -> object:
+        return {SHORT[info.field_name or ""]: value} if isinstance(value, str | Path | None) else value
+
+    @field_validator("trackers", mode="before")
+    @classmethod
+    def _tracker_names(cls, value: object) -> object:
+        names = [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
+        for name in names if isinstance(names, list | tuple | set) else ():
+            if name not in TRACKERS:
+                raise ValueError(f"there is no tracker {name!r}; the trackers are {', '.join(TRACKERS)}")
+        return tuple(dict.fromkeys(names)) if isinstance(names, list | tuple | set) else names
 
     @field_validator("recompute", mode="before")
     @classmethod
@@ -269,8 +342,13 @@ GROUPS: dict[str, type[BaseModel]] = {
     "server": ServerSettings,
     "local": LocalSettings,
     "pipeline": PipelineSettings,
+    "weights": WeightsSettings,
+    "average": AverageSettings,
+    "tracking": TrackingSettings,
 }
 """The settings with sub-settings."""
+SHORT = {"checkpoint": "directory", "weights": "path", "average": "kind"}
+"""Those that may be given as the value of one sub-setting."""
 
 
 class Arguments(TypedDict, total=False):
@@ -298,7 +376,11 @@ class Arguments(TypedDict, total=False):
     compile: bool
     workers_per_loader: int
     checkpoint: CheckpointSettings | dict[str, Any] | str | Path
+    weights: WeightsSettings | dict[str, Any] | str | Path
+    average: AverageSettings | dict[str, Any] | Literal["ema", "swa"] | None
     resume: str | None
+    trackers: tuple[str, ...] | list[str] | str
+    tracking: TrackingSettings | dict[str, Any]
     nonfinite: Literal["stop", "skip"]
     missing_gradient: Literal["stop", "zero"]
     threads: int

@@ -1,6 +1,7 @@
 """What others rely on: the public names, the settings, the options. Change these lists with care."""
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,7 @@ MOST_MODULES = 14
 NAMES = {
     *("Batch", "Report", "Session", "start", "Settings", "CheckpointSettings"),
     *("PacelineError", "ConfigError", "InputError", "NonFiniteLoss", "StartError", "DisagreementError"),
-    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "ParquetDataset"),
+    *("CheckpointError", "WorkerLost", "WorkerSilent", "RunFailed", "launch", "ParquetDataset", "TokenRows"),
 }
 SETTINGS = {
     *("strategy", "batch", "batch_per_worker", "microbatches", "seed", "exact", "drop_last", "scale_lr"),
@@ -36,11 +37,14 @@ SETTINGS = {
         "resume",
         "nonfinite",
     ),
+    *("trackers", "tracking.directory", "tracking.project", "tracking.name", "tracking.closing_seconds"),
     *("missing_gradient", "threads", "timeout_seconds", "hang_seconds"),
     *("reduction", "bucket_megabytes", "shares", "backup.workers", "backup.late", "local.every", "local.after"),
     *("pipeline.schedule", "pipeline.stages", "pipeline.chunks", "pipeline.cut", "pipeline.replicas"),
     *("pipeline.memory_gigabytes", "pipeline.recompute", "pipeline.update_every", "pipeline.vertical_sync"),
     "pipeline.flush_every",
+    *("average.kind", "average.decay", "average.after", "average.every"),
+    *("weights.path", "weights.strict", "weights.rename", "weights.skip", "weights.key"),
     *(
         "server.mode",
         "server.copies",
@@ -59,7 +63,7 @@ OPTIONS = {
         *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
         *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),
         "--volume",
-        *("--kind", "--address", "--master"),
+        *("--kind", "--address", "--master", "--horovod"),
     },
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
@@ -198,6 +202,8 @@ ALLOWED = {
     "testing/worker_main.py": {"pickle"},
     "cli/launch.py": {"cloudpickle"},  # a function and its results, in a folder of the user's own
     "launchers/call_worker.py": {"cloudpickle"},
+    "horovod/torch/__init__.py": {"broadcast_object"},  # Horovod's own, of objects among the workers of a run
+    "horovod/torch/functions.py": {"cloudpickle", "broadcast_object"},
     "checkpoint/files.py": {"pickle"},  # writes the index of torch.distributed.checkpoint, and never reads it
     "comm/rendezvous/env_init.py": {"TCPStore"},  # the store that torchrun or the user has asked for
 }
@@ -224,3 +230,30 @@ def test_no_code_from_bytes() -> None:
         path.relative_to(PACKAGE).as_posix(): _names(path) & (UNSAFE | {"torch.load"}) for path in PACKAGE.rglob("*.py")
     }
     assert {name: names for name, names in used.items() if names} == ALLOWED
+
+
+ASKS_FOR_DEVICE = re.compile(r"\.type [!=]= |\.is_cuda")
+ABOUT_TENSORS = {
+    "checkpoint/training_state.py": "copies to pinned memory",
+    "comm/host_copy.py": "copies to pinned memory",
+    "comm/rendezvous/devices.py": "chooses the device",
+    "comm/transport/choice.py": "chooses the transport",
+    "comm/transport/through_host.py": "copies to pinned memory",
+    "data/feed.py": "loads ahead of a device",
+    "data/prefetch.py": "copies to the device",
+    "horovod/torch/gradients.py": "plans sums of what is on the CPU",
+    "step/fixed_point.py": "computes norms where it is quick",
+    "step/loss.py": "adds up losses where they are",
+    "step/replicas.py": "adds up bits where they are",
+    "strategies/full_batch.py": "divides where the sums are",
+}
+
+
+def test_who_communicates_asks_what_the_transport_can_do_and_not_for_the_device() -> None:
+    asking = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if ASKS_FOR_DEVICE.search(path.read_text()) and "device" in path.read_text()
+    }
+    asking = {one for one in asking if not one.startswith(("doctor/", "observe/"))}
+    assert asking == set(ABOUT_TENSORS)

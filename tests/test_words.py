@@ -27,7 +27,7 @@ NAMES_ONLY = {"sum", "group", "memory", "line", "version", "way", "program", "al
 ALLOWED_NAMES = {
     # torch: a view of a tensor, a process group, a parameter group
     *("views", "view_of", "views_of", "ProcessGroup", "process_group", "await_process_group", "Group"),
-    *("waiting_in_group", "ParameterGroup", "publish_in_group"),
+    *("waiting_in_group", "ParameterGroup", "param_groups", "publish_in_group"),
     "open_group",  # of microbatches
     # the operating system: shared memory, a process group, what a script prints, what is typed
     *("SharedMemory", "shared_memory", "SharedMemoryQuorum", "SharedMemoryBoard", "SharedMemoryReduction"),
@@ -45,6 +45,9 @@ ALLOWED_NAMES = {
     *("versions", "version"),  # of Python, of torch, of weights
     "alias_set",  # a compiler's
     "sum_and_count",
+    # Horovod's operations
+    *(f"grouped_{name}{end}" for name in ("allreduce", "allgather", "reducescatter") for end in ("", "_async")),
+    *("grouped_allreduce_", "grouped_allreduce_async_"),
     *("test_pipeline_memory", "test_process_group"),
 }
 ALLOWED_TEXT = (

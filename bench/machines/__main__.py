@@ -11,55 +11,14 @@ processes of its own, the ways in turns; medians over rounds, and the ratio to D
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import subprocess
-import sys
 import tempfile
-import time
 from pathlib import Path
 from statistics import median
-from typing import Any
 
+from launched import run
 from namespaces import network, obstacle
 
-WORKER = Path(__file__).with_name("worker.py")
-DEADLINE = 600.0
 WAYS = ("ddp", "collective", "fast", "exact")
-
-
-def run(names: list[str], workers: int, folder: Path, way: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run one way on so many workers of each machine; what each told."""
-    folder.mkdir()
-    size = len(names) * workers
-    with contextlib.ExitStack() as stack:
-        running = []
-        for rank in range(size):
-            environment = {
-                **os.environ,
-                **{"RANK": str(rank), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1"},
-                **{"LOCAL_RANK": str(rank % workers), "LOCAL_WORLD_SIZE": str(workers)},
-                **{"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29412", "GLOO_SOCKET_IFNAME": "eth0"},
-            }
-            command = ["ip", "netns", "exec", names[rank // workers], sys.executable, str(WORKER), str(folder), way]
-            output = stack.enter_context((folder / f"output-{rank}").open("w"))
-            process = subprocess.Popen(
-                [*command, str(options.megabytes), str(options.steps)],
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            running.append(process)
-        end = time.monotonic() + DEADLINE
-        while any(process.poll() is None for process in running):
-            failed = next((rank for rank, process in enumerate(running) if process.poll()), None)
-            if failed is not None or time.monotonic() > end:
-                raise SystemExit(f"{way}: worker {failed}\n{(folder / f'output-{failed or 0}').read_text()[-3000:]}")
-            time.sleep(0.1)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
 
 
 def measure(layout: str, options: argparse.Namespace) -> None:
@@ -69,7 +28,9 @@ def measure(layout: str, options: argparse.Namespace) -> None:
     with network(machines, options.rate, options.slow) as names, tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
             for way in WAYS:
-                everyone = run(names, workers, Path(folder) / f"{turn}-{way}", way, options)
+                everyone = run(
+                    names, [workers] * machines, Path(folder) / f"{turn}-{way}", way, options.megabytes, options.steps
+                )
                 slowest = [max(values) for values in zip(*(one["seconds"] for one in everyone), strict=True)]
                 crossed = max(one["bytes"] for one in everyone) / everyone[0]["gradients"]
                 found[way].append((median(slowest), crossed))

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import paceline
 
 WARM = 3
+BITS_BATCH = 16
+"""Samples of a batch that is the same on all layouts: as many as there are workers on the largest."""
 OPTIMIZER = partial(torch.optim.SGD, lr=1e-3)
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
@@ -45,12 +47,13 @@ def ddp(model: nn.Module, data: torch.utils.data.Dataset[object], steps: int) ->
     return seconds[WARM:]
 
 
-def ours(model: nn.Module, data: torch.utils.data.Dataset[object], steps: int, **way: object) -> list[float]:
-    """The same with Paceline: as many microbatches of one sample as workers."""
+def ours(
+    model: nn.Module, data: torch.utils.data.Dataset[object], steps: int, batch: int, **way: object
+) -> tuple[list[float], str]:
+    """The same with Paceline, in microbatches of one sample; the seconds and the fingerprint of the state."""
     seconds = []
-    size = int(os.environ["WORLD_SIZE"])
     session = paceline.start(
-        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=size, microbatches=size, **way
+        model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=batch, microbatches=batch, **way
     )
     batches = session.batches(steps=WARM + steps)
     for step in range(WARM + steps):
@@ -58,7 +61,7 @@ def ours(model: nn.Module, data: torch.utils.data.Dataset[object], steps: int, *
         session.step(next(batches))
         seconds.append(time.perf_counter() - begin)
         mark(step)
-    return seconds[WARM:]
+    return seconds[WARM:], session.fingerprint()
 
 
 counted = [0, 0]
@@ -66,9 +69,15 @@ counted = [0, 0]
 
 def mark(step: int) -> None:
     """Read how much has left this machine, once the first steps are done and at the last one."""
-    dist.barrier()
+    together()
     counted[step >= WARM] = int(SENT.read_text()) if SENT.exists() else 0
-    dist.barrier()
+    together()
+
+
+def together() -> None:
+    """Wait for the others, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
 
 
 if __name__ == "__main__":
@@ -77,18 +86,21 @@ if __name__ == "__main__":
     samples = torch.randn(256, 1024, generator=torch.Generator().manual_seed(1))
     data = torch.utils.data.TensorDataset(samples, samples.flip(0))
     model = model_of(megabytes)
+    fingerprint, size = "", int(os.environ["WORLD_SIZE"])
     if way == "ddp":
         dist.init_process_group("gloo")
         seconds = ddp(model, data, steps)
+    elif way.startswith("bits-"):
+        kind = way.removeprefix("bits-")
+        seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
     else:
-        seconds = ours(
-            model, data, steps, exact=way == "exact", reduction="collective" if way == "collective" else "auto"
-        )
+        reduction = "collective" if way == "collective" else "auto"
+        seconds, fingerprint = ours(model, data, steps, size, exact=way == "exact", reduction=reduction)
     found = {
         "seconds": seconds,
         "bytes": (counted[1] - counted[0]) / steps,
         "gradients": 4 * sum(value.numel() for value in model.parameters()),
-        "weights": float(sum(value.double().sum() for value in model.parameters())),
+        "fingerprint": fingerprint,
     }
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    dist.barrier()
+    together()

@@ -150,8 +150,7 @@ def _read_together(
         CheckpointError: a worker refuses it, or cannot read it, which says nothing about what it holds.
     """
     content, kind, reason, removed = None, "", "", False
-    divided = world.device.type == "cpu"  # NCCL does not send what is in the memory of the host
-    reader = Reader(world.rank, world.size) if divided else Reader()
+    reader = Reader(world.rank, world.size)
     retries = Retries(seconds)
     while True:
         if kind == _MISSING and listed is not None and world.rank == 0:

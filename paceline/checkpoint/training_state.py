@@ -93,10 +93,33 @@ class HostBuffers:
 
 
 class StatefulUpdate(Protocol):
-    """The parts of an update that have a state."""
+    """The parts of an update that have a state; ``kind`` is the class of the optimizer in words."""
 
     optimizer: Optimizer
     schedule: LRScheduler | None
+
+    @property
+    def kind(self) -> str: ...
+
+
+class Part(Protocol):
+    """Something with a state of its own, of plain values and tensors, that depends on the steps done."""
+
+    def state(self, step: int) -> Any:
+        """The state after so many steps."""
+
+    def load(self, state: Any) -> None:
+        """Go on from what :meth:`state` returned."""
+
+
+class ScriptState(Protocol):
+    """What the script keeps."""
+
+    def saved(self) -> dict[str, Any]:
+        """Return it as plain values and tensors."""
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Take over what was saved."""
 
 
 class TrainingState:
@@ -109,9 +132,13 @@ class TrainingState:
         numerics: what affects the bits; must be the same with ``exact``.
         versions: of Python and the libraries.
         strategy_state: of the strategy; changed in location.
+        script: what the script keeps.
 
     Attributes:
+        keeps_script: whether :meth:`load` leaves the script what it has.
+        loaded_script: what the script had in the state that was last loaded.
         run: what tells the checkpoints of this run from those of others; the same in all that go on from one start.
+        parts: what else belongs to the state, by name.
     """
 
     def __init__(
@@ -122,6 +149,7 @@ class TrainingState:
         numerics: dict[str, int | str],
         versions: dict[str, str],
         strategy_state: dict[str, Any],
+        script: ScriptState | None = None,
     ) -> None:
         self._model = model
         self._update = update
@@ -129,7 +157,11 @@ class TrainingState:
         self._numerics = numerics
         self._versions = versions
         self._strategy_state = strategy_state
+        self._script = script
+        self.keeps_script = False
+        self.loaded_script: dict[str, Any] = {}
         self.run = ""
+        self.parts: dict[str, Part] = {}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
@@ -144,11 +176,13 @@ class TrainingState:
         check_savable(self._update.optimizer)
         inside: dict[str, torch.Tensor] = {}
         try:
-            state = encoding.encode(self._plain(), inside, "the state")
+            parts = {name: part.state(step) for name, part in self.parts.items()}
+            state = encoding.encode(self._plain() | {"parts": parts}, inside, "the state")
         except EncodingError as error:
             raise CheckpointError(
-                f"{error}, which cannot be saved or sent to another worker. The parameter groups of the optimizer and "
-                f"the state_dict of the schedule may hold tensors, numbers, text, functions, and containers of these."
+                f"{error}, which cannot be saved or sent to another worker. The parameter groups of the optimizer, and "
+                f"the state_dict of the schedule or of a stream of data, may hold tensors, numbers, text, functions, "
+                f"and containers of these, as may what session.register was given."
             ) from None
         inside = {name: tensor.detach() for name, tensor in inside.items()}
         return Snapshot(step, self.tensors() | inside, state, self._order, self._numerics, self._versions)
@@ -162,11 +196,13 @@ class TrainingState:
         schedule = self._update.schedule
         return {
             "run": self.run,
-            "optimizer": type(self._update.optimizer).__name__,
+            "optimizer": self._update.kind,
             "groups": groups,
             "schedule": None if schedule is None else schedule.state_dict(),
             "strategy_state": dict(self._strategy_state),
+            "frozen": [name for name, one in self._model.named_parameters() if not one.requires_grad],
             "evaluating": [name for name, one in self._model.named_modules() if not one.training],
+            "script": {} if self._script is None else self._script.saved(),
         }
 
     def check(self, location: Path | str, saved: Manifest) -> None:
@@ -198,13 +234,28 @@ class TrainingState:
             group.update(values)
         if self._update.schedule is not None:
             self._update.schedule.load_state_dict(rest["schedule"])
-        if "evaluating" in rest:  # not in a checkpoint of an older version
+        self._load_flags(rest)
+        self.loaded_script = rest.get("script", {})
+        if self._script is not None and not self.keeps_script:
+            self._script.load(self.loaded_script)
+        self.run = rest["run"]
+        for name, part in rest.get("parts", {}).items():
+            if name in self.parts:
+                self.parts[name].load(part)
+        self._strategy_state.clear()
+        self._strategy_state.update(rest["strategy_state"])
+
+    def _load_flags(self, rest: dict[str, Any]) -> None:
+        """Which parameters are frozen, and which modules evaluate; not in a checkpoint of an older version."""
+        if "frozen" in rest:
+            frozen = set(rest["frozen"])
+            for name, value in self._model.named_parameters():
+                if value.requires_grad == (name in frozen):
+                    value.requires_grad_(name not in frozen)
+        if "evaluating" in rest:
             evaluating = set(rest["evaluating"])
             for name, one in self._model.named_modules():
                 one.training = name not in evaluating
-        self.run = rest["run"]
-        self._strategy_state.clear()
-        self._strategy_state.update(rest["strategy_state"])
 
     def _check_update(self, location: Path | str, manifest: Manifest) -> None:
         here = self._plain()

@@ -100,6 +100,9 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     address: Address = None,
     master: Master = None,
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
+    horovod: Annotated[
+        bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
+    ] = False,
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
@@ -139,6 +142,8 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         rendezvous=rendezvous,
         secret_file=secret_file,
         launcher=launcher,
+        horovod=horovod,
+        environment=_for_horovod(quiet) if horovod else {},
     )
     if place != LOCAL or dry_run:
         raise typer.Exit(train_on(place, request, options, dry_run))
@@ -177,6 +182,18 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
     by = {env.USER_COMMAND: shlex.join(["paceline", "run", "--on", name, *options.words(), *given_options(once)])}
     agents = tuple(replace(one, environment={**one.environment, **by}) for one in placement.agents)
     return place.carry_out(replace(placement, agents=agents), request)
+
+
+def _for_horovod(quiet: bool) -> dict[str, str]:
+    """Variables by which the workers find Paceline's ``horovod``; none if Horovod is installed."""
+    from paceline import env
+    from paceline.horovod.unchanged import FOLDER, is_installed
+
+    if not is_installed():
+        return env.python_path_with(FOLDER)
+    if not quiet:
+        say("note: Horovod is installed, so --horovod has no effect, and scripts use that one.")
+    return {}
 
 
 def misplaced(request: Request) -> str:

@@ -37,23 +37,26 @@ class AllGather:
         world: the workers.
         tag: of messages over the network; each kind has its own.
         size: bytes of the largest tensor.
+        host: the tensors are on the CPU, wherever workers compute; else where this one does.
     """
 
-    def __init__(self, world: World, tag: int, size: int) -> None:
+    def __init__(self, world: World, tag: int, size: int, host: bool = False) -> None:
         self.world = world
+        self._host = host
         self._tag = tag
         self.size = size
-        self._shared = _SharedBlocks(world.shared_memory, size) if world.shared_memory else None
+        shared = world.shared_memory if host or world.transport.capabilities.on_host else None
+        self._shared = _SharedBlocks(shared, size) if shared else None
 
     def start(self, own: torch.Tensor) -> PendingGather:
         """Send a tensor to all other workers, which send one of the same shape."""
-        if self._shared is not None and own.device.type == "cpu":
+        if self._shared is not None:
             return PendingGather(partial(self._shared.read, own, self._shared.write(self.world.rank, own)))
         gathered = own.new_empty(self.world.size, *own.shape)
         gathered[self.world.rank] = own
         sends = [Message(own, peer, self._tag) for peer in self.world.others]
         receives = [Message(gathered[peer], peer, self._tag) for peer in self.world.others]
-        transfers = self.world.start_transfers(sends, receives, host=own.device.type == "cpu")
+        transfers = self.world.start_transfers(sends, receives, host=self._host)
 
         def finish() -> torch.Tensor:
             for transfer in transfers:

@@ -9,21 +9,21 @@ class HostCopy:
     """A copy to the host, under way since this object was made.
 
     From a GPU it goes through pinned memory, and only :meth:`wait` holds up the host: until the GPU has come that far,
-    not until it has done all that was queued since. What is on the host is not copied.
+    not until it has done all that was queued since.
 
     Args:
         value: of any shape and type.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
-        self._host, self._ready = value, None
+        self._ready: torch.cuda.Event | None = None
         if value.is_cuda:
             self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._host.copy_(value, non_blocking=True)
             self._ready = torch.cuda.Event()
             self._ready.record(torch.cuda.current_stream(value.device))
-        elif value.device.type != "cpu":
-            self._host = value.cpu()
+        else:
+            self._host = value.to("cpu", copy=True)
 
     def wait(self) -> torch.Tensor:
         """The tensor in the memory of the host."""

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from paceline.comm.desync import patch
 from paceline.comm.desync.board import Board, SharedMemoryBoard, StoreBoard
 from paceline.comm.desync.recorder import CallRecorder
+from paceline.comm.rendezvous import devices
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
-from paceline.comm.rendezvous.devices import device_of
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_members, can_share
 from paceline.comm.shm.ring import Rings, can_have
-from paceline.comm.transport.base import Communicator, Message, TransportError
+from paceline.comm.transport.base import Communicator, Message, Transport, TransportError
 from paceline.comm.transport.choice import transport_for
 from paceline.comm.transport.gloo import Gloo
 from paceline.comm.transport.transfer import Transfer
@@ -51,7 +52,7 @@ class World(Waiting):
     """All workers of one run, as one of them sees it; with a coordinator they may change.
 
     Attributes:
-        device: where this worker computes.
+        device: where this worker computes; a spare on the CPU until it joins.
         transport: moves tensors between workers.
         generation: how often the workers have changed.
         hosts: the ranks of the workers of each machine.
@@ -69,16 +70,15 @@ class World(Waiting):
         self.local_rank = who.local_rank
         self.local_size = who.local_world_size
         self.generation = who.generation
-        self.device = device_of(who)
-        self.transport = transport_for(self.device, can_share())
+        self.device, self._shares_device = devices.device_of(who), False
+        self.transport = transport_for(self.device, can_share() and not devices.visible_gpus())
         self._host_transport = Gloo(same_host=False)
-        self.leaving = False
+        self.leaving = self._in_process_group = False
         self._rings: dict[int, Rings] = {}
-        self._in_process_group = False
         self.end_servers: Callable[[], None] = lambda: None
         self._arena: Arena | None = None
         self._who = who
-        self._group = ProcessGroup(self.device, self.transport, timeout)
+        self._group = ProcessGroup(self._agree, timeout)
         if coordinator is not None:
             coordinator.on_alarm = self._interrupt
 
@@ -89,12 +89,22 @@ class World(Waiting):
             StartError: they did not come.
         """
         if self.size > 1 and not dist.is_initialized():
-            EnvRendezvous(self._who, self.timeout).join(self.device, self.transport.backend)
+            EnvRendezvous(self._who, self.timeout).join(lambda *at: self._agree(*at).backend)
+        elif self.size > 1:  # the script has made a group, or an earlier session
+            self._agree(dist.distributed_c10d._get_default_store(), self.rank, self.size)
         if self.size > 1:
             self.transport.open()
             # launchers number the workers of a machine one after the other; of others no two are taken for neighbours
             self._share_memory(self.gather(self.rank - self.local_rank, "start"))
             self.recorder = self._record_calls()
+
+    def _agree(self, store: Store, rank: int, size: int) -> Transport:
+        """The transport of the workers that come together at a store."""
+        chosen = devices.agree(store, rank, size, self.device)
+        if chosen != (self.device, self._shares_device):
+            self.device, self._shares_device = chosen
+            self.transport = transport_for(self.device, False, self._shares_device)
+        return self.transport
 
     def join(self, membership: Membership) -> None:
         """Come together with the members of a generation, after :meth:`leave`.
@@ -103,12 +113,8 @@ class World(Waiting):
             WorkerLost: one of them was lost on the way.
         """
         assert self.coordinator is not None
-        self.rank, self.size, self.generation = (
-            membership.rank_of(self.coordinator.number),
-            len(membership.members),
-            membership.generation,
-        )
-        self._members = membership.members
+        self._members, self.generation = membership.members, membership.generation
+        self.rank, self.size = membership.rank_of(self.coordinator.number), len(self._members)
         machines = [(one.host, one.address) for one in self._members]
         neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
         self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)

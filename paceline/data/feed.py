@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,13 +22,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, defaul
 
 from paceline import fault_points
 from paceline.data.attributes import Attributes, same
-from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of
-from paceline.data.order import Order
+from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
+from paceline.data.order import BatchOrder
 from paceline.data.prefetch import Upload, rows_of, upload_stream
+from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError
 from paceline.launchers.child import end_with_parent
 from paceline.launchers.kernel import is_ending
 from paceline.settings import Exact
+
+_log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ class Feed:
     def __init__(
         self,
         data: Any,
-        order: Order,
+        order: BatchOrder,
         device: torch.device,
         loaders: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -88,7 +90,11 @@ class Feed:
         self._device = device
         self._stream = upload_stream(device)
         self._requests = _Requests()
-        self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
+        self._data: KeyedDataset | StreamSamples
+        if isinstance(order, StreamOrder):
+            self._data = StreamSamples(order, collates=collate is not None)
+        else:
+            self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
@@ -99,6 +105,10 @@ class Feed:
             persistent_workers=loaders > 0,
             prefetch_factor=2 if loaders else None,
         )
+
+    def move_to(self, device: torch.device) -> None:
+        """Bring the data to another device from now on."""
+        self._device, self._stream = device, upload_stream(device)
 
     def steps(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[list[Piece]]:
         """Yield the pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` are those of this worker.
@@ -228,9 +238,9 @@ class KeyedDataset(Dataset[Any]):
         if self._is_plain:
             return self._read(request.samples)
         if not self._draws:
-            seed_all(_UNTOUCHED)
+            seed_untouched()
             items = self._read(request.samples)
-            if _next_draws() == _draws_of_untouched():
+            if not was_drawn():
                 return items
             self._draws = True
         return [self._read_keyed(request.epoch, sample) for sample in request.samples]
@@ -273,21 +283,22 @@ class KeyedDataset(Dataset[Any]):
         _log.warning(text)
 
 
-_log = logging.getLogger("paceline")
-_UNTOUCHED = 20_231_117
+class StreamSamples(Dataset[Any]):
+    """The samples of a stream, by requests for some of one batch.
 
+    Args:
+        order: of the stream, which reads it.
+        collates: whether the user's own function collates.
+    """
 
-def _next_draws() -> tuple[float, ...]:
-    import numpy
+    def __init__(self, order: StreamOrder, collates: bool) -> None:
+        self._order = order
+        self._collates = collates
 
-    return torch.rand((), dtype=torch.float64).item(), random.random(), numpy.random.random_sample()
-
-
-_expected: list[tuple[float, ...]] = []
-
-
-def _draws_of_untouched() -> tuple[float, ...]:
-    if not _expected:
-        seed_all(_UNTOUCHED)
-        _expected.append(_next_draws())
-    return _expected[0]
+    def __getitems__(self, request: LoadRequest) -> list[Any]:
+        if request.step is not None:
+            fault_points.reach("in the loader", request.step)
+        items = self._order.read(request.epoch, request.samples)
+        if self._collates:
+            seed_all(seed_of(COLLATE, self._order.seed, request.epoch, request.samples[0]))
+        return items

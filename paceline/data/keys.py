@@ -14,12 +14,14 @@ import struct
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 
 ORDER, STEP, SAMPLE, LOOP, UPDATE, COLLATE = 1, 2, 3, 4, 5, 6
 """The first number of a key is its use, so that different uses never share a stream."""
+_UNTOUCHED = 20_231_117
 
 
 def seed_of(*key: int) -> int:
@@ -42,6 +44,28 @@ def seed_all(seed: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+def seed_untouched() -> None:
+    """Seed the global generators so that :func:`was_drawn` can tell whether something draws from them."""
+    seed_all(_UNTOUCHED)
+
+
+def was_drawn() -> bool:
+    """Whether something has drawn from a global generator since :func:`seed_untouched`; this draws, too."""
+    return _next_draws() != _draws_of_untouched()
+
+
+def _next_draws() -> tuple[float, ...]:
+    import numpy
+
+    return torch.rand((), dtype=torch.float64).item(), random.random(), numpy.random.random_sample()
+
+
+@cache
+def _draws_of_untouched() -> tuple[float, ...]:
+    seed_untouched()
+    return _next_draws()
 
 
 def generator_states() -> dict[str, Any]:

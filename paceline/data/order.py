@@ -16,22 +16,117 @@ can tell them apart.
 
 from __future__ import annotations
 
+import sys
+from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
 from paceline.data import feistel
 from paceline.data.keys import ORDER, seed_of
+from paceline.errors import ConfigError
 from paceline.schedule import shares
 
 LARGEST_SHUFFLE = 1 << 20
 """Samples up to which an epoch is a shuffle that is held in memory."""
+UNKNOWN = sys.maxsize
+"""A step that is not known yet: that at which a stream ends."""
+
+
+class BatchOrder(ABC):
+    """Which samples are in the batch of each step, and which epoch it belongs to; the same on every worker.
+
+    Attributes:
+        batch: samples in a full batch.
+        microbatches: parts in which a full batch is cut.
+        seed: of the run.
+    """
+
+    batch: int
+    microbatches: int
+    seed: int
+
+    @abstractmethod
+    def facts(self) -> dict[str, int]:
+        """What determines the order, for a checkpoint."""
+
+    @abstractmethod
+    def place_of(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and the number of its batch in this epoch."""
+
+    @abstractmethod
+    def first_of(self, epoch: int) -> int:
+        """The first step of an epoch; ``UNKNOWN`` if that is not known yet."""
+
+    @abstractmethod
+    def samples_of(self, step: int) -> int:
+        """The number of samples in the batch of a step."""
+
+    @abstractmethod
+    def samples_before(self, step: int) -> int:
+        """The number of samples in all steps before this one."""
+
+    @abstractmethod
+    def microbatches_of(self, step: int) -> list[list[int]]:
+        """The sample numbers of each microbatch of a step."""
+
+    def agreed(self) -> dict[str, object]:
+        """What must be the same on all workers before the first step, besides the settings."""
+        return {}
+
+    def digest_at(self, step: int) -> int:
+        """Of a stream a digest of the first sample of a batch that has been read, which must be the same everywhere."""
+        return 0
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint after so many steps, or a worker that joins then, must know of the data."""
+        return {}
+
+    def load(self, state: dict[str, Any]) -> None:  # noqa: B027 - most know it all
+        """Go on from what :meth:`state` returned."""
+
+    def cuts(self) -> set[int]:
+        """In how many microbatches a batch may be cut."""
+        return set(range(1, self.microbatches + 1))
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch of a step."""
+        return self.place_of(step)[0]
+
+    def is_last(self, step: int) -> bool:
+        """Whether the batch of a step is the last one of its epoch."""
+        self.samples_of(step)
+        return self.first_of(self.epoch_of(step) + 1) == step + 1
+
+    def end_of(self, epochs: int, start: int) -> int:
+        """The step before which so many epochs end, counted from a step on; ``UNKNOWN`` if that is not known yet."""
+        return self.first_of(self.epoch_of(start) + epochs)
+
+    def steps_at(self, step: int) -> int:
+        """The steps in the epoch of a step.
+
+        Raises:
+            ConfigError: they are not known, as the data are a stream.
+        """
+        epoch = self.epoch_of(step)
+        end = self.first_of(epoch + 1)
+        if end == UNKNOWN:
+            raise ConfigError(
+                "steps_per_epoch is not known, as the data are a stream: nobody knows how many samples will come. Use "
+                "session.batches(epochs=...), and batch.last for its last batch; give schedules a number of steps."
+            )
+        return end - self.first_of(epoch)
+
+    def parts_of(self, step: int) -> tuple[range, ...]:
+        """The positions of each microbatch of a step in the batch."""
+        return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
 
 
 @dataclass(frozen=True)
-class Order:
-    """The order of the samples of one data set in one training run.
+class Order(BatchOrder):
+    """A shuffled data set of fixed length.
 
     >>> order = Order(length=10, batch=4, microbatches=2, seed=0)
     >>> order.steps_per_epoch
@@ -50,33 +145,37 @@ class Order:
         """What determines the order, for a checkpoint: the fields, and which permutation it is if not a shuffle."""
         return asdict(self) | ({} if self.length <= LARGEST_SHUFFLE else {"feistel_rounds": feistel.ROUNDS})
 
+    def agreed(self) -> dict[str, object]:
+        return {"data length": self.length}
+
     @cached_property
     def steps_per_epoch(self) -> int:
         """Steps in one pass over the data set, the short last batch included unless it is dropped."""
         return self.length // self.batch if self.drop_last else -(-self.length // self.batch)
 
-    def epoch_of(self, step: int) -> int:
-        """The epoch of a step."""
-        return step // self.steps_per_epoch
+    def cuts(self) -> set[int]:
+        return {self.microbatches, len(self.parts_of(self.steps_per_epoch - 1))}
+
+    def place_of(self, step: int) -> tuple[int, int]:
+        return divmod(step, self.steps_per_epoch)
+
+    def first_of(self, epoch: int) -> int:
+        return epoch * self.steps_per_epoch
+
+    def end_of(self, epochs: int, start: int) -> int:
+        return start + epochs * self.steps_per_epoch
 
     def samples_of(self, step: int) -> int:
-        """The number of samples in the batch of a step."""
         start = step % self.steps_per_epoch * self.batch
         return min(self.batch, self.length - start)
 
     def samples_before(self, step: int) -> int:
-        """The number of samples in all steps before this one."""
         epochs, rest = divmod(step, self.steps_per_epoch)
         per_epoch = self.steps_per_epoch * self.batch if self.drop_last else self.length
         return epochs * per_epoch + rest * self.batch
 
     def microbatches_of(self, step: int) -> list[list[int]]:
-        """The sample numbers of each microbatch of a step."""
         return _microbatches_of(self, step)
-
-    def parts_of(self, step: int) -> tuple[range, ...]:
-        """The positions of each microbatch of a step in the batch."""
-        return shares.microbatches(self.samples_of(step), self.batch, self.microbatches)
 
 
 @lru_cache(maxsize=4)  # a step asks once per microbatch

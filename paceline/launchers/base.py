@@ -62,6 +62,7 @@ class Request:
     first: int = 0  # number of the first worker here; above zero on all machines but the first
     environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
     launcher: str = "local"  # a name in the registry
+    horovod: bool = False  # scripts find Paceline's ``horovod``: see ``environment``
     examination: Examination | None = None  # of the machines, instead of training on them; it has the script
 
     @property

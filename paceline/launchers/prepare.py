@@ -14,7 +14,8 @@ from paceline.errors import ConfigError
 from paceline.launchers import machine, runs
 from paceline.launchers.base import Launch, Request
 from paceline.launchers.registry import launcher_named
-from paceline.settings import LONGEST_SECONDS, Settings
+from paceline.setting_values import LONGEST_SECONDS
+from paceline.settings import Settings
 
 _MOST_HERE = 512
 """Workers of one machine; each has a range of numbers for those that replace them."""

@@ -9,6 +9,7 @@ runs/<name>/
   failure.txt, .json     why the run failed, if it did: in words, and as data
   timeline.html          what `paceline timeline` has drawn
   checkpoints/step-*/    a checkpoint is complete when its manifest.json is there, one level down
+  trackers/, media/      what trackers and session.log have written
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ from paceline.partition.backward import backward
 from paceline.partition.base import Layers
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.settings import Exact
-from paceline.step.forward import Compute, pair_of, sum_and_count
+from paceline.step.forward import Compute
+from paceline.step.loss import pair_of, sum_and_count
 
 Gradients = dict[str, torch.Tensor | None]
 _TOLERANCE, _TIED_TOLERANCE = 1e-4, 1e-2

@@ -13,14 +13,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.partition.preserve import preserved
-from paceline.step.forward import Compute, pair_of
+from paceline.step.forward import Compute
+from paceline.step.loss import pair_of
 
 
 def check_loss(compute: Compute, piece: Piece) -> None:
     """Refuse a loss that uses the model's parameters directly, such as a weight penalty.
 
     Raises:
-        InputError: names one of them.
+        InputError: names one of them; or it is no loss at all.
     """
     uses = _ParameterUses(compute.model)
     with preserved(compute.model), compute.precision():
@@ -28,7 +29,8 @@ def check_loss(compute: Compute, piece: Piece) -> None:
             output = compute.model(pair_of(piece.data)[0])
         output = tree_map_only(torch.Tensor, _detached, output)
         with uses:
-            compute.forward(cast(nn.Module, lambda _: output), piece.data)
+            value = compute.forward(cast(nn.Module, lambda _: output), piece.data)
+    compute.take(value, piece.samples)
     if uses.names:
         raise InputError(
             f"The loss uses the parameter {uses.names[0]!r} of the model, not only its output. The loss of a "

@@ -17,7 +17,8 @@ from paceline.data.feed import Piece
 from paceline.partition.base import Activations, Layers, Stage
 from paceline.partition.preserve import kept_gradients, preserved
 from paceline.schedule.balance import LayerCost
-from paceline.step.forward import Compute, pair_of, sum_and_count
+from paceline.step.forward import Compute
+from paceline.step.loss import pair_of, sum_and_count
 
 REPEATS = 9
 

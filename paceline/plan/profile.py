@@ -17,8 +17,8 @@ from paceline.partition.loss_check import check_loss
 from paceline.partition.profile import measure_layers
 from paceline.plan.costs import Profile
 from paceline.schedule.balance import LayerCost
-from paceline.step.forward import pair_of
 from paceline.step.job import Job
+from paceline.step.loss import pair_of
 
 _LINK_BYTES = 8 << 20
 _LINK_REPEATS = 5

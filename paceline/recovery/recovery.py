@@ -29,7 +29,7 @@ from paceline.coordinator.types import Departure, Membership
 from paceline.errors import PREEMPTED, WorkerLost
 from paceline.recovery.activity import RE_FORMING
 from paceline.recovery.progress import Progress
-from paceline.recovery.standby import warm_up
+from paceline.recovery.standby import move_to_device, warm_up
 from paceline.recovery.state_shards import assemble, go_back
 from paceline.recovery.state_transfer import StateBytes, transfer
 from paceline.step.job import Job
@@ -44,7 +44,7 @@ class Recovery:
         coordinator: tells who the members are.
         state: what workers that are behind receive.
         checkpointer: saves and loads checkpoints.
-        begin: called when nobody has a state yet; returns the number of steps done.
+        begin: called when nobody has a state yet; returns the progress.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Recovery:
         coordinator: CoordinatorClient,
         state: TrainingState,
         checkpointer: Checkpointer,
-        begin: Callable[[], int],
+        begin: Callable[[], Progress],
     ) -> None:
         self._job = job
         self._coordinator = coordinator
@@ -109,13 +109,18 @@ class Recovery:
                 self._depart(answer, progress)
             agreed = time.perf_counter()
             try:
+                before = world.device
                 world.join(answer)
+                if world.device != before:
+                    self._undo_warm_up()
+                    move_to_device(self._job)
                 connected = time.perf_counter()
                 if answer.fresh:
                     self._undo_warm_up()
-                    progress = Progress(self._begin())
+                    progress = self._begin()
                 else:
                     everyone = world.gather(progress, RE_FORMING)
+                    self._state.keeps_script = progress is not None  # its script has come further since the last step
                     if assemble(self._job, everyone):
                         progress = None if progress is None else replace(progress, holds=None)
                         progress = self._catch_up(everyone, progress)
@@ -163,7 +168,7 @@ class Recovery:
         progress: Progress
         state, progress = received.rest
         self._state.load(dict(received.tensors), state)
-        return replace(progress, received=progress.steps)
+        return replace(progress, received=progress.steps, received_turns=progress.turns)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
         """Take the newest checkpoint on all workers, as there is no whole state any more."""
@@ -172,8 +177,10 @@ class Recovery:
         steps = go_back(self._job, self._checkpointer, self._state, everyone)
         self._job.events.mark("went back", step=steps, steps=furthest.steps - steps)
         repeat_until = max(furthest.repeat_until, furthest.steps)
-        received = steps if own is None else own.received
-        return replace(furthest, steps=steps, repeat_until=repeat_until, holds=None, received=received)
+        back = replace(furthest, steps=steps, repeat_until=repeat_until, holds=None)
+        if own is not None:
+            return replace(back, received=own.received)
+        return replace(back, received=steps, result=Progress.resumed(steps, self._state.loaded_script).result)
 
     def _share_findings(self) -> None:
         """Share what the first step finds out, which decides who sends what: all must know it, or none.

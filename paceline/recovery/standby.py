@@ -1,4 +1,4 @@
-"""What a spare worker does before it joins."""
+"""What a spare worker does before it joins, and when it does: it gets its device then."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
         optimizer.state.update(optimizer_state)
 
     return undo
+
+
+def move_to_device(job: Job) -> None:
+    """Move what a spare has built on the CPU to the device that it has got; every tensor stays the same object."""
+    device, model = job.world.device, job.compute.model
+    for tensor in (*model.parameters(), *model.buffers()):
+        put(tensor, tensor.data.to(device))
+    for parameter, state in job.update.optimizer.state.items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape:  # others count, on the host
+                state[key] = value.to(device)
+    job.compute.buffers.move_to(device)
+    job.feed.move_to(device)
+
+
+def put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let a tensor have a value of another device."""
+    tensor.data = value

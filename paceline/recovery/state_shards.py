@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
-from paceline.partition.flags import training_flags
+from paceline.partition.flags import requires_grad_flags, training_flags
 from paceline.recovery.progress import Progress
 from paceline.step.gather_state import gather_state
 from paceline.step.job import Job
@@ -55,8 +55,11 @@ def go_back(job: Job, checkpointer: Checkpointer, state: TrainingState, everyone
     Raises:
         CheckpointError: there is none.
     """
-    modes = training_flags(job.compute.model)
-    with modes.set_to(modes.current()):  # the scripts are beyond the checkpoint, and have set them meanwhile
+    modes, trained = training_flags(job.compute.model), requires_grad_flags(job.compute.model.parameters())
+    with (
+        modes.set_to(modes.current()),
+        trained.set_to(trained.current()),
+    ):  # the scripts are beyond the checkpoint, and have set them meanwhile
         steps = checkpointer.resume(state, "auto") if checkpointer.enabled else 0
     if steps == 0:
         lost = missing(job, everyone)

@@ -77,6 +77,11 @@ class Buffers:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""
         return [summable(self._all[name].start) for name in self.live]
 
+    def move_to(self, device: torch.device) -> None:
+        """Keep the start of a step where the model is now."""
+        for buffer in self._all.values():
+            buffer.start = buffer.start.to(device)
+
     def begin(self) -> None:
         """Take the buffers as they are now for the start of the step."""
         for name, buffer in self._all.items():

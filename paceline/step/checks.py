@@ -15,7 +15,7 @@ from paceline.settings import Exact
 
 class Part(NamedTuple):
     """What is known of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
-    and the places of the parameters to which they gave no gradient.
+    and the places of the parameters to which they gave no gradient. ``metrics``: for each metric the same two numbers.
 
     ``origin``: the step to whose batch the microbatches belong, if it is another one than that which uses them.
     """
@@ -26,6 +26,7 @@ class Part(NamedTuple):
     counted: float
     missing: frozenset[int] = frozenset()
     origin: int | None = None
+    metrics: tuple[float, ...] = ()
 
 
 def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
@@ -36,10 +37,29 @@ def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
     """
     count = math.fsum(part.counted for part in parts)
     if count == 0:
-        raise InputError("The loss of the whole batch has a count of 0: there is nothing to take a mean over.")
-    if exact:
-        return total(((Node(0, part.microbatches.start), part.loss) for part in parts), lambda a, b: a + b) / count
-    return sum(part.loss for part in parts) / count
+        raise InputError(
+            "The loss of the whole batch has a count of 0: there is nothing to take a mean over. A pair is the sum of "
+            "the losses and what it is to be divided by; a metric is returned as loss, {'name': value}."
+        )
+    return _sum(parts, [part.loss for part in parts], exact) / count
+
+
+def mean_metrics(parts: Sequence[Part], names: Sequence[str] | None, exact: Exact) -> dict[str, float]:
+    """The means of the metrics over the batch, as :func:`mean_loss`; NaN where nothing was counted."""
+    means = {}
+    for place, name in enumerate(names or ()):
+        count = math.fsum(part.metrics[2 * place + 1] for part in parts)
+        value = _sum(parts, [part.metrics[2 * place] for part in parts], exact)
+        means[name] = value / count if count else math.nan
+    return means
+
+
+def _sum(parts: Sequence[Part], values: Sequence[float], exact: Exact) -> float:
+    """The sum of a value of each piece; along the canonical tree if ``exact``."""
+    if not exact:
+        return sum(values)
+    nodes = (Node(0, part.microbatches.start) for part in parts)
+    return total(zip(nodes, values, strict=True), lambda a, b: a + b)
 
 
 def not_finite(parts: Sequence[Part]) -> Part | None:

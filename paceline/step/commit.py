@@ -9,8 +9,8 @@ from typing import TypeAlias
 import torch
 
 from paceline.data.feed import Piece, split_piece
-from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.step.checks import Part, check_gradients, mean_loss, non_finite, not_finite, unused
+from paceline.data.keys import UPDATE, seed_torch
+from paceline.step.checks import Part, check_gradients, mean_loss, mean_metrics, non_finite, not_finite, unused
 from paceline.step.job import Job, StepResult
 
 Apply: TypeAlias = Callable[[int], tuple[torch.Tensor | float, float]]
@@ -54,12 +54,22 @@ def commit(
     skipped = skip(job, step, parts, lambda bad: _locate(job, step, pieces, bad), notice)
     if skipped is not None:
         return skipped
+    carried = job.compute.carried
+    states = {} if carried is None else carried.exchange(job.world, step)
     job.world.confirm(step)
     job.compute.buffers.accept(statistics)
-    loss = mean_loss(parts, job.settings.exact)
-    seed_torch(seed_of(UPDATE, job.settings.seed, step))  # for optimizers that draw random numbers
+    loss, metrics = means(job, parts)
+    seed_torch(job.compute.seed(UPDATE, step))  # for optimizers that draw random numbers
     norm, rate = (apply or job.update.apply)(step)
-    return StepResult(loss, norm, rate, notice=notice)
+    if carried is not None:
+        carried.accept(step, states)
+    return StepResult(loss, norm, rate, notice=notice, metrics=metrics)
+
+
+def means(job: Job, parts: list[Part]) -> tuple[float, dict[str, float]]:
+    """The mean loss over the batch, and the means of its metrics."""
+    exact = job.settings.exact
+    return mean_loss(parts, exact), mean_metrics(parts, job.compute.metrics, exact)
 
 
 def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> StepResult | None:
@@ -82,8 +92,8 @@ def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range]
         if job.settings.nonfinite == "stop":
             raise error
         job.events.mark("skipped", step=step, reason=str(error))
-        loss = mean_loss(parts, job.settings.exact)
-        return StepResult(loss, math.nan, job.update.learning_rate, applied=False, notice=notice)
+        loss, metrics = means(job, parts)
+        return StepResult(loss, math.nan, job.update.learning_rate, applied=False, notice=notice, metrics=metrics)
     if any(part.missing for part in parts):
         _drop_unused(job, parts)
     return None
@@ -113,6 +123,6 @@ def locate_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
     """Find the microbatch of a piece of this worker whose loss is not finite; all of them if no single one is."""
     (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
     for part in split_piece(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
-        if not job.compute.loss_only(part).isfinite().all():
+        if not job.compute.loss_only(part)[:2].isfinite().all():
             return part.microbatches
     return bad.microbatches

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.comm.all_gather import AllGather, PendingGather
+from paceline.comm.host_copy import HostCopy
 from paceline.comm.step_header import LARGEST_TAG
 from paceline.step.accumulate import Values
 from paceline.step.job import Job
@@ -79,8 +80,8 @@ class FixedPoint:
         if not places:
             return []
         wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in gradients]
-        for place, norm in zip(places, torch._foreach_norm(wide, math.inf), strict=True):
-            self._norms[place].append(norm)
+        for place, largest in zip(places, _largest(wide), strict=True):
+            self._norms[place].append(largest)
         exponents = self._units()
         torch._foreach_mul_(wide, [2.0 ** -exponents[place] for place in places])
         torch._foreach_round_(wide)
@@ -95,7 +96,7 @@ class FixedPoint:
     def fits(self) -> bool:
         """Whether every gradient was allowed; if not, the next ones are encoded in units that fit."""
         here = self._largest_here() if self._pending is None else self._pending.wait().amax(0)
-        self._largest = here.tolist()
+        self._largest = HostCopy(here).wait().tolist()
         self._norms, self._pending = [[] for _ in self._parameters], None
         bounds = self._bounds()
         larger = {
@@ -157,6 +158,14 @@ class FixedPoint:
         nothing = torch.zeros((), device=device)
         norms = [norm for own in self._norms for norm in (*own, *[nothing] * (rows - len(own)))]
         return torch.stack(norms).view(-1, rows).amax(1).double()
+
+
+def _largest(values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The largest absolute value of each tensor; NaN if one is NaN."""
+    if values[0].device.type == "cpu":  # there the maximum norm takes 20 times as long
+        ends = [torch.aminmax(value) if value.numel() else (value.sum(), value.sum()) for value in values]
+        return [torch.maximum(-low, high) for low, high in ends]
+    return torch._foreach_norm(values, math.inf)
 
 
 def bits_of(kind: torch.dtype, microbatches: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -14,25 +15,24 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, generator_states, replay_context, same_states, seed_all, seed_of
+from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError
 from paceline.step.buffers import Buffers
+from paceline.step.loss import Forward, check_names, loss_of_result
 
 
 class ForwardResult(NamedTuple):
     """The forward pass of a piece, ready for its backward pass.
 
-    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2], the sum and what it
-    is to be divided by. ``buffers``: what the piece made of the buffers, times its samples. ``drew``: whether it drew
-    random numbers, if that was watched.
+    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2 + 2 * metrics], the sum
+    and what it is to be divided by, then the same two of each metric. ``buffers``: what the piece made of the buffers,
+    times its samples. ``drew``: whether it drew random numbers, if that was watched.
     """
 
     total: torch.Tensor
     pair: torch.Tensor
     buffers: list[torch.Tensor]
     drew: bool = False
-
-
-Forward = Callable[[nn.Module, Any], Any]
 
 
 class Compute:
@@ -44,6 +44,11 @@ class Compute:
         seed: of the run.
         autocast: the type of the forward pass, or none.
         largest: how many workers there may ever be; with more than one no forward pass may change weights.
+
+    Attributes:
+        metrics: the names of the metrics that each forward pass returns, in alphabetical order; None: not known yet.
+        turn: how many phases the batch has had before this one, if a batch has several.
+        carried: the states that microbatches hand on, if the forward pass takes one.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None, largest: int) -> None:
@@ -53,7 +58,20 @@ class Compute:
         self._seed = seed
         self._autocast = autocast
         self._largest = largest
+        self.turn = 0
         self._weights = dict(model.named_parameters())
+        self.metrics: tuple[str, ...] | None = None
+        self.carried: CarriedState | None = None
+
+    def of(self, forward: Forward) -> Compute:
+        """The same for another forward pass of this model."""
+        made = copy.copy(self)
+        made.forward = forward
+        return made
+
+    def seed(self, use: int, step: int, *place: int) -> int:
+        """The seed of the random numbers for a use in this phase of a step; see ``data.keys``."""
+        return seed_of(use, self._seed, step, *place, *((self.turn,) if self.turn else ()))
 
     def forward_pass(self, piece: Piece, step: int, watch_draws: bool = False) -> ForwardResult:
         """The forward pass of a piece, with the random numbers and buffers that belong to it.
@@ -64,25 +82,43 @@ class Compute:
             watch_draws: whether to find out if it draws random numbers.
         """
         self.buffers.reset()
-        seed_all(seed_of(STEP, self._seed, step, piece.microbatches.start))
+        seed_all(self.seed(STEP, step, piece.microbatches.start))
         before = generator_states() if watch_draws else None
-        total, count = self._loss(piece)
+        total, pair = self._loss(piece, step)
         drew = before is not None and not same_states(before, generator_states())
         buffers = self.buffers.collect(piece.samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        return ForwardResult(total, loss_pair(total, count), buffers, drew)
+        return ForwardResult(total, pair, buffers, drew)
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
-        """The same two numbers without gradients, and without keyed random numbers."""
-        with torch.no_grad():
-            total, count = self._loss(piece)
-        return loss_pair(total, count)
+        """The same numbers without keyed random numbers.
 
-    def _loss(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor | float]:
+        Gradients are enabled: a forward pass may take some by itself, as for a gradient penalty.
+        """
+        return self._loss(piece)[1]
+
+    def _loss(self, piece: Piece, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         with self.precision(), self.keeping_weights():
-            value = self.forward(self.model, piece.data)
-        return sum_and_count(value, piece.samples)
+            if self.carried is None:
+                value = self.forward(self.model, piece.data)
+            else:
+                (microbatch,) = piece.microbatches
+                value = self.carried.forward(self.model, piece.data, step, microbatch)
+        return self.take(value, piece.samples)
+
+    def take(self, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a forward pass over so many samples has returned, as ``total`` and ``pair`` of its result.
+
+        Raises:
+            InputError: it is no loss, or its metrics have other names than before.
+        """
+        loss = loss_of_result(value, samples)
+        names = tuple(loss.metrics)
+        if self.metrics is None:
+            self.metrics = names
+        check_names(self.metrics, names)
+        return loss.total, loss.pair()
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
@@ -116,64 +152,6 @@ class Compute:
             return nullcontext()
         device = next(self.model.parameters()).device.type
         return torch.autocast(device, getattr(torch, self._autocast))
-
-
-def loss_pair(total: torch.Tensor, count: torch.Tensor | float) -> torch.Tensor:
-    """A sum of losses and what it is divided by: a float64 tensor of shape [2] on the device of the loss."""
-    if total.device.type == "cpu":
-        return torch.tensor((total.item(), float(count)), dtype=torch.float64)
-    total = total.detach().double()
-    if isinstance(count, torch.Tensor):
-        counted = count.detach().to(total.device, torch.float64, non_blocking=True)
-    else:
-        counted = torch.full_like(total, count)
-    return torch.stack((total, counted))
-
-
-def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A loss as a sum and what it is to be divided by.
-
-    Raises:
-        InputError: the loss is neither a scalar tensor nor a pair of a scalar and a count.
-    """
-    count: torch.Tensor | float = samples
-    if isinstance(value, tuple) and len(value) == 2:
-        value, count = value
-    elif isinstance(value, torch.Tensor) and value.ndim == 0:
-        value = (value if value.dtype in (torch.float32, torch.float64) else value.float()) * samples
-    if not isinstance(value, torch.Tensor) or value.ndim != 0:
-        got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else f"{type(value).__name__}"
-        raise InputError(
-            f"The loss must be a scalar tensor (the mean over the samples it is given) or a pair (sum, count), "
-            f"but it is {got}. Reduce it, for example with .mean()."
-        )
-    return value, count
-
-
-def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
-    """The forward pass of ``loss(model(input), target)``; also of a metric."""
-
-    def forward(model: nn.Module, data: Any) -> Any:
-        features, target = pair_of(data)
-        return loss(model(features), target)
-
-    return forward
-
-
-def pair_of(data: Any) -> tuple[Any, Any]:
-    """The input of the model and the target in a batch of data.
-
-    Raises:
-        InputError: it is no pair.
-    """
-    try:
-        features, target = data
-    except (TypeError, ValueError):
-        raise InputError(
-            f"With a loss or metric of (output, target) the data set must give pairs (input, target); a batch of "
-            f"it is a {type(data).__name__}. Use forward(model, microbatch) for anything else."
-        ) from None
-    return features, target
 
 
 Context = AbstractContextManager[object]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,10 +11,11 @@ import torch
 from paceline.comm.values import sendable
 from paceline.comm.world import World
 from paceline.data.feed import Feed, Piece
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.events import EventLog
 from paceline.settings import Settings
 from paceline.step.forward import Compute
+from paceline.step.loss import Forward
 from paceline.step.optimizer import Update
 
 
@@ -23,7 +24,7 @@ class Learned:
     """What the first step has found out; it outlives the strategy, and workers that join take it over.
 
     ``fusible``: whether neighbouring microbatches may be computed in one pass (``step.fusion``); None: not known yet.
-    ``repeatable``: whether it is known if a microbatch computed twice gives the same (``step.repeatability``).
+    ``repeatable``: whether it is known if a microbatch computed twice gives the same (``step.trials``).
     ``warnings``: what its user must know, in sentences.
     """
 
@@ -41,12 +42,13 @@ class Job:
     of it, in sentences. ``given`` are the keys of the settings that somebody has set. ``sparse`` says whether
     gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
     workers as there may ever be, so that nobody is refused when one joins. ``replicated``: all workers hold the same
-    state after each step.
+    state after each step. ``phases`` are the forward passes by the names of optimizers, if a batch has several
+    (``strategies.phases``).
     """
 
     compute: Compute
     update: Update
-    order: Order
+    order: BatchOrder
     settings: Settings
     world: World
     events: EventLog
@@ -59,6 +61,7 @@ class Job:
     sparse: bool = False
     divides_update: bool = False
     replicated: bool = True
+    phases: Mapping[str, Forward] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class StepResult:
 
     ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is about the world,
     from any worker (``comm.rendezvous.coordinator_client``): it is about to change, or a worker is to leave.
+    ``metrics`` are the means over the batch of the metrics that the forward pass returns, by name.
     """
 
     loss: float
@@ -98,3 +102,4 @@ class StepResult:
     learning_rate: float
     applied: bool = True
     notice: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from paceline import fault_points
 from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
-from paceline.settings import Settings
-
-_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
+from paceline.settings import AverageSettings, Settings
+from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
+from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
+from paceline.weights.averages import Averages
 
 
 @dataclass(frozen=True)
@@ -77,13 +74,15 @@ class Update:
     """Applies gradients to the parameters.
 
     Args:
-        model: the model; all its parameters that require a gradient are trained.
-        optimizer: a factory, called with those parameters.
-        schedule: a factory, called with the optimizer, or none.
+        model: the model; its parameters that require a gradient are trained, and those that the optimizer takes.
+        optimizer: a factory; see :data:`paceline.step.optimizers.factory.OptimizerFactory`.
+        schedule: a factory, called with the optimizer, or factories by the names of several; or none.
         clip_norm: the largest global norm of the gradients, or none.
         scaling: of the learning rate.
+        average: of the weights.
 
     Attributes:
+        averages: of the weights over the steps.
         drew: whether the first update that was made here drew random numbers.
 
     Raises:
@@ -93,34 +92,57 @@ class Update:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Callable[..., Optimizer],
-        schedule: Callable[[Optimizer], LRScheduler] | None,
+        optimizer: OptimizerFactory,
+        schedule: Any,
         clip_norm: float | None,
         scaling: Scaling,
+        average: AverageSettings = AverageSettings(),  # noqa: B008 - frozen
     ) -> None:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        self._frozen = {name: value for name, value in model.named_parameters() if not value.requires_grad}
         self.scaling = scaling
         self.drew: bool | None = None
         self._clip_norm = clip_norm
         if not self.parameters:
             raise InputError("No parameter of the model requires a gradient: there is nothing to train.")
-        self.optimizer = _made(optimizer, list(self.parameters.values()))
-        self._check_owned()
+        self.optimizer = make_optimizer(optimizer, model)
+        self._take_owned(model)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scaling.factor
-        self.schedule = None if schedule is None else _scheduled(schedule, self.optimizer)
+        self.schedule = make_schedule(schedule, self.optimizer)
+        self.averages = Averages(average, self.optimizer)
 
-    def _check_owned(self) -> None:
-        """Refuse an optimizer with parameters that are not the model's: nobody would average or save them."""
-        owned = {id(value) for value in self.parameters.values()}
-        for group in self.optimizer.param_groups:
-            for value in group["params"]:
-                if id(value) not in owned:
-                    raise InputError(
-                        f"The optimizer has a parameter of shape {list(value.shape)} that is not one of the model's "
-                        f"trainable ones. Put a loss's parameters into the model, and use forward(model, microbatch)."
-                    )
+    @property
+    def kind(self) -> str:
+        """The class of the optimizer in words, or the names and classes of several; and the average that it holds."""
+        average = self.averages.settings.kind
+        return kind_of(self.optimizer) + (f", average: {average}" if average else "")
+
+    @property
+    def names(self) -> list[str]:
+        """The names of several optimizers; none if there is one."""
+        return [*self.optimizer.optimizers] if isinstance(self.optimizer, SeveralOptimizers) else []
+
+    @property
+    def without_optimizer(self) -> list[str]:
+        """The names of the parameters that require a gradient, and that no optimizer has."""
+        held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
+        return [name for name, value in self.parameters.items() if id(value) not in held]
+
+    def _take_owned(self, model: nn.Module) -> None:
+        """Train what the optimizer has, too: what is frozen at the start may be unfrozen later.
+
+        Raises:
+            InputError: it has parameters that are not the model's: nobody would average or save them.
+        """
+        owned = {value for group in self.optimizer.param_groups for value in group["params"]}
+        named = dict(model.named_parameters())
+        for value in owned.difference(named.values()):
+            raise InputError(
+                f"The optimizer has a parameter of shape {list(value.shape)} that is not one of the model's. Put a "
+                f"loss's parameters into the model, and use forward(model, microbatch)."
+            )
+        self.parameters = {name: value for name, value in named.items() if value.requires_grad or value in owned}
+        self._frozen = {name: value for name, value in named.items() if name not in self.parameters}
 
     def copied(self, names: Container[str]) -> Update:
         """An update of copies of some parameters, for another thread; its optimizer and schedule begin without a state.
@@ -139,25 +161,27 @@ class Update:
         made.drew, made._frozen = False, {}
         memo: dict[int, Any] = {id(value): made.parameters[name] for name, value in self.parameters.items()}
         memo[id(self.optimizer.state)] = defaultdict(dict)
-        made.optimizer = memo[id(self.optimizer)] = object.__new__(type(self.optimizer))
         try:
-            for key, value in vars(self.optimizer).items():
-                if key != "step":  # a schedule has put it there, bound to the original
-                    setattr(made.optimizer, key, copy.deepcopy(value, memo))
-            made.schedule = copy.deepcopy(self.schedule, memo)
+            made.optimizer, made.schedule = copied(self.optimizer, self.schedule, memo)
         except (TypeError, RuntimeError) as error:
             raise InputError(
-                f"{type(self.optimizer).__name__} or its schedule cannot be copied, as servers on several machines "
-                f"need it: {error}."
+                f"{self.kind} or its schedule cannot be copied, as servers on several machines need it: {error}."
             ) from error
-        if made.schedule is not None:
-            step: Any = partial(type(made.optimizer).step, made.optimizer)
-            step._wrapped_by_lr_sched = made.optimizer._opt_called = True  # type: ignore[attr-defined]
-            made.optimizer.step = step  # type: ignore[method-assign]
+        made.averages = Averages(self.averages.settings, made.optimizer)
+        return made
+
+    def of(self, name: str) -> Update:
+        """The update by one of several optimizers alone: of its parameters, with its schedule."""
+        assert isinstance(self.optimizer, SeveralOptimizers)
+        made = copy.copy(self)
+        made.optimizer = self.optimizer.optimizers[name]
+        held = {id(value) for group in made.optimizer.param_groups for value in group["params"]}
+        made.parameters = {key: value for key, value in self.parameters.items() if id(value) in held}
+        made.schedule = self.schedule.schedules.get(name) if isinstance(self.schedule, SeveralSchedules) else None
         return made
 
     def check_frozen(self) -> None:
-        """Refuse a parameter that was frozen at the start and requires a gradient now.
+        """Refuse a parameter that requires a gradient now, and was frozen when the optimizer got what it trains.
 
         Raises:
             InputError: names it.
@@ -165,8 +189,9 @@ class Update:
         for name, value in self._frozen.items():
             if value.requires_grad:
                 raise InputError(
-                    f"The parameter {name!r} was frozen at the start and requires a gradient now. Leave it trainable "
-                    f"from the start (with a learning rate of 0 in a group of its own), or start a new session."
+                    f"The parameter {name!r} was frozen at the start and requires a gradient now, but the optimizer "
+                    f"does not have it. A factory gets frozen ones too if its parameter is called model: "
+                    f"lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)."
                 )
 
     @property
@@ -203,7 +228,7 @@ class Update:
                 group["lr"] = rate * now
         used = float(groups[0]["lr"])
         if here:
-            self._step()
+            self.averages.around(step, self._step)
         if made is not None:
             made()
         for group, rate in zip(groups, full, strict=True):
@@ -225,7 +250,7 @@ class Update:
             if not sparse:
                 raise
             raise InputError(
-                f"{type(self.optimizer).__name__} cannot make the update, in which the parameter {sparse[0]!r} has a "
+                f"{self.kind} cannot make the update, in which the parameter {sparse[0]!r} has a "
                 f"sparse gradient: {error}. Of torch's optimizers SGD and Adagrad take sparse gradients and dense "
                 f"ones, SparseAdam only sparse ones; or use sparse=False."
             ) from error
@@ -263,39 +288,3 @@ class Update:
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
     """All elements that need not be zero."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _made(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> Optimizer:
-    if isinstance(optimizer, Optimizer) or not callable(optimizer):
-        raise InputError(
-            f"optimizer must be a factory, something that is called with the parameters, but it is "
-            f"{_kind(optimizer)}. Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4)."
-        )
-    try:
-        made: Any = optimizer(parameters)
-    except TypeError as error:
-        raise InputError(f"The optimizer factory could not be called with the parameters: {error}.") from error
-    if not isinstance(made, Optimizer):
-        raise InputError(f"The optimizer factory must return a torch optimizer, but it returned {_kind(made)}.")
-    if inspect.signature(made.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(made).__name__} computes the loss several times in each step (it needs a closure), which cannot be "
-            f"done by many workers here. Use an optimizer whose step() takes nothing, such as torch.optim.AdamW."
-        )
-    return made
-
-
-def _scheduled(schedule: Callable[[Optimizer], LRScheduler], optimizer: Optimizer) -> LRScheduler:
-    if isinstance(schedule, LRScheduler) or not callable(schedule):
-        raise InputError(
-            f"schedule must be a factory, something that is called with the optimizer, but it is {_kind(schedule)}. "
-            f"Write, for example, schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)."
-        )
-    made: Any = schedule(optimizer)
-    if not isinstance(made, LRScheduler):
-        raise InputError(f"The schedule factory must return a torch LRScheduler, but it returned {_kind(made)}.")
-    return made
-
-
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}"

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from paceline.data.keys import generator_states, preserve_generators, same_states, seed_torch
 from paceline.errors import InputError
 from paceline.step.job import Job
+from paceline.step.optimizers.several import parts_of
 
 _log = logging.getLogger("paceline")
 _STEPS = 3
@@ -36,7 +37,11 @@ def probe_optimizer(job: Job) -> None:
         InputError: its update of a parameter depends on others, or on random numbers where the bits are to be those of
             one process.
     """
-    optimizer = job.update.optimizer
+    for optimizer in parts_of(job.update.optimizer):
+        _probe(job, optimizer)
+
+
+def _probe(job: Job, optimizer: Optimizer) -> None:
     kind = type(optimizer).__name__
     split = _split(job)
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -52,7 +57,7 @@ def probe_optimizer(job: Job) -> None:
             return
         if together.drew:
             if job.settings.exact:
-                raise _draws(job)
+                raise _draws(job, kind)
             return
         for first in (0, 1):
             places = range(first, count, 2)
@@ -86,12 +91,12 @@ def check_draws(job: Job) -> None:
             one process.
     """
     if job.divides_update and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
-        raise _draws(job)
+        raise _draws(job, job.update.kind)
 
 
-def _draws(job: Job) -> InputError:
+def _draws(job: Job, kind: str) -> InputError:
     return InputError(
-        f"The optimizer {type(job.update.optimizer).__name__} draws random numbers. {_split(job)}, so they are not "
+        f"The optimizer {kind} draws random numbers. {_split(job)}, so they are not "
         f"those of one process: leave out exact=True, or use strategy 'allreduce'."
     )
 

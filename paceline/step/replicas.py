@@ -40,7 +40,12 @@ _CAUSES = {
         "code does on some ranks only, from the samples of each worker. Change it by a plain operation in the forward "
         "pass, from the first step on, or in the loop in the same way on all workers."
     ),
+    "freezing": "Call requires_grad_() alike on all workers.",
     "mode": "Call model.train() and model.eval() alike on all workers.",
+    "data": (
+        "Every worker must read the whole stream in the same order; Paceline hands out the shares. Look for a split by "
+        "the rank, as by torch.distributed.get_rank() or split_dataset_by_node, or a generator or time of its own."
+    ),
     "optimizer": (
         "The optimizer does not do the same on all workers: look for a rank, a time, or a generator of its own in it."
     ),
@@ -80,14 +85,20 @@ class Replicas:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._modules = list(job.compute.model.modules())
+        self._parameters = list(job.compute.model.parameters())
         self._watches = job.replicated and job.world.size > 1
         self._credit = 0.0
         self._fetches: list[tuple[int, Fetch]] = []
         self._next = 0
         self._steps = 0
+        self._samples: dict[str, int] = {}
 
-    def digest(self) -> StateDigest:
-        """The sum over the tensors whose turn it is, as they were at the beginning of the step, and over all modes."""
+    def digest(self, step: int) -> StateDigest:
+        """The sum over the tensors whose turn it is, as they were at the beginning of the step, all modes, and samples.
+
+        Args:
+            step: its number; of a stream the first sample of its batch belongs to the sum.
+        """
         if not self._watches:
             return StateDigest()
         self._steps += 1
@@ -96,8 +107,10 @@ class Replicas:
             self._fetches = [(place + 1, fetch) for place, fetch in enumerate(_tensors(self._job).values())]
         if self._steps > 1:
             found = self._sum_of(everything=self._steps == 2)
-        modes = hash(tuple([one.training for one in self._modules]))  # of booleans: the same in all processes
-        return StateDigest((found.host + modes) % _WORD, found.device)
+        flags = [one.training for one in self._modules] + [one.requires_grad for one in self._parameters]
+        modes = hash(tuple(flags))  # of booleans: the same in all processes
+        self._samples = {f"data {step}": self._job.order.digest_at(step)}
+        return StateDigest((found.host + modes + sum(self._samples.values())) % _WORD, found.device)
 
     def _sum_of(self, everything: bool) -> StateDigest:
         """The sum over the next tensors: everything, or as many as there is time for, and a small one in any case."""
@@ -129,19 +142,19 @@ class Replicas:
             DisagreementError: some tensor differs.
         """
         self._credit += _SHARE * max(seconds)
-        if self._watches and len(set(sums)) > 1 and not compare(self._job, "step"):
+        if self._watches and len(set(sums)) > 1 and not compare(self._job, "step", self._samples):
             self._watches = False
 
 
-def compare(job: Job, what: str) -> bool:
-    """Compare all tensors of all workers; returns whether they are alike.
+def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
+    """Compare all tensors of all workers, and digests of samples; returns whether they are alike.
 
     Raises:
         DisagreementError: some differ, though all workers compute alike; names the first one.
     """
     if job.world.size == 1:
         return True
-    everyone = job.world.gather((digests(job), _numerics()), what)
+    everyone = job.world.gather(((samples or {}) | digests(job), _numerics()), what)
     text = difference([found for found, _ in everyone])
     if not text:
         return True
@@ -157,7 +170,12 @@ def digests(job: Job) -> dict[str, int]:
     """The sum of each tensor of the state, and whether each module is in training mode, by kind and name."""
     values = {name: fetch() for name, fetch in _tensors(job).items()}
     modes = {f"mode {name}": int(one.training) for name, one in job.compute.model.named_modules()}
-    return modes | {name: digest_of(value) for name, value in values.items() if value is not None}
+    return frozen(job) | modes | {name: digest_of(value) for name, value in values.items() if value is not None}
+
+
+def frozen(job: Job) -> dict[str, int]:
+    """Which parameters are frozen now."""
+    return {f"freezing {name}": 1 for name, one in job.compute.model.named_parameters() if not one.requires_grad}
 
 
 def difference(everyone: Sequence[dict[str, int]]) -> str:
@@ -167,10 +185,15 @@ def difference(everyone: Sequence[dict[str, int]]) -> str:
         if others:
             kind, _, name = full.partition(" ")
             ranks = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
+            if kind == "freezing":
+                state = "trained" if everyone[0].get(full) else "frozen"
+                return f"The parameter {name!r} is {state} on {ranks}, and not on rank 0. {_CAUSES[kind]}"
             if kind == "mode":
                 module = f"The module {name!r}" if name else "The model"
                 mode = "evaluation" if everyone[0].get(full) else "training"
                 return f"{module} is in {mode} mode on {ranks}, and not on rank 0. {_CAUSES[kind]}"
+            if kind == "data":
+                return f"The stream gives other samples on {ranks} than on rank 0 in step {name}. {_CAUSES[kind]}"
             spelled = "state of the optimizer" if kind == "optimizer" else kind
             return f"The {spelled} {name!r} on {ranks} differs from rank 0's. {_CAUSES[kind]}"
     return ""

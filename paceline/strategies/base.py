@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from paceline.data.feed import Piece
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.job import StepResult
@@ -55,6 +55,10 @@ class Capabilities:
         cuts_model: the output and the loss are computed in different places.
         sparse_gradients: several workers can train with sparse gradients.
         divides_update: different workers update different parameters.
+        phases: a batch may have several losses in turns, each for the parameters of its own optimizer.
+        averages: whoever updates a parameter sees all its updates, as an average of weights needs it.
+        carries: a step computes all microbatches of its batch, after the update of the step before: so states may go
+            from each microbatch to the one in its place in the next batch.
         reads: the settings that not every strategy reads: groups such as ``server``, or single keys.
         ignores: keys among these that have no effect as the others are set.
     """
@@ -66,11 +70,14 @@ class Capabilities:
     cuts_model: bool = False
     sparse_gradients: bool = False
     divides_update: bool = False
+    phases: bool = False
+    averages: bool = True
+    carries: bool = True
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()
 
 
-def check_shares(settings: Settings, order: Order, workers: int, largest: int) -> None:
+def check_shares(settings: Settings, order: BatchOrder, workers: int, largest: int) -> None:
     """Refuse a batch that cannot be shared out by microbatches.
 
     Args:

@@ -64,8 +64,8 @@ class FullBatch:
         table = torch.stack(computed.pairs) if len(pieces) > 1 else computed.pairs[0].unsqueeze(0)
         numbers = self._divide(table, computed.sums)
         parts = [
-            Part(piece.microbatches, job.world.rank, loss, count, without)
-            for piece, (loss, count), without in zip(pieces, numbers, computed.missing, strict=True)
+            Part(piece.microbatches, job.world.rank, loss, count, without, metrics=tuple(metrics))
+            for piece, (loss, count, *metrics), without in zip(pieces, numbers, computed.missing, strict=True)
         ]
         self._fusion.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
@@ -89,13 +89,13 @@ class FullBatch:
         return _Computed(gradients.total(), statistics.total(), pairs, missing)
 
     def _divide(self, table: torch.Tensor, sums: Values) -> list[list[float]]:
-        """Put the means of the gradients into ``.grad``; returns the table of losses and counts as numbers.
+        """Put the means of the gradients into ``.grad``; returns the table of losses, counts and metrics as numbers.
 
         An accelerator divides by itself, and the norm of the gradients goes to the host in the same copy.
         """
         on_host = table.device.type == "cpu"
         numbers: list[list[float]] = table.tolist() if on_host else []
-        count = math.fsum(count for _, count in numbers) if on_host else table[:, 1].sum()
+        count = math.fsum(row[1] for row in numbers) if on_host else table[:, 1].sum()
         given = [value for value in sums if value is not None]
         if self._fixed is not None:
             sums = self._fixed.decode(sums, count)
@@ -106,7 +106,7 @@ class FullBatch:
         if not on_host:
             norm = self._job.update.norm()
             host = HostCopy(torch.cat((table.flatten(), norm.double().reshape(1)))).wait()
-            numbers = host[:-1].view(-1, 2).tolist()
+            numbers = host[:-1].view(table.shape).tolist()
             self.apply = with_norm(self._job, norm, float(host[-1]))
         return numbers
 

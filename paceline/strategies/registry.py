@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from paceline.config import check_strategy
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.settings import Settings
 from paceline.step.job import Job
 from paceline.strategies import auto, single
@@ -18,6 +18,7 @@ from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.parameter_server import hogwild
 from paceline.strategies.parameter_server import strategy as parameter_server
 from paceline.strategies.parameter_server.last_worker import LastWorker
+from paceline.strategies.phases import Phases
 from paceline.strategies.pipeline import strategy as pipeline
 from paceline.strategies.single import Single
 
@@ -26,7 +27,7 @@ def _every_capability(settings: Settings, workers: int) -> Capabilities:
     return Capabilities()
 
 
-def _validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+def _validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     check_shares(settings, order, workers, largest)
 
 
@@ -52,7 +53,7 @@ class Entry:
     build: Callable[[Job], Strategy]
     alone: Callable[[Job], Strategy] = Single
     capabilities: Callable[[Settings, int], Capabilities] = _every_capability
-    validate: Callable[[Settings, nn.Module, Order, int, int], None] = _validate
+    validate: Callable[[Settings, nn.Module, BatchOrder, int, int], None] = _validate
     supports: Callable[[Settings, int, int], bool] = _any_number
 
 
@@ -108,7 +109,8 @@ def build(job: Job) -> Strategy:
     """The strategy at work for the settings and the workers of a job."""
     entry = entry_of(job.settings.strategy)
     job.warnings.clear()
-    return (entry.build if job.world.size > 1 else entry.alone)(job)
+    make = entry.build if job.world.size > 1 else entry.alone
+    return Phases(job, make) if job.phases else make(job)
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from torch import nn
 
 from paceline.data.feed import Piece
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.commit import commit
@@ -44,10 +44,10 @@ class Single(Strategy):
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(fixed_point=True)
+    return Capabilities(fixed_point=True, phases=True)
 
 
-def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Refuse several workers.
 
     Raises:

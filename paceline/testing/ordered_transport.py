@@ -16,6 +16,7 @@ What is like NCCL:
 - What is received into holds garbage until it is there. What is sent is read when its turn comes.
 - When a peer is gone nothing happens: the communicator stands still. ``abort`` ends everything, without an error, and
   leaves garbage.
+- After :func:`stall` the communicators of a process stand still, as those of a GPU that is lost; its host goes on.
 
 Workers share no memory. Processes of the script itself that call ``torch.distributed`` use gloo as before.
 """
@@ -43,11 +44,18 @@ _LATE_SECONDS = 2e-4
 """After its turn has come, each operation takes so much longer: what is read too early is garbage."""
 _LOOK_SECONDS = 1e-3
 _END_SECONDS = 5.0
+_left: list[int] = []
+"""How many works this process still does, if :func:`stall` was called."""
 
 
 def use() -> None:
     """Let the workers of this process use the transport from now on."""
     choice.use(OrderedTransport)
+
+
+def stall(after: int) -> None:
+    """Let this process do so many more works, then none: who waits for them gets garbage when they are aborted."""
+    _left[:] = [after]
 
 
 @dataclass(eq=False)
@@ -84,7 +92,7 @@ class _Stream(TorchDispatchMode):
         self.waited = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.waited:
+        if self.waited and not func.is_view:
             touched = {id_ for leaf in tree_leaves((args, kwargs)) for id_ in _memory_of(leaf)}
             for operation in self.waited:
                 if touched.intersection(id_ for one in operation.outputs for id_ in _memory_of(one)):
@@ -150,6 +158,7 @@ class OrderedTransport:
     def __init__(self) -> None:
         self.capabilities = Capabilities(
             device=torch.device("cpu"),
+            on_host=False,
             same_host=False,
             point_to_point=True,
             collectives=True,
@@ -199,7 +208,7 @@ class OrderedTransport:
 
             def write() -> None:
                 for buffer, one in zip(buffers, receives, strict=True):
-                    one.tensor.detach().copy_(buffer)
+                    _write(one.tensor, buffer)
 
             return write
 
@@ -223,7 +232,8 @@ class OrderedTransport:
         self, run: Callable[[], Callable[[], None]], outputs: list[torch.Tensor], over: Communicator | None
     ) -> _Operation:
         after = [one for one in self._stream.waited if not one.done.is_set()]
-        operation = _Operation(self._stream, run, outputs, after)
+        operation = _Operation(self._stream, _stalled if _left == [0] else run, outputs, after)
+        _left[:] = [max(0, one - 1) for one in _left]
         self._queues[over].give(operation)
         return operation
 
@@ -247,16 +257,21 @@ class OrderedTransport:
         self.abort()
 
 
+def _stalled() -> Callable[[], None]:
+    raise RuntimeError("this process has come to a standstill")
+
+
 def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    tensor.detach().copy_(value)
+    """Write behind autograd's back, as the back ends do."""
+    tensor.data.copy_(value)
 
 
 def _spoil(tensor: torch.Tensor) -> None:
     """Fill a tensor with what is hardly ever right: NaN, or the largest number."""
     if tensor.is_floating_point() or tensor.is_complex():
-        tensor.detach().fill_(torch.nan)
+        tensor.data.fill_(torch.nan)
     else:
-        tensor.detach().fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
+        tensor.data.fill_(True if tensor.dtype == torch.bool else torch.iinfo(tensor.dtype).max)
 
 
 def _memory_of(leaf: object) -> list[int]:

@@ -15,7 +15,8 @@ from paceline import env
 from paceline.config import flat_keys, quoted, read_plan, resolve
 from paceline.errors import ConfigError, PacelineError
 from paceline.launchers.masking import mask
-from paceline.settings import LONGEST_SECONDS, Settings
+from paceline.setting_values import LONGEST_SECONDS
+from paceline.settings import Settings
 
 Paceline = Callable[..., Any]
 COUNT = 1000

@@ -41,6 +41,29 @@ def test_the_number_of_workers_behind_the_script(paceline: Paceline, script: Scr
     assert "stands behind" not in paceline("run", "-n", 2, path, "-n", 2).err
 
 
+def test_a_script_for_horovod(paceline: Paceline, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = script(
+        """
+        import horovod
+        import horovod.torch as hvd
+        import paceline.horovod.torch as own
+        from horovod.torch.compression import Compression
+
+        hvd.init()
+        print(horovod.__version__, hvd is own, Compression is own.Compression, hvd.size(), os.environ["HOROVOD_SIZE"])
+        import horovod.tensorflow
+        """
+    )
+    result = paceline("run", "--horovod", "-n", 2, path)
+    assert result.out.splitlines()[0] == "[rank 0] 0.28.1 True True 2 2"
+    assert "No module named 'horovod.tensorflow'" in result.err
+    assert "No module named 'horovod'" in paceline("run", path).err
+    monkeypatch.setattr("paceline.horovod.unchanged.is_installed", lambda: True)
+    refused = paceline("run", "--horovod", path)
+    assert "Horovod is installed, so --horovod has no effect" in refused.err
+    assert "No module named 'horovod'" in refused.err  # it is not, in truth
+
+
 @pytest.mark.parametrize("option", ["-n", "-np", "--workers", "--nproc-per-node", "--nproc_per_node"])
 def test_every_spelling_of_the_number_of_workers(paceline: Paceline, script: Script, option: str) -> None:
     path = script("print(os.environ['WORLD_SIZE'])")

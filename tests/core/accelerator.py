@@ -6,6 +6,7 @@ would make the host wait for a real device is counted while a :class:`Counting` 
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch.utils import backend_registration
 from torch.utils._pytree import tree_leaves, tree_map
 
+from paceline.comm.rendezvous import devices
 from paceline.comm.transport import choice
 from paceline.comm.transport.base import Communicator
 from paceline.comm.transport.nccl import Nccl
+from paceline.recovery import standby
 
 NAME = "standin"
 DEVICE = f"{NAME}:0"
@@ -185,13 +188,27 @@ class _OverGloo(Nccl):
     def synchronize(self, look: Callable[[float], None]) -> None:
         pass
 
+    def abort(self) -> None:
+        pass
 
-def install() -> None:
-    """Let the workers of this process take the stand-in for their device; before the session begins."""
+
+def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """As ``tensor.data = value``, which tensors of a subclass refuse."""
+    if isinstance(tensor, torch.nn.Parameter):
+        value = torch.nn.Parameter(value, tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, value)
+
+
+def install(*gpus: str) -> None:
+    """Let the workers of this process take the stand-in for their device; before the session begins.
+
+    Args:
+        gpus: the names of the devices that this worker sees; none: one that no other worker has.
+    """
     module = SimpleNamespace(
         is_available=lambda: True,
         is_initialized=lambda: True,
-        device_count=lambda: 1,
+        device_count=lambda: max(1, len(gpus)),
         current_device=lambda: 0,
         _is_in_bad_fork=lambda: False,
         manual_seed_all=lambda seed: None,
@@ -205,8 +222,7 @@ def install() -> None:
     started = dist.all_reduce
     dist.batch_isend_irecv = _exchange
     dist.all_reduce = lambda tensor, **given: started(_raw(tensor), **given)
-
-    from paceline.comm import world
-
-    world.device_of = lambda who: torch.device(DEVICE)
+    devices.visible_gpus = lambda: [*gpus] or [f"standin-{os.getpid()}"]
+    devices.use_gpu = lambda number: torch.device(NAME, number)
+    standby.put = _put
     choice.use(_OverGloo)

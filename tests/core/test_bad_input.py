@@ -68,7 +68,28 @@ BEFORE_TRAINING = {
     "a loss without parameters": Bad(
         "go(loss=lambda output, target: output.detach().sum())", "InputError", 2, ["does not depend on any parameter"]
     ),
-    "a stream": Bad("go(data=(item for item in classes(9)))", "InputError", 2, ["generator", "map-style", "__len__"]),
+    "a stream": Bad("go(data=(item for item in classes(9)))", "InputError", 2, ["generator", "only once", "__iter__"]),
+    "a stream that is empty": Bad(
+        "class Nothing:\n    def __iter__(self): return iter(())\ngo(data=Nothing())", "InputError", 2, ["no samples"]
+    ),
+    "a stream and loader processes": Bad(
+        "class Rows:\n    def __iter__(self): return iter(classes(9))\ngo(data=Rows(), workers_per_loader=2)",
+        "ConfigError",
+        2,
+        ["workers_per_loader = 2", "each loader process"],
+    ),
+    "another stream on each rank": Bad(
+        "class Mine:\n    def __iter__(self): return ((row + RANK, to) for row, to in classes(9))\ngo(data=Mine())",
+        "DisagreementError",
+        3,
+        ["data first sample", "whole data set"],
+    ),
+    "a loader": Bad(
+        "go(data=torch.utils.data.DataLoader(classes(9), batch_size=3, drop_last=True, num_workers=2))",
+        "InputError",
+        2,
+        ["DataLoader", "data=loader.dataset", "batch=3", "drop_last=True", "workers_per_loader=2"],
+    ),
     "data without length": Bad(
         "class Endless:\n    def __getitem__(self, place): return place\ngo(data=Endless())",
         "InputError",
@@ -200,6 +221,14 @@ WHILE_TRAINING = {
         2,
         ["'second.weight'", "microbatch 0 on rank 0", "microbatch 7 on rank 2", "depends on the rank"],
         workers=3,
+    ),
+    "a stream that is split in its second epoch": Bad(
+        "class Split:\n    passes = 0\n    def __iter__(self):\n        self.passes += 1\n"
+        "        return iter([*classes(20)][RANK if self.passes > 1 else 0:])\n"
+        "go(data=Split(), batch=8)",
+        "DisagreementError",
+        3,
+        ["stream gives other samples on rank 1", "step 3.", "get_rank()"],
     ),
     "a loss over nothing": Bad(
         "del given['loss']\ngo(forward=lambda model, data: (model(data[0]).sum(), 0))",

@@ -232,6 +232,7 @@ trained(session, 2)
 """,
         ["'0.weight'", "was frozen at the start"],
     ),
+    "meta": ("start(lambda: nn.Linear(4, 3, device='meta'))", ["'weight' of the model is on the meta device"]),
     "lazy": ("start(lambda: nn.LazyLinear(3))", ["'weight' has no shape yet"]),
     "all frozen": ("start(lambda: nn.Linear(4, 3).requires_grad_(False))", ["nothing to train"]),
     "sparse": (

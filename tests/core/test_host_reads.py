@@ -33,17 +33,18 @@ elif given.pop("strict", False):
 else:
     Counting = nullcontext
 if given.pop("group", False):  # of one rank, by the strategy for several
-    from paceline import training_loop
     from paceline.strategies.data_parallel.allreduce import AllReduce
+    from paceline.training import workers
 
     back_end = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(back_end, store=store, rank=0, world_size=1)
-    training_loop.build = AllReduce
+    workers.build = AllReduce
 
 dtype = given.pop("dtype")
 counted = given.pop("counted")
 optional = given.pop("optional")
+named = given.pop("named")
 broken = given.pop("broken")
 there = given.pop("there")
 
@@ -61,6 +62,10 @@ class Net(torch.nn.Module):
         return out + self.sometimes(values) if optional and torch.rand(()) < 0.5 else out
 
 def loss(output, target):
+    if named:
+        hit = output.argmax(1) == target
+        found = {"accuracy": hit.double().mean(), "recall": ((hit & (target == 1)).sum(), (target == 1).sum())}
+        return torch.nn.functional.cross_entropy(output, target), found
     if counted:
         sums = torch.nn.functional.cross_entropy(output.float(), target, reduction="sum")
         return sums * counted, (target >= 0).sum() * counted
@@ -89,7 +94,7 @@ for _ in range(9):
     if counting is not None:
         waits.append([counting.reads, counting.uploads])
 values = [value.cpu().double().sum().item() for value in net.state_dict().values()]
-tell(loss=report.loss, norm=report.gradient_norm, applied=applied, values=values, waits=waits)
+tell(metrics=report.metrics, loss=report.loss, norm=report.gradient_norm, applied=applied, values=values, waits=waits)
 """
 
 STEADY = 3
@@ -97,7 +102,7 @@ STEADY = 3
 
 
 def spelled(**given: Any) -> str:
-    given = {"dtype": "float64", "counted": 0, "optional": False, "broken": (), "there": False} | given
+    given = {"dtype": "float64", "counted": 0, "optional": False, "named": False, "broken": (), "there": False} | given
     return (
         repr(given)
         .replace("'float32'", "torch.float32")
@@ -123,6 +128,7 @@ def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict
         {"microbatches": 4, "clip_norm": 0.5, "counted": 1, "dtype": "float32"},
         {"microbatches": 4, "counted": 10_000, "dtype": "float16", "exact": True},
         {"microbatches": 8, "exact": True, "clip_norm": 0.5},
+        {"microbatches": 8, "exact": True, "named": True},
         {"microbatches": 8, "optional": True, "missing_gradient": "zero"},
         {"microbatches": 8, "broken": (17, 61), "nonfinite": "skip", "clip_norm": 0.5},
     ],
@@ -131,6 +137,7 @@ def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict
         "clipped",
         "counted, float16",
         "exact",
+        "metrics",
         "missing gradients",
         "not finite",
     ],
@@ -145,8 +152,9 @@ def test_a_step_reads_once_from_the_device(
         assert len(reads) <= 1, "\n".join(reads)
         assert not uploads, "\n".join(uploads)
     host = train(printed, tmp_path / "host", workers, accelerator=False, **given)
-    for one in ("loss", "norm", "values"):
+    for one in ("loss", "norm", "values", "metrics"):
         assert found[one] == pytest.approx(host[one], rel=1e-5, nan_ok=True)
+    assert list(found["metrics"]) == (["accuracy", "recall"] if given.get("named") else [])
     assert found["applied"] == host["applied"]
     assert all(found["applied"]) == ("broken" not in given)
 

@@ -165,7 +165,7 @@ def test_a_resumed_loop_over_epochs_goes_on_where_it_was(printed: Printed, ranks
     ranks(first, 3, tmp_path)
     assert sorted(path.name for path in Path(kept).glob("step-*")) == ["step-000006"]
     for one in printed(second, 2, tmp_path):
-        assert one["done"] == whole["done"][6:]
+        assert one["done"] == whole["done"][5:]  # what follows the last step of the checkpoint had not run
         assert one["fingerprint"] == whole["fingerprint"]
 
 

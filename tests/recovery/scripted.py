@@ -55,6 +55,14 @@ def await_joiner(session: paceline.Session) -> None:
         wait_until(lambda: coordinator.pending > coordinator.generation, "a worker that joins")
 
 
+def refill(session: paceline.Session, workers: int) -> None:
+    """Until as many workers as that are there, or the next one waits to join, which it does after the next step."""
+    coordinator = session._job.world.coordinator
+    if "ALONE" not in os.environ and session.workers < workers:
+        assert coordinator is not None
+        wait_until(lambda: coordinator.pending > coordinator.generation, "a worker that joins")
+
+
 def end(session: paceline.Session, **more: object) -> None:
     """The last line: what came out."""
     tell(fingerprint=session.fingerprint(), position=session.position, **more)

@@ -1,9 +1,10 @@
 """A worker is lost where a wait neither blocks nor raises, as on NCCL: nobody updates from what has not come."""
 
+import json
 from typing import Any
 
 import pytest
-from launching import Run
+from launching import Ran, Run
 
 from paceline.testing import faults
 from paceline.testing.faults import Point
@@ -16,23 +17,94 @@ from paceline.testing import ordered_transport
 
 if "ALONE" not in os.environ:
     ordered_transport.use()
-session = scripted.begin()
+session = scripted.begin("mlp, momentum")
 for batch in session.batches(steps={STEPS}):
     scripted.say(session, session.step(batch))
 scripted.end(session)
 """
 
-# nothing comes from the others between the means of the gradients and the update
-NO_BUFFERS = SCRIPT.replace("scripted.begin()", 'scripted.begin("mlp, momentum")')
 
-
-@pytest.mark.parametrize("script", [SCRIPT, NO_BUFFERS], ids=["buffers", "no buffers"])
 @pytest.mark.parametrize(
     "point", ["before forward", "inside the collective", "between reduction and update", "after update"]
 )
-def test_a_kill(run: Run, undisturbed: Any, point: Point, script: str) -> None:
-    alone = undisturbed(script)
-    ran = run(script, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=1, step=4, point=point))
+def test_a_kill(run: Run, undisturbed: Any, point: Point) -> None:
+    """Of a model without buffers nothing comes from the others between the means of the gradients and the update."""
+    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", faults=faults.kill(rank=1, step=4, point=point))
+    check(ran, undisturbed(SCRIPT))
+
+
+def check(ran: Ran, alone: dict[str, Any]) -> None:
     assert ran.code == 0, ran.report()
     assert len(ran.printed()) >= 2, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {alone["fingerprint"]}, ran.report()
+
+
+# Rank 1 has given all its works, but its device stands still before the last one of a step; then its host is killed.
+# The others have heard all from its host that a step tells, and believe that what they wait for has come.
+STALLED = f"""
+import os
+import signal
+from pathlib import Path
+import scripted
+from paceline.comm.world import World
+from paceline.step.optimizer import Update
+from paceline.testing import ordered_transport
+
+confirm, norm = World.confirm, Update.norm
+step, works = map(int, os.environ["STALL"].split())
+
+def stop_before_update(world, number):
+    if number == step and world.generation == 0 and world.size > 1:
+        place = Path(os.environ["PACELINE_RUN"])
+        (place / f"updates-{{world.rank}}").touch()
+        if world.rank == 1:
+            others = [place / f"updates-{{rank}}" for rank in range(world.size) if rank != 1]
+            scripted.wait_until(lambda: all(one.exists() for one in others), "the others")
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def norm_on_device(update, *without):  # the first that needs the means, where there are any
+    stop_before_update(session._job.world, session.position)
+    return norm(update, *without)
+
+def confirm_or_not(world, number):
+    if "AVERAGE" in os.environ:
+        stop_before_update(world, number)
+    if "UNCONFIRMED" not in os.environ:
+        confirm(world, number)
+
+World.confirm = confirm_or_not
+if "AVERAGE" not in os.environ:
+    Update.norm = norm_on_device
+if "ALONE" not in os.environ:
+    ordered_transport.use()
+session = scripted.begin("mlp, momentum")
+for batch in session.batches(steps={STEPS}):
+    if batch.step == step and session.rank == 1 and session._job.world.generation == 0:
+        ordered_transport.stall(after=works)
+    report = session.step(batch)
+    finite = all(one.isfinite().all() for one in session._job.compute.model.parameters())
+    print("finite", batch.step, finite, flush=True)
+scripted.end(session)
+"""
+
+# the step, how many works rank 1 does in it, the settings
+WINDOWS: list[Any] = [
+    (4, 2, {}),
+    pytest.param((5, 1, {"strategy": "local-sgd", "exact": False, "local": {"every": 3}}), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=["all-reduce", "local-sgd"])
+def test_no_update_before_all_say_that_they_have_their_means(
+    run: Run, undisturbed: Any, window: tuple[int, int, dict[str, Any]]
+) -> None:
+    step, works, given = window
+    environment = {"STALL": f"{step} {works}", "GIVEN": json.dumps(given)} | ({"AVERAGE": "1"} if given else {})
+    ran = run(STALLED, "-n", 3, "--elastic", "1:3", deadline=60.0, **environment)
+    if given:
+        assert ran.code == 0 and ran.launcher("lost"), ran.report()
+    else:
+        check(ran, undisturbed(STALLED, **environment))
+    assert not [text for text in ran.logs.values() if "False" in text], ran.report()
+    wrong = run(STALLED, "-n", 3, "--elastic", "1:3", name="two", UNCONFIRMED="1", **environment)
+    assert [text for text in wrong.logs.values() if f"finite {step} False" in text], wrong.report()

@@ -5,8 +5,8 @@ import torch
 
 from paceline.errors import InputError
 from paceline.step.accumulate import Accumulator
-from paceline.step.checks import Part, check_gradients, mean_loss, not_finite, unused
-from paceline.step.forward import sum_and_count
+from paceline.step.checks import Part, check_gradients, mean_loss, mean_metrics, not_finite, unused
+from paceline.step.loss import check_names, loss_of_result, pair_of, sum_and_count
 
 
 def part(microbatch: int, loss: float = 1.0, count: float = 2.0, missing: frozenset[int] = frozenset()) -> Part:
@@ -60,3 +60,52 @@ def test_a_scalar_is_a_mean_and_a_pair_is_a_sum() -> None:
 def test_anything_else_is_no_loss(value: object) -> None:
     with pytest.raises(InputError, match="must be a scalar tensor"):
         sum_and_count(value, 8)
+
+
+class Output:
+    loss = torch.tensor(0.5)
+    logits = torch.zeros(8, 2)
+
+
+@pytest.mark.parametrize("value", [Output(), {"loss": torch.tensor(0.5), "logits": torch.zeros(8, 2)}])
+def test_the_loss_of_a_model_output_is_taken_and_nothing_else(value: object) -> None:
+    found = loss_of_result(value, 8)
+    assert (found.total.item(), found.counted, found.metrics) == (4.0, 8, {})
+    assert loss_of_result((value, {"hits": 3}), 8).pair().tolist() == [4.0, 8.0, 24.0, 8.0]
+
+
+def test_metrics_are_sums_and_counts_in_the_order_of_their_names() -> None:
+    given = {"words": (torch.tensor(6), 4), "hits": torch.tensor(0.25), "all": True}
+    found = loss_of_result(((torch.tensor(2.0), torch.tensor(5)), given), 8)
+    assert list(found.metrics) == ["all", "hits", "words"]
+    assert found.pair().tolist() == [2.0, 5.0, 8.0, 8.0, 2.0, 8.0, 6.0, 4.0]
+    assert mean_metrics([Part(range(1), 0, 1.0, 1.0, metrics=(6.0, 4.0))], ["words"], exact=True) == {"words": 1.5}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((torch.tensor(1.0), {"hits": torch.zeros(3)}), "The metric 'hits' .* it is a tensor of shape \\[3\\]"),
+        ((torch.tensor(1.0), {"hits": None}), "The metric 'hits' .* it is a NoneType"),
+        ((torch.tensor(1.0), {3: 0.5}), "must be a text, but it is 3"),
+        ((torch.tensor(1.0), torch.zeros(8, 2)), "it is a tuple of a tensor of type .*, a tensor of shape \\[8, 2\\]"),
+        ({"loss": None}, "has no loss .* 'labels'"),
+        ({"logits": torch.zeros(8, 2)}, "a dict with the keys 'logits'"),
+        ((torch.tensor(1.0), 8, {"hits": 1.0}), "must be a scalar tensor"),
+    ],
+)
+def test_what_is_no_loss_and_no_metric_is_named(value: object, text: str) -> None:
+    with pytest.raises(InputError, match=text):
+        loss_of_result(value, 8)
+
+
+def test_other_names_than_before_are_named() -> None:
+    with pytest.raises(InputError, match="without 'hits' and with 'misses', unlike"):
+        check_names(("all", "hits"), ("all", "misses"))
+
+
+def test_data_without_a_target_are_named() -> None:
+    with pytest.raises(InputError, match=r"dictionaries with the keys 'ids', 'labels'.*forward="):
+        pair_of({"ids": torch.zeros(2), "labels": torch.zeros(2)})
+    with pytest.raises(InputError, match="a tensor of shape \\[2, 3\\]"):
+        pair_of(torch.zeros(2, 3))

@@ -2,13 +2,13 @@
 
 import pytest
 
-from paceline.comm.rendezvous.devices import choose_gpu, refuse_shared
+from paceline.comm.rendezvous.devices import Gpus, choose_free, choose_gpu
 from paceline.comm.rendezvous.networks import shared_address
 from paceline.comm.rendezvous.port_exchange import PortServer, ask_port
 from paceline.engines.find import find_start
 from paceline.engines.slurm import first_host, tasks_per_node
 from paceline.engines.start import Identity, threads_of
-from paceline.errors import ConfigError, StartError
+from paceline.errors import ConfigError
 
 STEP = {
     "SLURM_JOB_ID": "17",
@@ -158,7 +158,19 @@ def test_the_gpu_of_a_worker(visible: int, local_rank: int, number: int | None) 
     assert choose_gpu(visible, local_rank) == number
 
 
-def test_a_gpu_is_of_one_worker() -> None:
-    refuse_shared(["a", "b", "c"])
-    with pytest.raises(StartError, match=r"ranks 0, 2 have the same GPU \(a\)"):
-        refuse_shared(["a", "b", "a"])
+@pytest.mark.parametrize(
+    ("own", "visible", "chosen"),
+    [
+        (["a", "b", ""], ["abc"] * 3, "abc"),
+        (["", "b", "c"], ["abc"] * 3, "abc"),  # ranks have moved up
+        (["", ""], ["ab"] * 2, "ab"),
+        (["a", "", "", ""], ["ab"] * 4, "abab"),
+        (["a", "", "d"], ["ab", "cd", "cd"], "acd"),
+        (["a", ""], ["a", "b"], "ab"),  # each sees its own
+        (["a", ""], ["a", "a"], "aa"),
+    ],
+    ids=str,
+)
+def test_who_joins_gets_a_free_gpu(own: list[str], visible: list[str], chosen: str) -> None:
+    workers = [Gpus(gpu, [*those]) for gpu, those in zip(own, visible, strict=True)]
+    assert choose_free(workers) == [*chosen]

@@ -23,6 +23,7 @@ its step counts as done. So an update that is whole counts once. All this costs 
 
 from __future__ import annotations
 
+import json
 import math
 import struct
 import time
@@ -35,13 +36,14 @@ from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.backoff import backoff_seconds
 from paceline.comm.shm.futex import fence
 from paceline.comm.world import World
-from paceline.errors import WorkerLost
+from paceline.errors import InputError, WorkerLost
 
 FREE = -1
 """Nobody computes the step."""
 
-_HEAD = struct.Struct("<qqqqqqdddq")
+_HEAD = struct.Struct("<qqqqqqdddqq")
 _PAIR = struct.Struct("<qq")
+_METRICS_BYTES = 1 << 13
 _CLOSED, _CHANGES, _WORDS = 0, 1, 2
 _BUSY, _MADE, _WORDS_EACH = 0, 1, 2
 """Of each worker: whether it makes an update; 1 + the step of one that is made and not yet in the table."""
@@ -64,6 +66,7 @@ class ClaimTable:
         newest: the step of the newest outcome; -1 if there is none.
         loss, norm, rate: the newest outcome.
         applied: whether it was applied.
+        metrics: of the newest outcome.
     """
 
     top: int = 0
@@ -76,6 +79,7 @@ class ClaimTable:
     norm: float = 0.0
     rate: float = 0.0
     applied: bool = True
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def done_before(self) -> int:
@@ -173,7 +177,7 @@ class StepClaims:
         self._world = world
         self._shared_memory = shared_memory
         self._tables_at = 8 * (_WORDS + _WORDS_EACH * world.size)
-        self._room = _HEAD.size + _PAIR.size * 4 * world.size
+        self._room = _HEAD.size + _PAIR.size * 4 * world.size + _METRICS_BYTES
         self._block = shared_memory.share(self._tables_at + 2 * self._room)[0]
         self._words = memoryview(self._block).cast("q")
         self._updates = [_WORDS + _WORDS_EACH * rank for rank in range(world.size)]
@@ -311,21 +315,41 @@ class StepClaims:
 
     def _read(self, changes: int) -> ClaimTable:
         place = self._place(changes)
-        top, version, stop, notice, newest, applied, loss, norm, rate, count = _HEAD.unpack_from(self._block, place)
+        top, version, stop, notice, newest, applied, loss, norm, rate, count, size = _HEAD.unpack_from(
+            self._block, place
+        )
         place += _HEAD.size
-        pairs = dict(_PAIR.iter_unpack(self._block[place : place + _PAIR.size * count]))
-        return ClaimTable(top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied))
+        text = place + _PAIR.size * count
+        pairs = dict(_PAIR.iter_unpack(self._block[place:text]))
+        metrics = _metrics(bytes(self._block[text : text + size])) if size else {}
+        return ClaimTable(top, pairs, version, stop, notice, newest, loss, norm, rate, bool(applied), metrics)
 
     def _write(self, table: ClaimTable) -> None:
         changes = self._words[_CHANGES] + 1
         place, count = self._place(changes), len(table.open)
         assert count <= 4 * self._world.size, f"{count} steps are open for {self._world.size} workers"
         head = table.top, table.version, table.stop, table.notice, table.newest, int(table.applied)
-        _HEAD.pack_into(self._block, place, *head, table.loss, table.norm, table.rate, count)
+        text = json.dumps(table.metrics).encode() if table.metrics else b""
+        if len(text) > _METRICS_BYTES:
+            raise InputError(
+                f"The {len(table.metrics)} metrics of a step take {len(text)} bytes with their names, and this "
+                f"strategy has room for {_METRICS_BYTES}: return fewer, or shorter names."
+            )
+        _HEAD.pack_into(self._block, place, *head, table.loss, table.norm, table.rate, count, len(text))
         place += _HEAD.size
         rest = [number for pair in table.open.items() for number in pair]
         struct.pack_into(f"<{len(rest)}q", self._block, place, *rest)
+        place += _PAIR.size * count
+        self._block[place : place + len(text)] = text
         self._words[_CHANGES] = changes
+
+
+def _metrics(text: bytes) -> dict[str, float]:
+    """Metrics as they were written; none if they are being written now, as the reader finds out."""
+    try:
+        return dict(json.loads(text))
+    except ValueError:
+        return {}
 
 
 class _TooLong(Exception):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import atexit
 import re
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline import env
 from paceline.comm.rendezvous.address import Address, find_address, listen, within
-from paceline.comm.rendezvous.devices import compare_gpus
 from paceline.comm.rendezvous.networks import interface_towards
 from paceline.engines.start import Identity, Start
 from paceline.errors import StartError, name_ranks
@@ -38,8 +37,8 @@ class EnvRendezvous:
         self.timeout = timeout
         self._who = who
 
-    def join(self, device: torch.device, backend: str) -> None:
-        """Come together.
+    def join(self, choose: Callable[[Store, int, int], str]) -> str:
+        """Come together by the back end that ``choose(store, rank, size)`` gives; returns the host of rank 0.
 
         Raises:
             StartError: somebody did not come, or the address cannot be reached.
@@ -50,15 +49,15 @@ class EnvRendezvous:
             self._await_everyone(store, str(where), who)
         _choose_interface(where.host)
         own = PrefixStore(f"paceline/{who.generation}", store)
-        compare_gpus(own, self.rank, self.size, device)
         dist.init_process_group(
-            backend,
+            choose(own, self.rank, self.size),
             store=own,
             rank=self.rank,
             world_size=self.size,
             timeout=timedelta(seconds=self.timeout),
         )
         atexit.register(_leave)
+        return where.host
 
     def _open_store(self, where: Address, start: Start) -> Store:
         opens = self.rank == 0 and not env.has_agent_store()

@@ -12,14 +12,14 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 
 from paceline import env
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
-from paceline.comm.rendezvous.devices import compare_gpus
 from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
 from paceline.comm.transport.base import Transport
 
@@ -31,14 +31,13 @@ class ProcessGroup:
     """The default process group of this worker, joined and left again and again.
 
     Args:
-        device: where tensors are.
-        transport: moves them.
+        agree: chooses the transport, at the store of a generation, of which this is so many's rank so and so.
         timeout: seconds after which torch gives up by itself.
     """
 
-    def __init__(self, device: torch.device, transport: Transport, timeout: float) -> None:
-        self._device = device
-        self._transport = transport
+    def __init__(self, agree: Callable[[Store, int, int], Transport], timeout: float) -> None:
+        self._agree = agree
+        self._transport: Transport | None = None
         self._timeout = timedelta(seconds=timeout)
         self._lock = threading.Lock()
         self._store: CoordinatorStore | None = None
@@ -51,6 +50,7 @@ class ProcessGroup:
         """Begin to come together: from now on :meth:`interrupt` ends it."""
         with self._lock:
             self._store, self._rank, self._size, self._joined = store, rank, size, False
+            self._transport = None
         if not self._registered:
             self._registered = True
             atexit.register(self.end)
@@ -60,21 +60,22 @@ class ProcessGroup:
 
         Raises:
             RuntimeError: torch could not, or was interrupted.
-            StartError: two workers have the same GPU.
         """
         assert self._store is not None
-        compare_gpus(self._store, self._rank, self._size, self._device)
+        transport = self._agree(self._store, self._rank, self._size)
         dist.distributed_c10d._world.group_count = 0  # it is in torch's keys, and stays higher after a failure to join
-        if "nccl" in self._transport.backend:
+        if "nccl" in transport.backend:
             env.disable_nccl_error_handling()
         dist.init_process_group(
-            self._transport.backend,
+            transport.backend,
             store=self._store,
             rank=self._rank,
             world_size=self._size,
             timeout=self._timeout,
         )
-        self._transport.open()
+        with self._lock:
+            self._transport = transport
+        transport.open()
         with self._lock:
             self._joined = True
 
@@ -100,7 +101,8 @@ class ProcessGroup:
             if self._store is None:
                 return
             self._store.close()
-            self._transport.abort()
+            if self._transport is not None:
+                self._transport.abort()
             for one in gloo_sockets(list(self._store.written.values()), list(self._store.read.values())):
                 with one, contextlib.suppress(OSError):
                     if not listens(one):  # gloo ends the process when that is shut down

@@ -16,6 +16,7 @@ class Capabilities(NamedTuple):
 
     Attributes:
         device: where its tensors are.
+        on_host: they are in the memory of the host: it knows what they hold, and workers there can share them.
         same_host: the workers of a machine can exchange its tensors through shared memory.
         point_to_point: one worker can send to another while the others do something else.
         collectives: the back end adds up tensors by itself.
@@ -26,6 +27,7 @@ class Capabilities(NamedTuple):
     """
 
     device: torch.device
+    on_host: bool
     same_host: bool
     point_to_point: bool
     collectives: bool

@@ -9,18 +9,27 @@ import torch
 from paceline.comm.transport.base import Transport
 from paceline.comm.transport.gloo import Gloo
 from paceline.comm.transport.nccl import Nccl
+from paceline.comm.transport.through_host import ThroughHost
 
 _other: Callable[[], Transport] | None = None
 
 
-def transport_for(device: torch.device, same_host: bool) -> Transport:
-    """The transport for tensors on a device; ``same_host``: workers of a machine can share the memory of the host."""
+def transport_for(device: torch.device, same_host: bool, shared: bool = False) -> Transport:
+    """The transport for tensors on a device.
+
+    Args:
+        device: of this worker.
+        same_host: workers of a machine can share the memory of the host.
+        shared: some workers have the same device, which NCCL does not allow.
+    """
+    if shared:
+        return ThroughHost(device)
     if _other is not None:
         return _other()
     return Gloo(same_host) if device.type == "cpu" else Nccl(device)
 
 
 def use(make: Callable[[], Transport] | None) -> None:
-    """Use another transport from now on, whatever the device; None: as before."""
+    """Use another transport from now on, whatever the device, if nobody shares it; None: as before."""
     global _other
     _other = make

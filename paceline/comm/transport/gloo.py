@@ -22,6 +22,7 @@ class Gloo:
     def __init__(self, same_host: bool) -> None:
         self.capabilities = Capabilities(
             device=torch.device("cpu"),
+            on_host=True,
             same_host=same_host,
             point_to_point=True,
             collectives=True,

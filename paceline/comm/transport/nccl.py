@@ -29,6 +29,7 @@ class Nccl:
     def __init__(self, device: torch.device) -> None:
         self.capabilities = Capabilities(
             device=device,
+            on_host=False,
             same_host=False,
             point_to_point=True,
             collectives=True,

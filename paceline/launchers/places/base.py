@@ -158,7 +158,7 @@ def given_options(request: Request) -> list[str]:
     for key, setting in request.settings.items():
         if key != "resume":
             words += ["--set", f"{key}={setting}"]
-    return words
+    return [*words, "--horovod"] if request.horovod else words
 
 
 def agent_command(
@@ -191,6 +191,8 @@ def agent_command(
             words += [option, str(value)]
     for key, setting in request.settings.items():
         words += ["--set", f"{key}={setting}"]
+    if request.horovod:
+        words.append("--horovod")
     return [*words, str(request.script), *request.arguments]
 
 

@@ -37,6 +37,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
+        phases=True,
         exact_with='reduction="tree" or exact="fixed-point"',
         reads=("reduction", "bucket_megabytes"),
     )
@@ -74,9 +75,7 @@ class AllReduce(Strategy):
 
     def _largest_share(self) -> int:
         """The most microbatches that a worker has in a step, in the short one at the end of an epoch, too."""
-        order = self._job.order
-        counts = {order.microbatches, len(order.parts_of(order.steps_per_epoch - 1))}
-        return max(len(share) for count in counts for share in self._shares(count))
+        return max(len(share) for count in self._job.order.cuts() for share in self._shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
         """The pieces of each rank."""

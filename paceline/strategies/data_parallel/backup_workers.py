@@ -26,7 +26,7 @@ from torch import nn
 
 from paceline.comm.assignment.quorum import quorum_for
 from paceline.data.feed import Piece
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder, Order
 from paceline.errors import ConfigError
 from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, drop_late, resume_epoch, return_late
 from paceline.schedule.tree import Node
@@ -53,19 +53,25 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     return Capabilities(
         exact=settings.backup.workers == 0,
         exact_with="backup.workers = 0",
+        carries=settings.backup.workers == 0,
         reads=("backup",),
         ignores=() if _spare(settings) else ("backup.late",),
     )
 
 
-def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Refuse more backup workers than can be spared.
 
     Raises:
-        ConfigError: nobody would be waited for; or the batch cannot be shared.
+        ConfigError: nobody would be waited for; the batch cannot be shared; or nobody knows the length of an epoch.
     """
     check_shares(settings, order, workers, largest)
     wanted = _spare(settings)
+    if wanted and not isinstance(order, Order):
+        raise ConfigError(
+            f"backup.workers = {wanted} needs epochs of one length that is known before, as what comes too late is "
+            f"computed at the end of its epoch: use a data set with a length, or backup.workers = 0."
+        )
     if workers > 1 and wanted >= workers:
         raise ConfigError(
             f"backup.workers = {wanted} leaves none of the {workers} workers to wait for: use fewer than "
@@ -98,6 +104,7 @@ class BackupWorkers(Strategy):
         most = 2 * job.order.microbatches  # the last step of an epoch owes less than one more
         self._results = Results(job, most, apply)
         size, order = job.world.size, job.order
+        assert isinstance(order, Order)
         wanted = _spare(job.settings)
         self._spare = min(wanted, size - 1)
         if size > 1 and self._spare < wanted:

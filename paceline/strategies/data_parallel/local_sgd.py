@@ -30,6 +30,7 @@ import torch
 from paceline.checkpoint.tensors import load_optimizer_state, named_tensors
 from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.choice import reduction_for
+from paceline.comm.step_header import agreed_names
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError
@@ -50,7 +51,7 @@ _TAGS = 1 << 20
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(exact=False, replicated=False, reads=("local",))
+    return Capabilities(exact=False, replicated=False, carries=False, reads=("local",))
 
 
 class LocalSgd(Strategy):
@@ -65,6 +66,7 @@ class LocalSgd(Strategy):
         self._models = Models(job)
         self._trained: list[int] = []
         self._pair = 0.0, 0.0
+        self._metrics: dict[str, tuple[float, float]] = {}
         job.warnings.append(
             f"from step {local.after} on each worker updates its own model; the models are averaged after every "
             f"{local.every} steps, before evaluations and checkpoints, and at the end. In between the loss is that of "
@@ -111,8 +113,8 @@ class LocalSgd(Strategy):
         """
         job, state = self._job, self._job.strategy_state.get(_STATE, {})
         if step < state.get("steps", 0):
-            return StepResult(state["loss"], state["norm"], state["learning_rate"])
-        self._pair = 0.0, 0.0
+            return StepResult(state["loss"], state["norm"], state["learning_rate"], metrics=state.get("metrics", {}))
+        self._pair, self._metrics = (0.0, 0.0), {}
         result = self._update(step, pieces) if pieces else self._without_share(state)
         self._trained.append(step)
         job.strategy_state[_STATE] = {
@@ -120,6 +122,7 @@ class LocalSgd(Strategy):
             "loss": result.loss,
             "norm": float(result.norm),
             "learning_rate": result.learning_rate,
+            "metrics": result.metrics,
         }
         return result
 
@@ -132,36 +135,55 @@ class LocalSgd(Strategy):
             return skipped
         job.compute.buffers.accept(changed)
         self._pair = math.fsum(part.loss for part in parts), math.fsum(part.counted for part in parts)
+        columns = [math.fsum(column) for column in zip(*(part.metrics for part in parts), strict=True)]
+        pairs = zip(columns[::2], columns[1::2], strict=True)
+        self._metrics = dict(zip(job.compute.metrics or (), pairs, strict=True))
         seed_torch(seed_of(UPDATE, job.settings.seed, step))
         norm, rate = (self._own().apply or job.update.apply)(step)
         self._models.weight += self._pair[1]
-        return StepResult(mean_loss(parts, exact=False), norm, rate)
+        return StepResult(mean_loss(parts, exact=False), norm, rate, metrics=_means([self._metrics]))
 
     def _without_share(self, state: dict[str, Any]) -> StepResult:
         """A short batch may have fewer microbatches than there are workers; the loss is the last one that is known."""
         self._job.update.advance()
         rate = self._job.update.learning_rate
-        return StepResult(state.get("loss", math.nan), 0.0, rate)
+        return StepResult(state.get("loss", math.nan), 0.0, rate, metrics=state.get("metrics", {}))
 
     def _average(self, step: int, result: StepResult | None) -> StepResult:
         """Average the models; of a step's result the loss is then that of the whole batch."""
         begin = time.perf_counter()
         world = self._job.world
-        own = self._trained, self._models.weight, self._pair, world.notice(), self._models.kinds()
+        own = self._trained, self._models.weight, self._pair, self._metrics, world.notice(), self._models.kinds()
         everyone = world.gather(own, f"averaging after step {step}")
         _check_trained([trained for trained, *_ in everyone])
         weights = [weight for _, weight, *_ in everyone]
         self._models.average(step, weights, same=all(kinds == own[-1] for *_, kinds in everyone))
         self._trained = []
         self._job.events.mark("average", step=step, weights=weights, seconds=time.perf_counter() - begin)
+        metrics = _means([metrics for _, _, _, metrics, *_ in everyone])
         count = math.fsum(pair[1] for _, _, pair, *_ in everyone)
         if result is None or count == 0:
             result = result or StepResult(math.nan, math.nan, self._job.update.learning_rate)
-            loss = result.loss
+            loss, metrics = result.loss, result.metrics
         else:
             loss = math.fsum(pair[0] for _, _, pair, *_ in everyone) / count
         notice = max(notice for *_, notice, _ in everyone)
-        return StepResult(loss, result.norm, result.learning_rate, result.applied, notice)
+        return StepResult(loss, result.norm, result.learning_rate, result.applied, notice, metrics)
+
+
+def _means(everyone: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
+    """The means of metrics from the sums and counts of several workers; some have computed nothing.
+
+    Raises:
+        InputError: the others have metrics of different names.
+    """
+    known = [(rank, tuple(metrics)) for rank, metrics in enumerate(everyone) if metrics]
+    means = {}
+    for name in agreed_names(known) if known else ():
+        pairs = [everyone[rank][name] for rank, _ in known]
+        count = math.fsum(count for _, count in pairs)
+        means[name] = math.fsum(value for value, _ in pairs) / count if count else math.nan
+    return means
 
 
 def _check_trained(everyone: list[list[int]]) -> None:

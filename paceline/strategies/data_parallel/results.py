@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from paceline.comm.all_gather import AllGather, PendingGather
-from paceline.comm.step_header import HEADER_TAG, MISSING_TAG, StepHeader, header_bytes
+from paceline.comm.step_header import MISSING_TAG, Headers, StepHeader
 from paceline.step.checks import Part
 from paceline.step.commit import Apply, with_norm
 from paceline.step.job import Job
@@ -25,15 +25,16 @@ class Results:
         self._job = job
         self._apply = apply
         self._norm: torch.Tensor | None = None
-        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(most))
+        self._headers = Headers(job.world, most)
         self._replicas = Replicas(job)
-        self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters))
+        self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters), host=True)
 
     def send(
         self, step: int, starts: list[int], pairs: list[torch.Tensor], seconds: float = 0.0, missing: bool = True
     ) -> StepHeader:
         """Send the header of this worker; see :class:`StepHeader`."""
-        return StepHeader(self._headers, step, starts, pairs, seconds, missing, self._replicas.digest())
+        self._headers.own = self._job.compute.metrics
+        return StepHeader(self._headers, step, starts, pairs, seconds, missing, self._replicas.digest(step))
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
         """Send to which parameters this worker's pieces gave no gradient.
@@ -59,6 +60,7 @@ class Results:
 
         Raises:
             DisagreementError: the workers do not hold the same state.
+            InputError: they have metrics of different names.
         """
         without = _without_gradient(layout, None if missing is None else missing.wait())
         if header.on_device:
@@ -67,14 +69,22 @@ class Results:
         self._replicas.check(header.state_digests(), header.seconds)
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
+        metrics = metrics_of(self._job, header)
         return [
-            Part(piece, rank, loss, count, places)
-            for ((piece, rank), places), (_, _, loss, count) in zip(known, header.losses(), strict=True)
+            Part(piece, rank, loss, count, places, metrics=metrics.get(start, ()))
+            for ((piece, rank), places), (start, _, loss, count) in zip(known, header.losses(), strict=True)
         ]
 
     def apply(self, header: StepHeader) -> Apply | None:
         """What makes the update after :meth:`parts`; None: :meth:`Update.apply`."""
         return self._apply if self._norm is None else with_norm(self._job, self._norm, header.norm())
+
+
+def metrics_of(job: Job, header: StepHeader) -> dict[int, tuple[float, ...]]:
+    """The metrics of the pieces of all workers; this one knows their names from now on."""
+    metrics = header.metrics()
+    job.compute.metrics = header.names
+    return metrics
 
 
 def _without_gradient(layout: list[list[range]], tables: torch.Tensor | None) -> list[frozenset[int]]:

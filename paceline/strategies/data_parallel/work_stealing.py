@@ -39,7 +39,7 @@ from paceline.strategies.data_parallel.results import Results
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(fixed_point=True, reads=("shares",))
+    return Capabilities(fixed_point=True, phases=True, reads=("shares",))
 
 
 class WorkStealing(Strategy):
@@ -56,6 +56,7 @@ class WorkStealing(Strategy):
         self._reducer = Reducer(job, overlap=False)
         self._results = Results(job, total)
         self._leases = leases_for(job.world, total)
+        self._steps = 0  # taken so far; a batch may have several
         self._pace = SpeedShares(job.world.size, total, fits=job.settings.shares == "speed")
         if total < 4 * job.world.size:
             job.warnings.append(
@@ -79,7 +80,8 @@ class WorkStealing(Strategy):
         self._reducer.clear()
         job.compute.buffers.begin()
         job.update.check_frozen()
-        self._leases.begin(step, self._shares(step), self._pace.seconds())
+        self._steps += 1
+        self._leases.begin(self._steps, self._shares(step), self._pace.seconds())
         while (lease := self._leases.next()) is not None:
             if lease.share != job.world.rank or lease.again:
                 seconds = time.monotonic() - self._leases.asked

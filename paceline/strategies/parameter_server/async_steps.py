@@ -27,8 +27,8 @@ from paceline.comm.assignment.step_claims import FREE, Claims, ClaimTable
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError, WorkerLost
-from paceline.step.checks import Part, mean_loss
-from paceline.step.commit import locate_here, skip
+from paceline.step.checks import Part
+from paceline.step.commit import locate_here, means, skip
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.strategies.parameter_server.last_worker import STATE, newest_result, restored
@@ -180,7 +180,7 @@ class AsyncSteps(Strategy):
             "open": sorted(table.open),
             "version": table.version,
             **self._staleness.state(),
-            "newest": [table.newest, table.loss, table.norm, table.rate, table.applied],
+            "newest": [table.newest, table.loss, table.norm, table.rate, table.applied, table.metrics],
         }
 
     def _report_staleness(self) -> None:
@@ -280,9 +280,14 @@ class AsyncSteps(Strategy):
 def finish(table: ClaimTable, step: int, result: StepResult) -> None:
     """Close a step with its result."""
     del table.open[step]
-    table.newest, table.applied = step, result.applied
-    table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
+    set_newest(table, step, result)
     table.version += result.applied
+
+
+def set_newest(table: ClaimTable, step: int, result: StepResult) -> None:
+    """Write the result of the newest step into the table."""
+    table.newest, table.applied, table.metrics = step, result.applied, result.metrics
+    table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
 
 
 def update(
@@ -297,7 +302,8 @@ def update(
     job.compute.buffers.accept(gradients.buffers)
     seed_torch(seed_of(UPDATE, job.settings.seed, gradients.step))
     norm, rate = job.update.apply(done, factor, norm, made=made)
-    return StepResult(mean_loss(gradients.parts, job.settings.exact), norm, rate)
+    loss, metrics = means(job, gradients.parts)
+    return StepResult(loss, norm, rate, metrics=metrics)
 
 
 def _different(places: list[str]) -> DisagreementError:

@@ -19,7 +19,7 @@ import torch
 from paceline.comm.assignment.step_claims import ClaimTable
 from paceline.comm.servers.mailbox import Mailbox, Reply
 from paceline.data.keys import UPDATE, seed_of, seed_torch
-from paceline.step.checks import mean_loss
+from paceline.step.commit import means
 from paceline.step.job import StepResult
 from paceline.strategies.parameter_server.async_server import ShardedServer, servers_among
 from paceline.strategies.parameter_server.async_steps import Gradients, finish
@@ -58,8 +58,9 @@ class DedicatedServer(ShardedServer):
         job.compute.buffers.accept(gradients.buffers)
         named = dict(job.compute.model.named_buffers())
         buffers = {name: named[name].detach().clone() for name in job.compute.buffers.live}
-        norm, loss = job.update.norm(), mean_loss(gradients.parts, job.settings.exact)
-        self._mailbox.write(rank, self._batch.take_gradients(), (step, self._pulled, norm, loss, buffers))
+        norm, (loss, metrics) = job.update.norm(), means(job, gradients.parts)
+        words = step, self._pulled, norm, (loss, metrics), buffers
+        self._mailbox.write(rank, self._batch.take_gradients(), words)
         self._pushed += 1
         self._memory.announce(self._pushes, self._pushed)
         slot = self._answers + rank
@@ -69,7 +70,7 @@ class DedicatedServer(ShardedServer):
             self._record_drop(step, answer.delay)
             return None
         self._record_update(step, answer.delay, answer.version, answer.rate)
-        return StepResult(loss, norm, answer.rate)
+        return StepResult(loss, norm, answer.rate, metrics=metrics)
 
     # A server.
 
@@ -103,7 +104,7 @@ class DedicatedServer(ShardedServer):
     def _decide(self) -> None:
         """Handle the gradients of each worker that has pushed some."""
         for rank in filter(self._has_pushed, self._workers):
-            (step, pulled, norm, loss, buffers), there = self._mailbox.words(rank)
+            (step, pulled, norm, (loss, metrics), buffers), there = self._mailbox.words(rank)
             table = self._claims.look()
             delay = table.version - pulled
             if self._is_late(delay):
@@ -116,7 +117,7 @@ class DedicatedServer(ShardedServer):
                 rate = self._update(rank, step, norm, there, table, delay)
                 self._memory.wait_until(lambda: not self._behind(), self._behind)
                 with self._claims.change() as table:
-                    finish(table, step, StepResult(loss, norm, rate))
+                    finish(table, step, StepResult(loss, norm, rate, metrics=metrics))
                 answer = Reply(table.version, delay, rate)
             self._handled[rank] += 1
             self._mailbox.answer(_FIRST, rank, answer)

@@ -41,7 +41,7 @@ def build(job: Job) -> AsyncSteps:
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(exact=False, replicated=False, sparse_gradients=True)
+    return Capabilities(exact=False, replicated=False, sparse_gradients=True, averages=False, carries=False)
 
 
 class SharedWeights(Server):

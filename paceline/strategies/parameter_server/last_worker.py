@@ -49,7 +49,7 @@ class LastWorker(Strategy):
         result = self._single.step(step, pieces)
         if result.applied:
             self._job.events.mark("update", step=step, delay=0, learning_rate=result.learning_rate)
-        newest = [step, result.loss, float(result.norm), result.learning_rate, result.applied]
+        newest = [step, result.loss, float(result.norm), result.learning_rate, result.applied, result.metrics]
         self._job.strategy_state.setdefault(STATE, {})["newest"] = newest
         return result
 
@@ -57,7 +57,8 @@ class LastWorker(Strategy):
 def restored(table: ClaimTable, state: dict[str, Any]) -> ClaimTable:
     """The table with the newest result of the strategy's state."""
     if "newest" in state:
-        table.newest, table.loss, table.norm, table.rate, table.applied = state["newest"]
+        table.newest, table.loss, table.norm, table.rate, table.applied, *rest = state["newest"]
+        table.metrics = rest[0] if rest else {}  # a checkpoint of before has none
     return table
 
 
@@ -65,4 +66,4 @@ def newest_result(table: ClaimTable, job: Job) -> StepResult:
     """The newest result that all know, for a worker that did not compute the step."""
     if table.newest < 0:
         return StepResult(math.nan, math.nan, job.update.learning_rate)
-    return StepResult(table.loss, table.norm, table.rate, applied=table.applied)
+    return StepResult(table.loss, table.norm, table.rate, applied=table.applied, metrics=table.metrics)

@@ -27,10 +27,10 @@ from paceline.comm.servers.network_claims import Order
 from paceline.comm.servers.rpc import Answer, RpcClient, holders
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.errors import WorkerLost
-from paceline.step.checks import mean_loss
+from paceline.step.commit import means
 from paceline.step.job import StepResult
 from paceline.strategies.parameter_server.async_server import factor_of, is_late, servers_among, warnings_of_servers
-from paceline.strategies.parameter_server.async_steps import Gradients, Server
+from paceline.strategies.parameter_server.async_steps import Gradients, Server, set_newest
 from paceline.strategies.parameter_server.held_shard import HeldShard, PendingGradients
 from paceline.strategies.parameter_server.sharing import OverNetwork, copies_of
 
@@ -114,7 +114,7 @@ class NetworkServer(Server):
 
     def push(self, gradients: Gradients) -> StepResult | None:
         job, step, norm = self._job, gradients.step, self._job.update.norm()
-        loss = mean_loss(gradients.parts, job.settings.exact)
+        loss, metrics = means(job, gradients.parts)
         self._stage(gradients, norm)
         with self._claims.change() as table:
             delay = table.version - self._pulled
@@ -130,7 +130,7 @@ class NetworkServer(Server):
             job.events.mark("dropped", step=step, **age)
             return None
         rates = self._ask_all("shard.apply", lambda place: ((place, orders), ()))
-        result = StepResult(loss, norm, float(rates[0][0]))
+        result = StepResult(loss, norm, float(rates[0][0]), metrics=metrics)
         self._record_update(step, delay, table.version, result.learning_rate)
         self._last = step, result
         return result
@@ -169,8 +169,8 @@ class NetworkServer(Server):
     def record_result(self, table: ClaimTable) -> None:
         if self._last is not None:
             step, result = self._last
-            table.newest, table.applied, self._last = step, result.applied, None
-            table.loss, table.norm, table.rate = result.loss, float(result.norm), result.learning_rate
+            set_newest(table, step, result)
+            self._last = None
 
     def _record_update(self, step: int, delay: int, version: int, rate: float) -> None:
         age = {"pulled": self._pulled, "delay": delay, "staleness": self._rounds_behind}

@@ -76,7 +76,7 @@ def connect_servers(job: Job) -> RpcPeers:
     Raises:
         ConfigError: they are on GPUs.
     """
-    if job.world.transport.capabilities.ordered:
+    if not job.world.transport.capabilities.on_host:
         raise ConfigError(
             f"strategy {job.settings.strategy!r} needs workers on CPUs, and this one is on {job.world.device}: use "
             f"'allreduce' or 'local-sgd', or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU."

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.job import Job
@@ -60,12 +60,13 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact_with="server.mode = 'sync' without backup workers",
         replicated=False,
         divides_update=servers_among(settings, workers) > 1,
+        carries=settings.server.mode == "sync" and not settings.backup.workers,
         reads=("server", "backup"),
         ignores=late if settings.server.mode == "bounded" else (*late, "server.staleness"),
     )
 
 
-def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Refuse servers that cannot share the model or the workers, and settings of another mode.
 
     Raises:

@@ -32,8 +32,9 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
-from paceline.step.forward import computed_again, loss_pair, on_copy, pair_of, sum_and_count
+from paceline.step.forward import computed_again, on_copy
 from paceline.step.job import Job
+from paceline.step.loss import pair_of
 from paceline.strategies.pipeline.links import Links
 from paceline.strategies.pipeline.split_backward import SplitBackward, backward_input, backward_weight
 
@@ -106,8 +107,8 @@ class Executor:
         workers_of: for each stage of the model the ranks that hold it.
 
     Attributes:
-        losses: for each microbatch whose last stage this worker computed a float64 tensor of shape [2]: the sum of the
-            losses and what it is to be divided by.
+        losses: for each microbatch whose last stage this worker computed a float64 tensor of shape [2 + 2 *
+            metrics]: the sum of the losses and what it is to be divided by, then the same two of each metric.
         statistics: for each stage and microbatch what the forward pass made of the stage's buffers, times the samples.
         samples: of each microbatch.
         busy_seconds: that this worker has computed.
@@ -274,10 +275,10 @@ class Executor:
         compute, samples = self._job.compute, self.samples[microbatch]
         with compute.precision():
             value = compute.forward(cast(nn.Module, lambda _: call()), self._data[microbatch])
-        total, count = sum_and_count(value, samples)
+        total, pair = compute.take(value, samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        self.losses[microbatch] = loss_pair(total, count)
+        self.losses[microbatch] = pair
         return total if self._scale == 1.0 else total * self._scale
 
     def _backward(self, operation: Operation) -> None:

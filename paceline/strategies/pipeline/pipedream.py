@@ -156,7 +156,7 @@ class _StageUpdates(Hooks):
         self._done: list[int] = []
         self._next = 0
         """The next microbatch whose gradients this worker will get."""
-        self._losses: list[tuple[float, float]] = []
+        self._losses: list[list[float]] = []
         self._result = StepResult(math.nan, torch.tensor(math.nan), job.update.learning_rate)
         self._squares = 0.0
         self._heard = {True: 0.0, False: 0.0}
@@ -178,7 +178,7 @@ class _StageUpdates(Hooks):
     def on_attachment(self, microbatch: int, forward: bool, attachment: torch.Tensor) -> None:
         self._heard[forward] = float(attachment[-1])
         if not forward:
-            self._executor.losses[microbatch] = attachment[:2]
+            self._executor.losses[microbatch] = attachment[:-1]
 
     def weights(self, operation: Operation) -> AbstractContextManager[object]:
         return self._stash.use(operation.version)
@@ -192,8 +192,8 @@ class _StageUpdates(Hooks):
         changed = self._executor.statistics[stage][microbatch]
         names = self._job.compute.buffers.names_in(self._buffers)  # may be fewer than when the forward pass ran
         self._statistics.push(microbatch, [changed[name] for name in names])
-        self._totals += loss.cpu()
-        self._losses.append((float(loss[0]), float(loss[1])))
+        self._totals += loss[:2].cpu()
+        self._losses.append(loss.tolist())
         self._versions.append(self._stream.version(stage, microbatch))
         self._origin = self._origin or self._executor.origin(microbatch)
         self._samples += self._executor.samples[microbatch]
@@ -222,10 +222,12 @@ class _StageUpdates(Hooks):
 
     def result(self) -> StepResult:
         """The latest update, and the mean loss of the microbatches since the last call; if none, the last mean."""
-        count = math.fsum(count for _, count in self._losses)
-        if count:
-            loss = math.fsum(loss for loss, _ in self._losses) / count
-            self._result = replace(self._result, loss=loss)
+        sums = [math.fsum(column) for column in zip(*self._losses, strict=True)]
+        if sums and sums[1]:
+            pairs = zip(sums[::2], sums[1::2], strict=True)
+            loss, *means = (total / count if count else math.nan for total, count in pairs)
+            metrics = dict(zip(self._job.compute.metrics or (), means, strict=True))
+            self._result = replace(self._result, loss=loss, metrics=metrics)
             self._losses = []
         return self._result
 

@@ -1,4 +1,4 @@
-"""Frees the storage of parameters owned by other stages while training runs."""
+"""Frees the storage of parameters owned by other stages while training runs, and says so to who asks for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Collection
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from paceline.errors import InputError
 
 
 class Released:
@@ -32,6 +35,8 @@ class Released:
         }
         self._freed: list[nn.Parameter] = []
         self._is_released = False
+        self._modules = list(model.modules())
+        self._hooks: list[RemovableHandle] = []
 
     def release(self) -> None:
         """Free the storage and the optimizer state; the tensors have no elements then."""
@@ -43,15 +48,26 @@ class Released:
         self._freed = [parameter for parameter in self._layouts if _owns_storage(parameter)]
         for parameter in self._freed:
             parameter.data = parameter.new_empty(0)
+        self._hooks = [module.register_state_dict_pre_hook(_refuse) for module in self._modules]
 
     def allocate(self) -> None:
         """Give the tensors their shapes back, with undefined values."""
         if not self._is_released:
             return
         self._is_released = False
+        for hook in self._hooks:
+            hook.remove()
         for parameter in self._freed:
             shape, stride = self._layouts[parameter]
             parameter.data = parameter.new_empty_strided(shape, stride)
+
+
+def _refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise InputError(
+        f"{type(module).__name__}.state_dict() was called between two steps of a pipeline, when this worker has the "
+        f"weights of its own stages only. Call session.model_state() on every worker, which returns all of them, or "
+        f"session.export(path), which writes them."
+    )
 
 
 def _owns_storage(parameter: nn.Parameter) -> bool:

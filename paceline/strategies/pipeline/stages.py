@@ -19,9 +19,9 @@ from paceline.partition.profile import measure_layers
 from paceline.schedule.balance import Cluster, balance, check_memory
 from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.tree import Node, nodes_of
-from paceline.step.forward import pair_of
 from paceline.step.gather_state import gather_state
 from paceline.step.job import Job
+from paceline.step.loss import pair_of
 from paceline.strategies.pipeline.executor import LocalStage
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
@@ -150,7 +150,8 @@ class Stages:
                 chosen = self._choose_partition(layers, piece)
             except (ConfigError, InputError) as error:
                 chosen = type(error).__name__, str(error)
-        chosen = self._job.world.gather(chosen, "start")[0]
+        compute = self._job.compute
+        chosen, compute.metrics = self._job.world.gather((chosen, compute.metrics), "start")[0]
         if isinstance(chosen, tuple):
             raise {"ConfigError": ConfigError, "InputError": InputError}[chosen[0]](chosen[1])
         assert chosen is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline.data.order import Order
+from paceline.data.order import BatchOrder
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES, async_pipeline_for, shape_of
 from paceline.settings import Settings
@@ -44,7 +44,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
     )
 
 
-def validate(settings: Settings, model: nn.Module, order: Order, workers: int, largest: int) -> None:
+def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
     """Refuse stages that so many workers cannot hold, and settings that need a model in one piece.
 
     The workers share the model, so there may be fewer microbatches than workers; but some schedules need a multiple.

@@ -31,9 +31,8 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.tensors import check_savable
-from paceline.comm.all_gather import AllGather
 from paceline.comm.reduction.bucketed import Divisor
-from paceline.comm.step_header import HEADER_TAG, StepHeader, header_bytes
+from paceline.comm.step_header import Headers, StepHeader
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
@@ -41,12 +40,13 @@ from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node
 from paceline.step.accumulate import ScatteredAccumulator, Values
-from paceline.step.checks import Part, check_dense, mean_loss
-from paceline.step.commit import skip
+from paceline.step.checks import Part, check_dense
+from paceline.step.commit import means, skip
 from paceline.step.job import Job, StepResult
 from paceline.step.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
+from paceline.strategies.data_parallel.results import metrics_of
 from paceline.strategies.pipeline.executor import Executor, Hooks
 from paceline.strategies.pipeline.rebalance import Rebalance
 from paceline.strategies.pipeline.stages import Partition, Stages
@@ -60,7 +60,7 @@ class Synchronous(Strategy):
         self._schedules: dict[int, Schedule] = {}
         self._has_updated = False
         self._parameters = job.update.parameters
-        self._headers = AllGather(job.world, HEADER_TAG, header_bytes(self._most_losses()))
+        self._headers = Headers(job.world, self._most_losses())
         self._cut(None)
 
     def _cut(self, partition: Partition | None) -> None:
@@ -85,8 +85,7 @@ class Synchronous(Strategy):
 
     def _most_losses(self) -> int:
         """How many losses a worker has in a step at most: those of the last stage are shared out to its replicas."""
-        order = self._job.order
-        schedules = map(self._schedule, {order.microbatches, len(order.parts_of(order.steps_per_epoch - 1))})
+        schedules = map(self._schedule, self._job.order.cuts())
         return max(
             Counter(one.worker_of(one.stages - 1, microbatch) for microbatch in range(one.microbatches)).most_common()[
                 0
@@ -120,7 +119,7 @@ class Synchronous(Strategy):
         if skipped is not None:
             self._synchronize_on(header.notice)
             return skipped
-        loss = mean_loss(parts, job.settings.exact)
+        loss, metrics = means(job, parts)
         norm = self._reducer.norm(set(self._updated) if stages.replicas.rank == 0 else ())
         job.world.confirm(step)  # the commit: all have sent norms, so all have their means
         job.compute.buffers.accept(statistics)
@@ -136,7 +135,7 @@ class Synchronous(Strategy):
             stages.tied.send_weights()
             self._cut_again_if_slow(header.seconds)
             self._synchronize_on(header.notice)
-        return StepResult(loss, norm, rate, notice=header.notice)
+        return StepResult(loss, norm, rate, notice=header.notice, metrics=metrics)
 
     def _compute(self, step: int, pieces: list[Piece], schedule: Schedule, scale: float) -> _StepGradients:
         """Run the forward and backward passes."""
@@ -156,6 +155,7 @@ class Synchronous(Strategy):
         pairs = self._executor.losses
         starts = sorted(pairs)
         seconds = self._executor.busy_seconds
+        self._headers.own = self._job.compute.metrics
         return StepHeader(self._headers, step, starts, [pairs[start] for start in starts], seconds, missing)
 
     def _synchronize_on(self, notice: int) -> None:
@@ -194,8 +194,16 @@ class Synchronous(Strategy):
             for one in self._job.world.gather(missing, "step"):
                 for microbatch, names in one.items():
                     everywhere[microbatch].update(names)
+        metrics = metrics_of(self._job, header)
         return [
-            Part(range(start, start + 1), rank, loss, count, self._without_gradient(everywhere[start]))
+            Part(
+                range(start, start + 1),
+                rank,
+                loss,
+                count,
+                self._without_gradient(everywhere[start]),
+                metrics=metrics.get(start, ()),
+            )
             for start, rank, loss, count in header.losses()
         ]
 

@@ -1,0 +1,83 @@
+"""Tensors on a device through pinned memory of the host and gloo: slow, and right where NCCL cannot be used.
+
+NCCL refuses two workers on one GPU. Here each tensor takes four steps::
+
+    sender's device ─ pinned memory ─ gloo ─ pinned memory ─ receiver's device
+
+A wait blocks the host and raises when a peer is gone, as with gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.comm.host_copy import HostCopy
+from paceline.comm.transport.base import Communicator, Message, Started, Work
+from paceline.comm.transport.gloo import Gloo
+
+
+class ThroughHost:
+    """The default process group, for tensors on a device of which gloo moves copies.
+
+    Args:
+        device: of this worker.
+    """
+
+    backend = "gloo"
+
+    def __init__(self, device: torch.device) -> None:
+        self._gloo = Gloo(same_host=False)
+        self.capabilities = self._gloo.capabilities._replace(device=device, on_host=False)
+
+    def open(self) -> None:
+        """gloo connects by itself."""
+
+    def open_communicators(self, communicators: Iterable[Communicator]) -> None:
+        """None is needed: each tag has an order of its own."""
+
+    def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
+        """See :class:`Transport`; the host waits for what is to be sent."""
+        copies = [HostCopy(one.tensor) for one in sends]
+        rooms = [_room_for(one.tensor) for one in receives]
+        started = self._gloo.start(
+            [Message(copy.wait(), one.peer, one.tag) for copy, one in zip(copies, sends, strict=True)],
+            [Message(room, one.peer, one.tag) for room, one in zip(rooms, receives, strict=True)],
+        )
+        arrivals = [
+            (_Arrival(work, room, one.tensor), peers)
+            for (work, peers), room, one in zip(started, rooms, receives, strict=False)
+        ]
+        return [*arrivals, *started[len(receives) :]]
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        """See :class:`Transport`; the host waits for the tensor."""
+        copy = HostCopy(tensor).wait()
+        work: Work | None = dist.all_reduce(copy, async_op=True)
+        assert work is not None
+        return _Arrival(work, copy, tensor)
+
+    def synchronize(self, look: Callable[[float], None]) -> None:
+        """A wait has done it."""
+
+    def abort(self) -> None:
+        """Does nothing: blocked calls end when their sockets are shut down."""
+
+
+class _Arrival:
+    """What comes into the memory of the host, and goes on to the device when it is waited for."""
+
+    def __init__(self, work: Work, room: torch.Tensor, target: torch.Tensor) -> None:
+        self._work = work
+        self._room = room
+        self._target = target
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._target.detach().copy_(self._room)
+
+
+def _room_for(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

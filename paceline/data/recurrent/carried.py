@@ -1,0 +1,151 @@
+"""The state that a microbatch hands to the one in its place in the next batch, as in truncated backpropagation.
+
+::
+
+    step        0       1       2                  rows of a batch are streams of tokens, cut alike in each step
+    rows 0-1    F ─s─▶  F ─s─▶  F ─s─▶             microbatch 0, on whichever worker
+    rows 2-3    F ─s─▶  F ─s─▶  F ─s─▶             microbatch 1
+
+Williams and Peng 1990. A state is detached: no gradient goes back beyond a batch. Before the update of a step all
+workers get all states, so the next step may be computed by others, and no loss of a worker takes a state with it. An
+epoch begins without states.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from paceline.comm.world import World
+from paceline.data.order import UNKNOWN, BatchOrder
+from paceline.data.recurrent.token_rows import TokenRows
+from paceline.errors import ConfigError, InputError
+
+States = dict[int, Any]
+
+
+def takes_state(forward: Any) -> bool:
+    """Whether a forward pass is ``forward(model, microbatch, state)``: it has a third parameter without a default.
+
+    Raises:
+        ConfigError: it is one of several that take turns.
+    """
+    if isinstance(forward, Mapping):
+        for name, one in forward.items():
+            if takes_state(one):
+                raise ConfigError(
+                    f"The forward pass of optimizer {name!r} takes a state from batch to batch, which losses that take "
+                    f"turns cannot do: give it two parameters, (model, microbatch)."
+                )
+        return False
+    if not callable(forward):
+        return False
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return len([one for one in parameters if one.default is one.empty and one.kind in by_position]) > 2
+
+
+def without_state(forward: Callable[..., Any], model: nn.Module, data: Any) -> Any:
+    """The loss of a forward pass that begins without a state, as in an evaluation."""
+    return _pair_of(forward(model, data, None))[0]
+
+
+def check_rows(order: BatchOrder, data: Any) -> None:
+    """Refuse batches whose rows do not go on from batch to batch, if that can be known.
+
+    Raises:
+        InputError: the last batch of an epoch is short, or the rows are not those of a batch.
+    """
+    rows = data.rows if isinstance(data, TokenRows) else order.batch
+    if rows != order.batch:
+        raise InputError(f"The data are {rows} rows of tokens, but batch = {order.batch}: set batch to {rows}.")
+    end = order.first_of(1)
+    if end != UNKNOWN and order.samples_of(end - 1) < order.batch:
+        raise _short(order, end - 1)
+
+
+def _short(order: BatchOrder, step: int) -> InputError:
+    return InputError(
+        f"The batch of step {step} has {order.samples_of(step)} samples instead of {order.batch}, so its rows do not "
+        f"go on from those of the batch before, whose state they would get: set drop_last=True, or give full batches."
+    )
+
+
+def _pair_of(result: Any) -> tuple[Any, Any]:
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise InputError(
+            f"forward(model, microbatch, state) must return a pair (loss, next state), but it returned a "
+            f"{type(result).__name__}."
+        )
+    return result
+
+
+class CarriedState:
+    """The states of all microbatches after the last step.
+
+    Args:
+        forward: ``forward(model, microbatch, state)`` returns the loss and the next state; the state is None at the
+            beginning of an epoch.
+        order: of the samples.
+        device: of the model.
+    """
+
+    def __init__(self, forward: Callable[..., Any], order: BatchOrder, device: torch.device) -> None:
+        self._forward = forward
+        self._order = order
+        self._device = device
+        self._epoch = 0
+        self._states: States = {}
+        self._next: dict[int, tuple[int, Any]] = {}  # of each microbatch computed here, with its step
+
+    def forward(self, model: nn.Module, data: Any, step: int, microbatch: int) -> Any:
+        """The forward pass of a microbatch, which may change its state in place.
+
+        Returns:
+            the loss, in any of its forms.
+
+        Raises:
+            InputError: it returns no state beside the loss, or the batch is a short one, whose rows are others.
+        """
+        if self._order.samples_of(step) < self._order.batch:
+            raise _short(self._order, step)
+        state = self._states.get(microbatch) if self._epoch == self._order.epoch_of(step) else None
+        copied = tree_map_only(torch.Tensor, self._copy, state)
+        loss, following = _pair_of(self._forward(model, data, copied))
+        self._next[microbatch] = step, tree_map_only(torch.Tensor, torch.detach, following)
+        return loss
+
+    def _copy(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self._device, copy=True)
+
+    def exchange(self, world: World, step: int) -> States:
+        """The states of all microbatches after a step; every worker calls this.
+
+        Raises:
+            InputError: a state has something that cannot be sent.
+            WorkerLost: a worker was lost meanwhile.
+        """
+        own = {microbatch: state for microbatch, (of, state) in self._next.items() if of == step}
+        everyone = world.gather(own, "step")
+        return {microbatch: state for states in reversed(everyone) for microbatch, state in states.items()}
+
+    def accept(self, step: int, states: States) -> None:
+        """Go on from these states, after the update of a step."""
+        self._epoch, self._states, self._next = self._order.epoch_of(step), states, {}
+
+    def state(self, step: int) -> dict[str, Any]:
+        """What a checkpoint has of it."""
+        return {"epoch": self._epoch, "states": self._states}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, or from another worker."""
+        self._epoch, self._next = state["epoch"], {}
+        self._states = {int(microbatch): one for microbatch, one in state["states"].items()}

@@ -1,0 +1,108 @@
+"""What can be given as ``data``, and in which order its samples come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.dataloader import _InfiniteConstantSampler
+
+from paceline.data.order import BatchOrder, Order
+from paceline.data.sampler import SampledOrder, SampleNumbers
+from paceline.data.streams.order import StreamOrder
+from paceline.data.tables import writer_of
+from paceline.errors import ConfigError, InputError
+from paceline.schedule.shares import default_microbatches
+from paceline.settings import Settings
+
+
+def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch: int) -> BatchOrder:
+    """The order of the samples of a data set, or of a stream.
+
+    Args:
+        data, sampler: as they were given to ``start``.
+        settings: of the run.
+        batch: samples in a step over all workers.
+
+    Raises:
+        ConfigError: the batch cannot be cut, or a setting does not fit the data.
+        InputError: the data cannot be used.
+    """
+    parts = settings.microbatches or default_microbatches(batch)
+    if batch < parts:
+        raise ConfigError(
+            f"batch = {batch} cannot be cut into {parts} microbatches: use a larger batch or fewer microbatches."
+        )
+    if isinstance(data, DataLoader):
+        raise _loader_given(data)
+    if is_stream(data):
+        if sampler is not None:
+            raise ConfigError(
+                f"sampler numbers samples, but this {type(data).__name__} is a stream, whose samples come in an order "
+                f"of its own: give a data set with a length and items by number, or leave sampler out."
+            )
+        return _stream(data, settings, batch, parts)
+    if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
+        raise _no_data_set(data)
+    if len(data) == 0:
+        raise InputError("The data set is empty.")
+    if sampler is not None:
+        return SampledOrder(sampler, len(data), batch, parts, settings.seed, settings.drop_last)
+    if settings.drop_last and len(data) < batch:
+        raise InputError(
+            f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing."
+        )
+    return Order(len(data), batch, parts, settings.seed, settings.drop_last)
+
+
+def is_stream(data: Any) -> bool:
+    """Whether samples come one after the other only; torch's class has an ``__getitem__`` that refuses."""
+    if isinstance(data, IterableDataset):
+        return True
+    return isinstance(data, Iterable) and not hasattr(data, "__getitem__") and writer_of(data) is None
+
+
+def _stream(data: Any, settings: Settings, batch: int, parts: int) -> StreamOrder:
+    if settings.workers_per_loader:
+        raise ConfigError(
+            f"workers_per_loader = {settings.workers_per_loader} is for data sets with items by number: of a stream, "
+            f"such as this {type(data).__name__}, each loader process would read all samples. Leave it out; the data "
+            f"set may read ahead by itself."
+        )
+    order = StreamOrder(data, batch, parts, settings.seed, settings.drop_last)
+    if hasattr(data, "__next__"):  # it may be one that is used up after one pass
+        order.check_repeats()
+    return order
+
+
+def _no_data_set(data: Any) -> InputError:
+    writer = writer_of(data)
+    cure = "Give it __len__ and __getitem__, or __iter__ for a stream."
+    if writer is not None:
+        cure = f"Write it once to files that all workers see, by paceline.ParquetDataset.{writer}."
+    return InputError(
+        f"data must be a data set with a length and items by number, or one that can be iterated over, but "
+        f"{type(data).__name__} has {'no length' if hasattr(data, '__getitem__') else 'no items by number'}. {cure}"
+    )
+
+
+def _loader_given(loader: DataLoader[Any]) -> InputError:
+    """Say what to give instead of a loader, by what it holds."""
+    given = [f"data=loader.dataset ({type(loader.dataset).__name__})"]
+    given.append("batch=..." if loader.batch_size is None else f"batch={loader.batch_size}")
+    if loader.drop_last:
+        given.append("drop_last=True")
+    if loader.num_workers:
+        given.append(f"workers_per_loader={loader.num_workers}")
+    collate = loader.collate_fn
+    if not getattr(collate, "__module__", "").startswith("torch.utils.data"):
+        given.append(f"collate={getattr(collate, '__name__', type(collate).__name__)}")
+    if not isinstance(
+        loader.sampler, RandomSampler | SequentialSampler | DistributedSampler | _InfiniteConstantSampler
+    ):
+        given.append(f"sampler=loader.sampler ({type(loader.sampler).__name__})")
+    return InputError(
+        f"data is a DataLoader, but Paceline loads the samples itself, so that each worker gets its share of each "
+        f"batch. Give what the loader was made of: {', '.join(given)}; batch is the number of samples over all workers."
+    )

@@ -1,0 +1,276 @@
+"""Read a stream of samples, whose number nobody knows in advance: batch by batch, the same on every worker.
+
+::
+
+    epoch e     iter(data) ─ 0 1 2 3 │ 4 5 6 7 │ 8 9        the n-th sample of an epoch is its sample n
+    batch       (e, 0) ──────────────┘ (e, 1) ─┘ (e, 2)     the last one: there is no sample after it
+
+Every worker reads all samples in the same order, and computes with its own. Random numbers that the data set draws are
+keyed by (seed, epoch, n), so they do not depend on where reading began. A batch is read with one sample more, by which
+all know whether it is the last one of its epoch; with ``drop_last`` with a whole batch more.
+
+To begin in the middle of an epoch, the data set gets the state that its ``state_dict`` returned there. Some cannot give
+the samples that follow, as what they hold in a buffer is not in their state: so a digest of the next sample is kept
+beside the state, and what comes in its place is compared. Without a state, and then, all before it is read again.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from paceline.data.keys import SAMPLE, seed_all, seed_of, seed_untouched, was_drawn
+from paceline.errors import InputError
+
+_log = logging.getLogger("paceline")
+_BATCHES = 4
+"""That are kept besides the very first, by which models are looked at: a step may be repeated, and asynchronous workers
+come to them in another order."""
+_MARKS = 8
+_LONG_SECONDS = 5.0
+_END = object()
+
+
+class StreamBatch(NamedTuple):
+    """The samples of a batch, and whether it is the last one of its epoch."""
+
+    items: list[Any]
+    last: bool
+
+
+class Mark(NamedTuple):
+    """Where a batch begins: the state of the data set before its first sample, if it has one, and a digest of that.
+
+    The digest is empty while it is not known.
+    """
+
+    state: Any
+    digest: str
+
+
+class Stream:
+    """The batches of an iterable data set.
+
+    Args:
+        data: gives its samples anew each time that it is iterated over; ``set_epoch(epoch)`` is called before, if it
+            has that.
+        seed: of the run.
+        batch: samples in a batch.
+        drop_last: whether a short batch at the end of an epoch is left out.
+
+    Attributes:
+        draws: whether the data set draws from a global generator, as far as it has been read.
+    """
+
+    def __init__(self, data: Any, seed: int, batch: int, drop_last: bool) -> None:
+        self._data = data
+        self._seed = seed
+        self._batch = batch
+        self._ahead = batch if drop_last else 1
+        self._has_state = self._states_lead = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+        self._initial = copy.deepcopy(data.state_dict()) if self._has_state else None
+        self._batches: dict[tuple[int, int], StreamBatch] = {}
+        self._marks: dict[tuple[int, int], Mark] = {}
+        self.draws = False
+        self._close()
+
+    def batch(self, epoch: int, index: int) -> StreamBatch:
+        """A batch of an epoch, which has one of this number.
+
+        Raises:
+            InputError: the epoch has no samples, too few for a batch, or others than when they were read before.
+        """
+        while (epoch, index) not in self._batches:
+            if not self.draws:
+                seed_untouched()
+            if self._iterator is None or epoch != self._epoch or index < self._index:
+                self._open(epoch, index)
+            self._read()
+        return self._batches[epoch, index]
+
+    def mark(self, epoch: int, index: int) -> Mark | None:
+        """Where a batch begins, if that is known: it is one of the last that were read."""
+        return self._marks.get((epoch, index))
+
+    def set_mark(self, epoch: int, index: int, mark: Mark) -> None:
+        """Let reading begin at a batch, as far as the data set can do so."""
+        self._marks[epoch, index] = mark
+
+    def check_repeats(self) -> None:
+        """Read the first sample again.
+
+        Raises:
+            InputError: it is another one.
+        """
+        first = self.batch(0, 0).items[0]
+        self._batches.clear()
+        self._marks.clear()
+        self._open(0, 0)
+        self._pull()
+        if not self._pending or digest(self._pending[0]) != digest(first):
+            raise InputError(
+                f"This {type(self._data).__name__} gives its samples only once, but each epoch, and a resumed run, "
+                f"reads them again. Give an object whose __iter__ begins anew: a class whose __iter__ is a generator "
+                f"function, or a list."
+            )
+
+    def _close(self) -> None:
+        self._iterator: Iterator[Any] | None = None
+        self._epoch, self._index = -1, 0  # of the next batch
+        self._count = 0  # samples of the epoch that have been read
+        self._ended = False
+        self._state: Any = None
+        self._by_state = False
+        self._pending: deque[Any] = deque()
+
+    def _open(self, epoch: int, index: int) -> None:
+        """Begin to read an epoch, so that a batch of it comes next; what comes before it is read past."""
+        known = [place for (of, place), mark in self._marks.items() if of == epoch and mark.state is not None]
+        most = index if self._states_lead else 0
+        begin = max((place for place in known if place <= most), default=None)
+        follows = self._ended and epoch == self._epoch + 1 and not begin
+        self._close()
+        if self._has_state:
+            self._state = self._initial if begin is None else self._marks[epoch, begin].state
+            if not follows:
+                self._data.load_state_dict(copy.deepcopy(self._state))
+        if hasattr(self._data, "set_epoch"):
+            self._data.set_epoch(epoch)
+        self._by_state = bool(begin)
+        self._epoch, self._index, self._count = epoch, index, (begin or 0) * self._batch
+        self._key()
+        self._iterator = iter(self._data)
+
+    def _read(self) -> None:
+        """Read the next batch."""
+        begin, first = time.perf_counter(), self._count
+        while not self._ended and len(self._pending) < self._batch + self._ahead:
+            self._pull()
+            if self._count <= self._index * self._batch:
+                self._pending.clear()
+        if time.perf_counter() - begin > _LONG_SECONDS and first < self._index * self._batch:
+            _log.warning(
+                "read past %d samples of the stream to go on in the middle of epoch %d; a data set with state_dict and "
+                "load_state_dict spares that",
+                *(self._index * self._batch - first, self._epoch),
+            )
+        if not self.draws and was_drawn():
+            self._draw_with_keys()
+            return
+        items = [self._pending.popleft() for _ in range(min(self._batch, len(self._pending)))]
+        if self._index == 0 and len(items) < self._ahead:
+            raise self._too_few(len(items))
+        self._batches[self._epoch, self._index] = StreamBatch(items, len(self._pending) < self._ahead)
+        self._index += 1
+        for place in [place for place in self._batches if place != (0, 0)][:-_BATCHES]:
+            del self._batches[place]
+        for place in [place for place in self._marks if place != (self._epoch, 0)][:-_MARKS]:
+            del self._marks[place]
+
+    def _draw_with_keys(self) -> None:
+        """Read again what drew without keys; all that was read before drew nothing."""
+        self.draws, here = True, (self._epoch, self._index)
+        for place in [place for place in self._marks if place >= here]:
+            mark = self._marks.pop(place)
+            if place == here:
+                self._marks[place] = mark._replace(digest="")
+        self._open(*here)
+
+    def _too_few(self, count: int) -> InputError:
+        if count:
+            return InputError(
+                f"The stream gave {count} samples in epoch {self._epoch}, less than one batch of {self._batch}, and "
+                f"drop_last leaves nothing."
+            )
+        return InputError(
+            f"The stream gave no samples in epoch {self._epoch}. Each epoch iterates over data anew: an object that is "
+            f"used up after one pass must begin again in __iter__."
+        )
+
+    def _pull(self) -> None:
+        """Read the next sample."""
+        assert self._iterator is not None
+        self._key()
+        item = next(self._iterator, _END)
+        if self._count % self._batch == 0 and not self._is_expected(item):
+            self._open(self._epoch, self._index)
+            return
+        if item is _END:
+            self._ended = True
+            if self._has_state:
+                self._marks[self._epoch + 1, 0] = Mark(copy.deepcopy(self._data.state_dict()), "")
+            return
+        self._count += 1
+        self._pending.append(item)
+        if self._states_lead and self._count % self._batch == 0:
+            self._state = copy.deepcopy(self._data.state_dict())
+
+    def _key(self) -> None:
+        if self.draws:
+            seed_all(seed_of(SAMPLE, self._seed, self._epoch, self._count))
+
+    def _is_expected(self, item: Any) -> bool:
+        """Mark where a batch begins; false if the state of the data set has not led to the right sample.
+
+        Raises:
+            InputError: the first sample of the batch was another one before.
+        """
+        place = self._epoch, self._count // self._batch
+        state = self._state if self._states_lead or place[1] == 0 else None
+        now, before = Mark(state, digest(item)), self._marks.get(place)
+        if before is None or before.digest in ("", now.digest):
+            if item is not _END:
+                self._marks[place] = now
+            return True
+        if not self._by_state:
+            raise InputError(
+                f"The stream gives another sample {self._count} in epoch {self._epoch} than it gave before, so the "
+                f"batches would not be the same on all workers and after a resume. Its order may follow from the epoch "
+                f"(set_epoch) and from the global generators of torch, random and numpy, which are keyed; not from the "
+                f"rank, the time, or a generator that goes on from pass to pass."
+            )
+        _log.warning(
+            "the state_dict of the %s does not lead to the samples that follow, as with a shuffle buffer that is not "
+            "in it: the samples before them are read again",
+            type(self._data).__name__,
+        )
+        self._states_lead = False
+        return False
+
+
+def digest(item: Any) -> str:
+    """A hash of a sample, as far as its values can be seen; the same for the same values in any process."""
+    seen = hashlib.blake2b(digest_size=12)
+    _add(seen, item)
+    return seen.hexdigest()
+
+
+def _add(seen: Any, item: Any) -> None:
+    seen.update(type(item).__name__.encode())
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu()
+        seen.update(str((item.dtype, tuple(item.shape))).encode())
+        if item.layout == torch.strided:
+            seen.update(item.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    elif isinstance(item, numpy.ndarray | numpy.generic):
+        seen.update(str((item.dtype, item.shape)).encode())
+        seen.update(item.tobytes() if not item.dtype.hasobject else b"")
+    elif isinstance(item, str | bytes | bytearray | bool | int | float | complex | None):
+        seen.update(repr(item).encode())
+    elif isinstance(item, Mapping):
+        for key in sorted(item, key=repr):
+            _add(seen, key)
+            _add(seen, item[key])
+    elif isinstance(item, list | tuple):
+        for one in item:
+            _add(seen, one)
+    elif hasattr(item, "tobytes"):  # an image
+        seen.update(item.tobytes())

@@ -1,0 +1,23 @@
+"""What the operations raise."""
+
+from __future__ import annotations
+
+from paceline.errors import PacelineError
+
+
+class HorovodInternalError(PacelineError, RuntimeError):
+    """An operation failed: the workers do not agree on it, one of them left, or the deadline has passed."""
+
+    exit_code = 5
+
+
+class InvalidRequest(HorovodInternalError, ValueError):
+    """This worker asked for what cannot be done; the others get a :class:`HorovodInternalError` that names it."""
+
+    exit_code = 2
+
+
+class NotInitialized(HorovodInternalError, ValueError):
+    """``init`` was not called, or ``shutdown`` was."""
+
+    exit_code = 2

@@ -1,0 +1,47 @@
+"""An operation under way."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.operations import Task
+from paceline.horovod.requests import Request
+
+
+class Handle:
+    """An operation under way.
+
+    Attributes:
+        request: what was asked for.
+        task: its tensors and results.
+        value: a result that is no tensor: the last rank of a join, the number of a process set, a process group; of
+            ``allgather`` and ``alltoall`` the rows of each member.
+    """
+
+    def __init__(self, request: Request, task: Task) -> None:
+        self.request, self.task = request, task
+        self.value: Any = None
+        self._error: str = ""
+        self._done = threading.Event()
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._done.is_set()
+
+    def wait(self) -> list[Any]:
+        """Wait for the results.
+
+        Raises:
+            HorovodInternalError: the operation failed.
+        """
+        self._done.wait()
+        if self._error:
+            raise HorovodInternalError(self._error)
+        return self.task.outputs
+
+    def end(self, error: str = "") -> None:
+        """Let go of who waits."""
+        self._error = error
+        self._done.set()

@@ -1,0 +1,198 @@
+"""Reductions to all members: ``allreduce`` and its relatives.
+
+``op`` is one of ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` and ``Adasum``; ``average=True`` and
+``False`` are its old names. The tensors are multiplied by ``prescale_factor`` before, the results by
+``postscale_factor``: whole numbers in float64, and toward zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline.horovod.handle import Handle
+from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import GLOBAL
+from paceline.horovod.torch.compression import Compression, Compressor
+from paceline.horovod.torch.gathering import allgather_async
+from paceline.horovod.torch.handles import Operation, Tensors, differentiated
+from paceline.horovod.torch.requests import Adasum, Average, reduction_of, submit
+
+
+def _start(
+    tensors: Tensors, outputs: Tensors, name: str | None, op: Any, factors: tuple[float, float], process_set: ProcessSet
+) -> Handle:
+    if op == Adasum and process_set.process_set_id not in (None, GLOBAL):
+        raise NotImplementedError("Adasum is for all workers, not for a process set.")
+    values = {"op": str(op), "prescale": float(factors[0]), "postscale": float(factors[1])}
+    return submit("allreduce", tensors, outputs, name, process_set, **values)
+
+
+def _new(tensors: Tensors) -> list[torch.Tensor]:
+    return [torch.empty_like(one.detach()) for one in tensors]
+
+
+def _reduced(
+    tensors: Tensors,
+    name: str | None,
+    compression: type[Compressor],
+    op: Any,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+) -> list[torch.Tensor]:
+    """Reduce, differentiably: the gradient of a reduction is the same reduction of the gradients."""
+
+    def run(given: Tensors) -> Tensors:
+        small, contexts = zip(*map(compression.compress, given), strict=True) if given else ((), ())
+        found = _start(small, _new(small), name, op, factors, process_set).wait()
+        return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
+
+    def back(gradients: Tensors) -> Tensors:
+        return _start(gradients, _new(gradients), None, op, factors, process_set).wait()
+
+    return differentiated(run, back, tensors)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Start :func:`allreduce`; the handle is for ``poll`` and ``synchronize``."""
+    factors = prescale_factor, postscale_factor
+    op = reduction_of(op, average)
+    return Operation(_start([tensor], _new([tensor]), name, op, factors, process_set), single=True)
+
+
+def allreduce(  # noqa: PLR0913 - the arguments are Horovod's
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all members, which all get the result.
+
+    Example:
+        >>> import torch
+        >>> import paceline.horovod.torch as hvd
+        >>> hvd.init()
+        >>> hvd.allreduce(torch.tensor([1.0, 2.0]), op=hvd.Sum)
+        tensor([1., 2.])
+        >>> hvd.shutdown()
+    """
+    factors = prescale_factor, postscale_factor
+    return _reduced([tensor], name, compression, reduction_of(op, average), factors, process_set)[0]
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Start :func:`allreduce_`; the handle is for ``poll`` and ``synchronize``."""
+    factors = prescale_factor, postscale_factor
+    return Operation(_start([tensor], [tensor], name, reduction_of(op, average), factors, process_set), single=True)
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduce a tensor over all members, in place."""
+    factors = prescale_factor, postscale_factor
+    _start([tensor], [tensor], name, reduction_of(op, average), factors, process_set).wait()
+    return tensor
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Start :func:`grouped_allreduce`; the handle is for ``poll`` and ``synchronize``."""
+    factors = prescale_factor, postscale_factor
+    op = reduction_of(op, average)
+    return Operation(_start(tensors, _new(tensors), name, op, factors, process_set), single=False)
+
+
+def grouped_allreduce(  # noqa: PLR0913 - the arguments are Horovod's
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors as one operation."""
+    factors = prescale_factor, postscale_factor
+    return _reduced(tensors, name, compression, reduction_of(op, average), factors, process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Start :func:`grouped_allreduce_`; the handle is for ``poll`` and ``synchronize``."""
+    factors = prescale_factor, postscale_factor
+    return Operation(_start(tensors, tensors, name, reduction_of(op, average), factors, process_set), single=False)
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: Any = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduce several tensors as one operation, in place."""
+    factors = prescale_factor, postscale_factor
+    return _start(tensors, tensors, name, reduction_of(op, average), factors, process_set).wait()
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: Any, process_set: ProcessSet = global_process_set
+) -> Callable[[], torch.Tensor]:
+    """Start to add up sparse tensors, by gathering their entries; gives what waits for the sum, or the mean."""
+    tensor = tensor.coalesce()
+    indices = allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
+
+    def finish() -> torch.Tensor:
+        found = values.results()
+        if op == Average:
+            found = found / len(process_set.ranks)
+        return torch.sparse_coo_tensor(indices.results().t(), found, tensor.shape)
+
+    return finish

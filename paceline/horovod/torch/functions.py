@@ -1,0 +1,136 @@
+"""State from one worker to all: parameters, optimizers, objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import cloudpickle
+import torch
+from torch.optim import Optimizer
+
+from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.runtime import rank
+from paceline.horovod.torch.gathering import allgather, broadcast_, broadcast_async_
+from paceline.horovod.torch.handles import synchronize
+
+
+def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Overwrite tensors with those of the root rank.
+
+    Args:
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``; what is no tensor in it
+            is left alone.
+        root_rank: who has the right ones.
+        process_set: who takes part.
+
+    Raises:
+        ValueError: ``params`` is none of these.
+    """
+    if isinstance(params, Mapping):
+        params = sorted(params.items())
+    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+        params = [one if isinstance(one, tuple) else (None, one) for one in params]
+    else:
+        raise ValueError(f"broadcast_parameters: give a state_dict or parameters, not a {type(params).__name__}.")
+    handles = []
+    for name, one in params:
+        if isinstance(one, torch.Tensor):
+            whole = one.detach()
+            given = whole if whole.is_contiguous() else whole.contiguous()
+            handles.append((broadcast_async_(given, root_rank, name, process_set), whole, given))
+    for handle, whole, given in handles:
+        synchronize(handle)
+        if given is not whole:
+            whole.copy_(given)
+
+
+def broadcast_optimizer_state(
+    optimizer: Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
+) -> None:
+    """Give all workers the optimizer state and the options of the root rank, as they are: no step is taken.
+
+    Where the optimizer has no state yet, gradients that are None become zeros.
+
+    Args:
+        optimizer: with the same parameters on all workers.
+        root_rank: who has the right state.
+        model: has no effect here.
+        process_set: who takes part.
+    """
+    if not optimizer.state:
+        for group in optimizer.param_groups:
+            for one in group["params"]:
+                if one.requires_grad and one.grad is None:
+                    one.grad = torch.zeros_like(one)
+    own = optimizer.state_dict()
+    tensors: list[torch.Tensor] = []
+    skeleton = broadcast_object(_without_tensors(own, tensors), root_rank, "optimizer state", process_set)
+    if rank() != root_rank:
+        tensors = []
+        own = _with_tensors(skeleton, tensors)
+    broadcast_parameters(tensors, root_rank, process_set)
+    if rank() != root_rank:
+        optimizer.load_state_dict(own)
+
+
+class _Hole:
+    """The place of a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
+
+
+def _without_tensors(value: Any, taken: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        taken.append(value.detach().contiguous())
+        return _Hole(value)
+    if isinstance(value, dict):
+        return {key: _without_tensors(one, taken) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(one, taken) for one in value)
+    return value
+
+
+def _with_tensors(value: Any, made: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Hole):
+        made.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+        return made[-1]
+    if isinstance(value, dict):
+        return {key: _with_tensors(one, made) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(one, made) for one in value)
+    return value
+
+
+def broadcast_object(
+    obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Get the object of the root rank; it is pickled by cloudpickle.
+
+    Example:
+        >>> import paceline.horovod.torch as hvd
+        >>> hvd.init()
+        >>> hvd.broadcast_object({"epoch": 3}, root_rank=0)
+        {'epoch': 3}
+        >>> hvd.shutdown()
+    """
+    name = name or "object"
+    data = _bytes(obj) if rank() == root_rank else torch.empty(0, dtype=torch.uint8)
+    size = broadcast_(torch.tensor([data.numel()]), root_rank, f"{name}.size", process_set)
+    if rank() != root_rank:
+        data = torch.empty(int(size), dtype=torch.uint8)
+    broadcast_(data, root_rank, f"{name}.data", process_set)
+    return obj if rank() == root_rank else cloudpickle.loads(data.numpy().tobytes())
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Get the objects of all members, in the order of ranks; they are pickled by cloudpickle."""
+    name, data = name or "object", _bytes(obj)
+    sizes = allgather(torch.tensor([data.numel()]), f"{name}.sizes", process_set).tolist()
+    parts = allgather(data, f"{name}.data", process_set).split(sizes)
+    return [cloudpickle.loads(part.numpy().tobytes()) for part in parts]
+
+
+def _bytes(obj: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(cloudpickle.dumps(obj)), dtype=torch.uint8)

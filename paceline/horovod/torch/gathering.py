@@ -1,0 +1,173 @@
+"""Operations that move tensors: ``allgather``, ``broadcast``, ``alltoall``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.horovod.handle import Handle
+from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.requests import Request
+from paceline.horovod.runtime import engine, rank
+from paceline.horovod.torch.handles import Operation, Tensors, differentiated
+from paceline.horovod.torch.requests import Average, full_name, refuse, submit
+
+
+def _start_gather(tensors: Tensors, name: str | None, process_set: ProcessSet) -> Handle:
+    return submit("allgather", tensors, [None] * len(tensors), name, process_set)
+
+
+def _gathered(tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[torch.Tensor]:
+    """Gather, differentiably: a gradient is the mean of those of all members, of which each takes its rows."""
+    handles: list[Handle] = []
+
+    def run(given: Tensors) -> Tensors:
+        handles.append(_start_gather(given, name, process_set))
+        return handles[0].wait()
+
+    def back(gradients: Tensors) -> Tensors:
+        place, found = process_set.ranks.index(rank()), []
+        for number, mean in enumerate(_mean(gradients, process_set)):
+            rows = [one[number] for one in handles[0].value]
+            found.append(mean.narrow(0, sum(rows[:place]), rows[place]))
+        return found
+
+    return differentiated(run, back, tensors)
+
+
+def _mean(tensors: Tensors, process_set: ProcessSet) -> list[torch.Tensor]:
+    outputs = [torch.empty_like(one) for one in tensors]
+    return submit("allreduce", tensors, outputs, None, process_set, op=str(Average)).wait()
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Operation:
+    """Start :func:`allgather`; the handle is for ``poll`` and ``synchronize``."""
+    return Operation(_start_gather([tensor], name, process_set), single=True)
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenate the tensors of all members along their first dimension, in which alone they may differ."""
+    return _gathered([tensor], name, process_set)[0]
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Operation:
+    """Start :func:`grouped_allgather`; the handle is for ``poll`` and ``synchronize``."""
+    return Operation(_start_gather(tensors, name, process_set), single=False)
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Gather several tensors as one operation."""
+    return _gathered(tensors, name, process_set)
+
+
+def _start_broadcast(
+    tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
+) -> Handle:
+    if process_set.process_set_id is not None and root_rank not in process_set.ranks:
+        why = f"root rank {root_rank} is none of the ranks {process_set.ranks}."
+        refuse(engine(), Request(process_set.process_set_id, full_name("broadcast", name), "broadcast"), why)
+    return submit("broadcast", [tensor], [output], name, process_set, root=root_rank)
+
+
+def broadcast_async(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Operation:
+    """Start :func:`broadcast`; the handle is for ``poll`` and ``synchronize``."""
+    output = torch.empty_like(tensor.detach())
+    return Operation(_start_broadcast(tensor, output, root_rank, name, process_set), single=True)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Get the tensor of the root rank, a global one; its gradient is the mean of those of all members."""
+
+    def run(given: Tensors) -> Tensors:
+        return _start_broadcast(given[0], torch.empty_like(given[0]), root_rank, name, process_set).wait()
+
+    def back(gradients: Tensors) -> Tensors:
+        (mean,) = _mean(gradients, process_set)
+        return [mean if rank() == root_rank else torch.zeros_like(mean)]
+
+    return differentiated(run, back, [tensor])[0]
+
+
+def broadcast_async_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Operation:
+    """Start :func:`broadcast_`; the handle is for ``poll`` and ``synchronize``."""
+    return Operation(_start_broadcast(tensor, tensor.detach(), root_rank, name, process_set), single=True)
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Overwrite a tensor with that of the root rank."""
+    _start_broadcast(tensor, tensor.detach(), root_rank, name, process_set).wait()
+    return tensor
+
+
+def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Handle:
+    running, members = engine(), len(process_set.ranks)
+    rows = tensor.shape[0] if tensor.dim() else 0
+    wrong = ""
+    if splits is None:
+        wrong = f"{rows} rows do not divide evenly among {members} members: give splits." if rows % members else ""
+        splits = [rows // members] * members
+    else:
+        splits = torch.as_tensor(splits)
+        if splits.dtype.is_floating_point or splits.dtype == torch.bool or splits.dim() != 1:
+            wrong = f"splits must be a vector of whole numbers, but have type {splits.dtype}."
+        splits = splits.reshape(-1).tolist()
+    if wrong and process_set.process_set_id is not None:
+        refuse(running, Request(process_set.process_set_id, full_name("alltoall", name), "alltoall"), wrong)
+    return submit("alltoall", [tensor], [None, None], name, process_set, splits=tuple(map(int, splits)))
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Operation:
+    """Start :func:`alltoall`; its results are always the rows and how many came from each member."""
+    return Operation(_start_alltoall(tensor, splits, name, process_set), single=False)
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send each member its part of the rows, and get those of all members for this one.
+
+    Args:
+        tensor: to divide along its first dimension.
+        splits: rows for each member; None: the same number for each.
+        name, process_set: see above.
+
+    Returns:
+        the rows; if ``splits`` are given, with how many of them came from each member.
+    """
+    received: list[list[int]] = []
+
+    def run(given: Tensors) -> Tensors:
+        found = _start_alltoall(given[0], splits, name, process_set).wait()
+        received.append(found[1].tolist())
+        return found
+
+    def back(gradients: Tensors) -> Tensors:
+        return _start_alltoall(gradients[0], received[0], None, process_set).wait()[:1]
+
+    rows, counts = differentiated(run, back, [tensor])
+    return rows if splits is None else (rows, counts)

@@ -1,0 +1,227 @@
+"""The gradients of one optimizer on their way: taken as the backward pass makes them, and given back by ``finish``."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.horovod.engine import PLAN, Engine
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.operations import Task
+from paceline.horovod.plan import Plan
+from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.requests import Request
+from paceline.horovod.runtime import engine
+from paceline.horovod.torch.allreduce import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
+from paceline.horovod.torch.compression import Compressor
+from paceline.horovod.torch.requests import Average, Reduction, Sum
+
+_STEPS_BEFORE_PLAN = 2
+
+
+@dataclass(frozen=True)
+class Reduces:
+    """How gradients are reduced.
+
+    Attributes:
+        op: the reduction.
+        compression: on the way.
+        predivide: a part of the division of a mean that is done before the sum.
+        sparse_as_dense: whether sparse gradients are reduced as dense ones.
+        process_set: who takes part.
+    """
+
+    op: Reduction
+    compression: type[Compressor]
+    predivide: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        """Before and after the reduction."""
+        return (1.0 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
+
+
+class Gradients:
+    """Submits gradients by name, each by itself or in groups; in fixed buckets once workers agree on a plan.
+
+    Args:
+        names: of all parameters that are trained.
+        how: they are reduced.
+        groups: parameters whose gradients are one operation.
+        passes: backward passes in a step.
+    """
+
+    def __init__(
+        self, names: dict[torch.Tensor, str], how: Reduces, groups: Sequence[Sequence[torch.Tensor]], passes: int
+    ) -> None:
+        self._names, self._how = names, how
+        self._group_of = {one: tuple(group) for group in groups for one in group}
+        self.passes = passes
+        self._left = dict.fromkeys(names, passes)
+        self._finish: dict[Hashable, Callable[[], None]] = {}
+        self._taken: set[torch.Tensor] = set()
+        self._steps = self._joins = 0
+        self._sparse = False
+        self._plan: Plan | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether gradients were taken that :meth:`finish` has not given back."""
+        return bool(self._taken)
+
+    def reset(self, passes: int) -> None:
+        """Expect so many backward passes in each step, from now on."""
+        self.passes = passes
+        self._left = dict.fromkeys(self._names, passes)
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Take the gradient that a backward pass has just made.
+
+        Raises:
+            AssertionError: there were more passes than expected.
+        """
+        if self._left[parameter] <= 0:
+            raise AssertionError(
+                f"The gradient of {self._names[parameter]!r} was computed more than {self.passes} times before step() "
+                f"or synchronize(): set backward_passes_per_step of the DistributedOptimizer to the number of "
+                f"backward passes in a step."
+            )
+        self._left[parameter] -= 1
+        if self._left[parameter] == 0:
+            self._submit(parameter)
+
+    def _submit(self, parameter: torch.Tensor) -> None:
+        self._taken.add(parameter)
+        if self._plan is not None:
+            self._plan.add(parameter)
+            return
+        group = self._group_of.get(parameter)
+        if group is None:
+            self._finish[parameter] = self._start(parameter)
+        elif all(one in self._taken for one in group):
+            self._finish[group] = self._start_group(group)
+
+    def _start(self, parameter: torch.Tensor) -> Callable[[], None]:
+        gradient, how, name = _gradient_of(parameter), self._how, self._names[parameter]
+        sparse = gradient.is_sparse
+        self._sparse |= sparse
+        if sparse and not how.sparse_as_dense:
+            total = sparse_allreduce_async(gradient, name, how.op, how.process_set)
+            return lambda: _set(parameter, total())
+        given, context = how.compression.compress(gradient.to_dense() if sparse else gradient.contiguous())
+        before, after = how.factors
+        handle = allreduce_async_(
+            given, name=name, op=how.op, prescale_factor=before, postscale_factor=after, process_set=how.process_set
+        )
+
+        def finish() -> None:
+            result = how.compression.decompress(handle.results(), context)
+            _set(parameter, result.to_sparse() if sparse else result)
+
+        return finish
+
+    def _start_group(self, group: tuple[torch.Tensor, ...]) -> Callable[[], None]:
+        how = self._how
+        given, contexts = zip(*[how.compression.compress(_gradient_of(one).contiguous()) for one in group], strict=True)
+        before, after = how.factors
+        handle = grouped_allreduce_async_(
+            list(given),
+            name=self._names[group[0]],
+            op=how.op,
+            prescale_factor=before,
+            postscale_factor=after,
+            process_set=how.process_set,
+        )
+
+        def finish() -> None:
+            for one, result, context in zip(group, handle.results(), contexts, strict=True):
+                _set(one, how.compression.decompress(result, context))
+
+        return finish
+
+    def finish(self) -> None:
+        """Submit what was not, with zeros where there is no gradient; wait, and write the results.
+
+        Raises:
+            HorovodInternalError: a reduction failed.
+        """
+        running = engine()
+        if running.joins != self._joins:
+            self._joins, self._steps = running.joins, 0
+        plan = self._plan
+        if plan is None:
+            for parameter in self._names:
+                if parameter not in self._taken:
+                    self._submit(parameter)
+            for finish in self._finish.values():
+                finish()
+        else:
+            plan.finish()
+        self._finish.clear()
+        self._taken.clear()
+        self._left = dict.fromkeys(self._names, self.passes)
+        self._look_ahead(running)
+
+    def _look_ahead(self, running: Engine) -> None:
+        """Agree on a plan after some steps; without one again once a worker has left it."""
+        if self._plan is not None:
+            if not self._plan.open:
+                self._plan, self._steps = None, 0
+            return
+        self._steps += 1
+        if self._steps == _STEPS_BEFORE_PLAN and self._fits_plan():
+            self._plan = self._agree(running)
+            self._steps = 0 if self._plan is None else self._steps
+
+    def _fits_plan(self) -> bool:
+        dtypes = {one.dtype for one in self._names}
+        return (
+            not self._sparse
+            and not self._group_of
+            and self._how.op in (Average, Sum)
+            and len(dtypes) == 1
+            and all(one.dtype.is_floating_point and one.device.type == "cpu" for one in self._names)
+        )
+
+    def _agree(self, running: Engine) -> Plan | None:
+        pairs = [(one, name) for one, name in reversed(self._names.items())]
+        how, members = self._how, len(self._how.process_set.ranks)
+        said = repr([(name, tuple(one.shape), str(one.dtype)) for one, name in pairs])
+        detail = hashlib.sha256(f"{said} {how.op} {how.predivide} {how.compression.dtype}".encode()).hexdigest()
+        number = how.process_set.process_set_id
+        assert number is not None
+        handle = running.submit(Request(number, f"plan of {pairs[0][1]}", PLAN, detail=detail), Task([], []))
+        try:
+            handle.wait()
+        except HorovodInternalError:
+            if running.failure:
+                raise
+            return None
+        if handle.value is None:
+            return None
+        before, after = how.factors
+        factors = (before, after / members if how.op == Average else after)
+        plan = Plan(running, handle.value, pairs, how.compression.dtype, factors, number)
+        running.add_plan(plan)
+        return plan
+
+
+def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _set(parameter: torch.Tensor, gradient: Any) -> None:
+    """Put a reduced gradient in the place of that of this worker."""
+    old = parameter.grad
+    if old is None or old.is_sparse or gradient.is_sparse:
+        parameter.grad = gradient
+    elif old is not gradient:
+        old.copy_(gradient)

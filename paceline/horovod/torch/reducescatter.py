@@ -1,0 +1,84 @@
+"""Reductions of which each member keeps its rows: ``reducescatter`` and its relatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.horovod.handle import Handle
+from paceline.horovod.process_sets import ProcessSet, global_process_set
+from paceline.horovod.torch.compression import Compression, Compressor
+from paceline.horovod.torch.gathering import grouped_allgather
+from paceline.horovod.torch.handles import Operation, Tensors, differentiated
+from paceline.horovod.torch.requests import Average, Sum, reduction_of, submit
+
+
+def _start(
+    tensors: Tensors, name: str | None, op: Any, process_set: ProcessSet, factors: tuple[float, float]
+) -> Handle:
+    if op not in (Average, Sum):
+        raise NotImplementedError(f"reducescatter is for Average and Sum, not for {op}.")
+    values = {"op": str(reduction_of(op, None)), "prescale": float(factors[0]), "postscale": float(factors[1])}
+    return submit("reducescatter", tensors, [None] * len(tensors), name, process_set, **values)
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Operation:
+    """Start :func:`reducescatter`; the handle is for ``poll`` and ``synchronize``."""
+    return Operation(_start([tensor], name, op, process_set, (prescale_factor, postscale_factor)), single=True)
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduce a tensor over all members, and keep the rows of this one; the first ones have one more if need be."""
+    factors = prescale_factor, postscale_factor
+    return grouped_reducescatter([tensor], name, compression, op, process_set, *factors)[0]
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Operation:
+    """Start :func:`grouped_reducescatter`; the handle is for ``poll`` and ``synchronize``."""
+    return Operation(_start(tensors, name, op, process_set, (prescale_factor, postscale_factor)), single=False)
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: Any = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Reduce several tensors as one operation, each as :func:`reducescatter` does."""
+
+    def run(given: Tensors) -> Tensors:
+        small, contexts = zip(*map(compression.compress, given), strict=True)
+        found = _start(small, name, op, process_set, (prescale_factor, postscale_factor)).wait()
+        return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
+
+    def back(gradients: Tensors) -> Tensors:
+        factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
+        return grouped_allgather([one * factor for one in gradients], process_set=process_set)
+
+    return differentiated(run, back, tensors)

@@ -1,0 +1,110 @@
+"""From the arguments of an operation to a request that the engine takes; what is wrong with them is found here."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from paceline.horovod.engine import Engine
+from paceline.horovod.errors import InvalidRequest, NotInitialized
+from paceline.horovod.handle import Handle
+from paceline.horovod.operations import Task
+from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.requests import REFUSED, Request
+from paceline.horovod.runtime import engine
+
+DTYPES = frozenset(
+    ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"],
+)
+
+
+class Reduction(str):
+    """How tensors are reduced; its text is its name."""
+
+
+Average, Sum, Adasum = Reduction("Average"), Reduction("Sum"), Reduction("Adasum")
+Min, Max, Product = Reduction("Min"), Reduction("Max"), Reduction("Product")
+REDUCTIONS = (Average, Sum, Adasum, Min, Max, Product)
+
+
+def reduction_of(op: Any, average: bool | None) -> Reduction:
+    """The reduction, also as scripts before 0.19 gave it.
+
+    Raises:
+        ValueError: both are given, or ``op`` is none.
+    """
+    if op is not None and average is not None:
+        raise ValueError("Give op or average, not both: op replaces average.")
+    if average is not None:
+        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=4)
+        return Average if average else Sum
+    if op is not None and op not in REDUCTIONS:
+        raise ValueError(f"op={op!r}: give one of hvd.{', hvd.'.join(REDUCTIONS)}.")
+    return Average if op is None else Reduction(op)
+
+
+def full_name(kind: str, name: str | None) -> str:
+    """The name of an operation among those of all kinds; empty if the engine is to give a number."""
+    return f"{kind}.{name}" if name else ""
+
+
+def submit(
+    kind: str,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor | None],
+    name: str | None,
+    process_set: ProcessSet,
+    **values: Any,
+) -> Handle:
+    """Ask the engine for an operation on these tensors.
+
+    Raises:
+        InvalidRequest: the tensors cannot be used; the other members raise an error, too.
+        NotInitialized: ``init`` was not called, or the process set is not added.
+    """
+    running = engine()
+    number = process_set.process_set_id
+    if number is None:
+        raise NotInitialized(f"{process_set} is not added: give it to hvd.init or hvd.add_process_set.")
+    request = Request(
+        number,
+        full_name(kind, name),
+        kind,
+        tuple(str(one.dtype).removeprefix("torch.") for one in tensors),
+        tuple(tuple(one.shape) for one in tensors),
+        **values,
+    )
+    if wrong := _wrong(request, tensors, len(process_set.ranks)):
+        refuse(running, request, wrong)
+    return running.submit(request, Task(list(tensors), list(outputs)))
+
+
+def refuse(running: Engine, request: Request, why: str) -> None:
+    """Let the other members know that this request cannot be, and raise.
+
+    Raises:
+        InvalidRequest: always.
+    """
+    refused = Request(request.set, request.name, REFUSED, detail=why)
+    running.submit(refused, Task([], []))
+    raise InvalidRequest(f"Rank {running.rank}: {request.words}: {why}")
+
+
+def _wrong(request: Request, tensors: Sequence[torch.Tensor], members: int) -> str:
+    for tensor in tensors:
+        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.layout != torch.strided:
+            return f"a tensor of type {tensor.dtype} and layout {tensor.layout} is not supported."
+        if not tensor.is_contiguous():
+            return f"a tensor of shape {list(tensor.shape)} is not contiguous: give tensor.contiguous()."
+        if request.kind in ("allgather", "alltoall", "reducescatter") and tensor.dim() == 0:
+            return "the tensor has no dimension: it needs a first one."
+    if request.kind == "broadcast" and request.root < 0:
+        return f"there is no root rank {request.root}."
+    if request.kind == "alltoall":
+        rows = tensors[0].shape[0]
+        if len(request.splits) != members or min(request.splits) < 0 or sum(request.splits) > rows:
+            return f"splits {list(request.splits)} do not divide {rows} rows among {members} members."
+    return ""

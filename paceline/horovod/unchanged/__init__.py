@@ -1,0 +1,50 @@
+"""For scripts that say ``import horovod.torch``: a package of that name, which gives the modules of this one.
+
+``paceline run --horovod`` puts this folder into ``PYTHONPATH`` of the workers. No torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+FOLDER = str(Path(__file__).resolve().parent)
+_OURS = "paceline."
+
+
+def is_installed() -> bool:
+    """Whether Horovod itself is there."""
+    found = importlib.util.find_spec("horovod")
+    return found is not None and not (found.origin or "").startswith(FOLDER)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds ``horovod.torch`` as ``paceline.horovod.torch``: one module, by two names."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not name.startswith("horovod.") or importlib.util.find_spec(_OURS + name) is None:
+            return None
+        return importlib.machinery.ModuleSpec(name, _Loader())
+
+
+class _Loader(importlib.abc.Loader):
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
+        module = importlib.import_module(_OURS + spec.name)
+        self._own = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own
+
+
+def install() -> None:
+    """From now on ``horovod.torch`` and what is in it can be imported."""
+    sys.meta_path.insert(0, _Finder())

@@ -1,0 +1,186 @@
+"""What a forward pass returns: a loss, and metrics beside it, as sums and what they are to be divided by.
+
+::
+
+    loss                                     a scalar, the mean over the samples; or an object with .loss
+    total, count                             a mean over something else than samples
+    loss, {"accuracy": value}                either of these, and metrics, each a scalar mean or a pair of its own
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from paceline.errors import InputError
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+class Loss(NamedTuple):
+    """What a forward pass has returned.
+
+    ``total``: the sum of the losses, to be differentiated; ``counted``: what it is to be divided by. ``metrics``: for
+    each name, in alphabetical order, the same two.
+    """
+
+    total: torch.Tensor
+    counted: torch.Tensor | float
+    metrics: dict[str, tuple[Any, Any]]
+
+    def pair(self) -> torch.Tensor:
+        """A float64 tensor on the device of the loss: sum and count of the loss, then those of each metric."""
+        numbers = [self.total, self.counted, *(number for metric in self.metrics.values() for number in metric)]
+        total = self.total
+        if total.device.type == "cpu":
+            return torch.tensor([_on_host(number) for number in numbers], dtype=torch.float64)
+        return torch.stack([_on_device(number, total.device) for number in numbers])
+
+
+def _on_host(number: Any) -> float:
+    return float(number.item() if isinstance(number, torch.Tensor) else number)
+
+
+def _on_device(number: Any, device: torch.device) -> torch.Tensor:
+    if isinstance(number, torch.Tensor):
+        return number.detach().to(device, torch.float64, non_blocking=True)
+    return torch.full((), float(number), dtype=torch.float64, device=device)
+
+
+def loss_of_result(value: Any, samples: int) -> Loss:
+    """The result of a forward pass over so many samples.
+
+    Raises:
+        InputError: the loss is neither a scalar tensor nor a pair of a scalar and a count; or a metric is no number.
+    """
+    metrics: Mapping[Any, Any] = {}
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value, metrics = value
+    total, count = sum_and_count(value, samples)
+    return Loss(total, count, {name: _metric(name, metrics[name], samples) for name in _sorted(metrics)})
+
+
+def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """A loss as a sum and what it is to be divided by.
+
+    Raises:
+        InputError: see :func:`loss_of_result`.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
+        value = value[0]
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    total, count = value if is_pair else (_loss_in(value), samples)
+    if not isinstance(total, torch.Tensor) or total.ndim != 0 or not _is_number(count):
+        raise InputError(
+            f"The loss must be a scalar tensor (the mean over the samples it is given), a pair (sum, count), or an "
+            f"object with such a .loss, alone or with metrics as in (loss, {{'accuracy': value}}); but it is "
+            f"{described(value)}. Reduce it, for example with .mean()."
+        )
+    if not is_pair:
+        total = (total if total.dtype in (torch.float32, torch.float64) else total.float()) * samples
+    return total, count
+
+
+def _loss_in(value: Any) -> Any:
+    """The loss of a model's output that holds one, as those of Hugging Face do; else the value itself."""
+    if value is None or isinstance(value, torch.Tensor):
+        return value
+    found = value.get("loss", value) if isinstance(value, Mapping) else getattr(value, "loss", value)
+    if found is None:
+        raise InputError(
+            f"The {type(value).__name__} that the forward pass returns has no loss (it is None): give the model the "
+            f"labels too, as in model(**microbatch) with a key 'labels'."
+        )
+    return found
+
+
+def _sorted(metrics: Mapping[Any, Any]) -> list[str]:
+    for name in metrics:
+        if not isinstance(name, str):
+            raise InputError(f"The name of a metric must be a text, but it is {name!r}, a {type(name).__name__}.")
+    return sorted(metrics)
+
+
+def _metric(name: str, value: Any, samples: int) -> tuple[Any, Any]:
+    """A metric as a sum and a count."""
+    is_pair = isinstance(value, tuple) and len(value) == 2
+    total, count = value if is_pair else (value, samples)
+    if not _is_number(total) or not _is_number(count):
+        raise InputError(
+            f"The metric {name!r} that the forward pass returns must be a number or a scalar tensor, the mean over the "
+            f"samples it is given, or a pair (sum, count) of such, but it is {described(value)}."
+        )
+    if is_pair:
+        return total, count
+    return (total.detach().double() if isinstance(total, torch.Tensor) else total) * samples, samples
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return isinstance(value, int | float) or (hasattr(value, "__float__") and getattr(value, "ndim", 0) == 0)
+
+
+def described(value: Any) -> str:
+    """What a value is, for an error."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.ndim else f"a tensor of type {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} with the keys {', '.join(repr(key) for key in value)}"
+    if isinstance(value, tuple) and 0 < len(value) <= 4:
+        return f"a tuple of {', '.join(map(described, value))}"
+    return f"a {type(value).__name__}"
+
+
+def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
+    """Refuse metrics with other names than before.
+
+    Raises:
+        InputError: says which are missing, and which are new.
+    """
+    if names == known:
+        return
+    missing = [repr(name) for name in known if name not in names]
+    more = [repr(name) for name in names if name not in known]
+    differs = " and ".join(f"{what} {', '.join(some)}" for what, some in (("without", missing), ("with", more)) if some)
+    raise InputError(
+        f"The forward pass returned metrics {differs}, unlike for the microbatches before. Return the same names for "
+        f"every microbatch; a metric that has nothing to count is the pair (0, 0)."
+    )
+
+
+def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
+    """The forward pass of ``loss(model(input), target)``; also of a metric."""
+
+    def forward(model: nn.Module, data: Any) -> Any:
+        features, target = pair_of(data)
+        return loss(model(features), target)
+
+    return forward
+
+
+def pair_of(data: Any) -> tuple[Any, Any]:
+    """The input of the model and the target in a batch of data.
+
+    Raises:
+        InputError: it is no pair.
+    """
+    if isinstance(data, Mapping):
+        raise InputError(
+            f"With a loss or metric of (output, target) the data set must give pairs (input, target), but it gives "
+            f"dictionaries with the keys {', '.join(map(repr, data))}, and nothing says which is the target. Use "
+            f"forward=, for example: def forward(model, batch): return model(**batch).loss."
+        )
+    try:
+        if isinstance(data, torch.Tensor):
+            raise TypeError
+        features, target = data
+    except (TypeError, ValueError):
+        raise InputError(
+            f"With a loss or metric of (output, target) the data set must give pairs (input, target); a batch of "
+            f"it is {described(data)}. Use forward(model, microbatch) for anything else."
+        ) from None
+    return features, target

@@ -1,0 +1,1 @@
+"""What a script gives as its optimizer, and several optimizers as one."""

@@ -1,0 +1,150 @@
+"""Call what a script gives as its optimizer and its schedule, and refuse what cannot be used."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from paceline.errors import InputError
+from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, share_state
+
+OptimizerFactory = Callable[..., Any]
+"""Called with the model, with pairs of names and parameters, or with parameters: as its first parameter is called.
+
+It returns an optimizer, or several by name or in order."""
+ScheduleFactory = Callable[[Optimizer], LRScheduler]
+
+_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
+
+
+def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
+    """The optimizer of a model's trainable parameters.
+
+    Raises:
+        InputError: it is no factory; what it makes is no optimizer, or cannot be used.
+    """
+    if isinstance(factory, Optimizer) or not callable(factory):
+        raise InputError(
+            f"optimizer must be a factory, something that is called with the parameters, but it is "
+            f"{_kind(factory)}. Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4)."
+        )
+    first = _first_parameter(factory)
+    try:
+        made: Any = factory(_argument(first, model))
+    except TypeError as error:
+        given = {"model": "the model", "named_parameters": "pairs of names and parameters"}.get(first, "the parameters")
+        raise InputError(f"The optimizer factory could not be called with {given}: {error}.") from error
+    if isinstance(made, list | tuple) and all(isinstance(one, Optimizer) for one in made):
+        made = {str(place): one for place, one in enumerate(made)}
+    if not isinstance(made, dict):
+        return _checked(made)
+    if not made:
+        raise InputError("The optimizer factory returned no optimizer.")
+    several = {str(name): _checked(one, str(name)) for name, one in made.items()}
+    _check_apart(several, model)
+    return SeveralOptimizers(several)
+
+
+def _first_parameter(factory: OptimizerFactory) -> str:
+    try:
+        return next(iter(inspect.signature(factory).parameters), "")
+    except (TypeError, ValueError):  # of a built-in function
+        return ""
+
+
+def _argument(first: str, model: nn.Module) -> Any:
+    if first == "model":
+        return model
+    named = [(name, value) for name, value in model.named_parameters() if value.requires_grad]
+    return named if first == "named_parameters" else [value for _, value in named]
+
+
+def _checked(made: Any, name: str = "") -> Optimizer:
+    if not isinstance(made, Optimizer):
+        what = f"for {name!r} it returned {_kind(made)}" if name else f"it returned {_kind(made)}"
+        raise InputError(f"The optimizer factory must return a torch optimizer, or several by name, but {what}.")
+    if inspect.signature(made.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
+        raise InputError(
+            f"{type(made).__name__} computes the loss several times in each step (it needs a closure), which cannot be "
+            f"done by many workers here. Use an optimizer whose step() takes nothing, such as torch.optim.AdamW."
+        )
+    share_state(made, made.state if isinstance(made.state, defaultdict) else defaultdict(dict))
+    return made
+
+
+def _check_apart(several: Mapping[str, Optimizer], model: nn.Module) -> None:
+    """Refuse a parameter that two optimizers would update."""
+    names = {id(value): name for name, value in model.named_parameters()}
+    owners: dict[int, str] = {}
+    for owner, one in several.items():
+        for value in (value for group in one.param_groups for value in group["params"]):
+            before = owners.setdefault(id(value), owner)
+            if before != owner:
+                raise InputError(
+                    f"The parameter {names.get(id(value), 'of another model')!r} is in two optimizers, {before!r} and "
+                    f"{owner!r}: give each parameter to one of them."
+                )
+
+
+def make_schedule(schedule: Any, optimizer: Optimizer) -> LRScheduler | None:
+    """The schedule of an optimizer; of several one for each, by one factory for all or a factory for each name.
+
+    Raises:
+        InputError: it is no factory, or its schedule cannot be used.
+    """
+    if schedule is None:
+        return None
+    if not isinstance(optimizer, SeveralOptimizers):
+        if isinstance(schedule, dict):
+            raise InputError("schedule gives factories by name, but the optimizer factory returned one optimizer.")
+        return _scheduled(schedule, optimizer)
+    names = list(optimizer.optimizers)
+    if isinstance(schedule, list | tuple):
+        schedule = {str(place): one for place, one in enumerate(schedule)}
+    if not isinstance(schedule, dict):
+        schedule = dict.fromkeys(names, schedule)
+    unknown = [name for name in schedule if name not in names]
+    if unknown:
+        raise InputError(
+            f"schedule has a factory for {unknown[0]!r}, but the optimizers are {', '.join(map(repr, names))}."
+        )
+    made = {name: _scheduled(one, optimizer.optimizers[name]) for name, one in schedule.items() if one is not None}
+    return SeveralSchedules(made) if made else None
+
+
+def _scheduled(schedule: Any, optimizer: Optimizer) -> LRScheduler:
+    if isinstance(schedule, LRScheduler) or not callable(schedule):
+        raise InputError(
+            f"schedule must be a factory, something that is called with the optimizer, but it is {_kind(schedule)}. "
+            f"Write, for example, schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)."
+        )
+    made: Any = schedule(optimizer)
+    if not isinstance(made, LRScheduler):
+        raise InputError(f"The schedule factory must return a torch LRScheduler, but it returned {_kind(made)}.")
+    _check_steps(made)
+    return made
+
+
+def _check_steps(schedule: LRScheduler) -> None:
+    """Refuse a schedule whose steps need an argument, mostly a metric."""
+    needs = [
+        repr(name)
+        for name, one in inspect.signature(schedule.step).parameters.items()
+        if one.default is one.empty and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    if needs:
+        raise InputError(
+            f"{type(schedule).__name__} cannot be the schedule: its step() needs {' and '.join(needs)}, but "
+            f"it is called without arguments, after each update. Use a schedule over the number of updates, such as "
+            f"torch.optim.lr_scheduler.CosineAnnealingLR, or LambdaLR with a function of your own."
+        )
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}"

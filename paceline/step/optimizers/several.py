@@ -1,0 +1,131 @@
+"""Several optimizers, each with its own parameters, as one; and their schedules.
+
+::
+
+    the others see     groups 0 to 3 | one state | step()
+    Muon               groups 0, 1       matrices
+    AdamW              groups 2, 3       the rest
+
+So checkpoints, joiners, servers and pipelines need to know of one optimizer only.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+
+class SeveralOptimizers(Optimizer):
+    """Optimizers of different parameters, with the groups of all and one state.
+
+    Args:
+        optimizers: by name.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self.optimizers = dict(optimizers)
+        self.defaults = {}
+        self.state = defaultdict(dict)
+        for one in self.optimizers.values():
+            share_state(one, self.state)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all, in the order of the optimizers."""
+        return [group for one in self.optimizers.values() for group in one.param_groups]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        """Let each update its parameters."""
+        assert closure is None
+        for one in self.optimizers.values():
+            one.step()
+
+
+class SeveralSchedules(LRScheduler):
+    """The schedules of several optimizers.
+
+    Args:
+        schedules: by the names of their optimizers.
+    """
+
+    def __init__(self, schedules: Mapping[str, LRScheduler]) -> None:
+        self.schedules = dict(schedules)
+
+    def step(self, epoch: int | None = None) -> None:
+        """Let each go one step on."""
+        assert epoch is None
+        for one in self.schedules.values():
+            one.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states by name."""
+        return {name: one.state_dict() for name, one in self.schedules.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over :meth:`state_dict` of the same schedules."""
+        for name, one in self.schedules.items():
+            one.load_state_dict(state_dict[name])
+
+
+def parts_of(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers that it consists of; itself, if it is one."""
+    return [*optimizer.optimizers.values()] if isinstance(optimizer, SeveralOptimizers) else [optimizer]
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """Its class in words, or the names and classes of its parts."""
+    if not isinstance(optimizer, SeveralOptimizers):
+        return type(optimizer).__name__
+    return ", ".join(f"{name}: {type(one).__name__}" for name, one in optimizer.optimizers.items())
+
+
+def share_state(optimizer: Optimizer, state: defaultdict[Any, Any]) -> None:
+    """Let an optimizer keep its state in a dictionary, and those that it wraps, such as SAM its base, too.
+
+    Nobody else would save the state of an optimizer that is hidden in another one.
+    """
+    for one in (optimizer, *(inner for inner in vars(optimizer).values() if isinstance(inner, Optimizer))):
+        if one.state is not state:
+            for parameter, values in one.state.items():
+                state[parameter].update(values)
+            one.state = state
+
+
+def copied(
+    optimizer: Optimizer, schedule: LRScheduler | None, memo: dict[int, Any]
+) -> tuple[Optimizer, LRScheduler | None]:
+    """Copy an optimizer and its schedule.
+
+    Args:
+        optimizer: to be copied.
+        schedule: of it, or none.
+        memo: what to put in place of what they hold, as for ``copy.deepcopy``: parameters, and the state.
+
+    Raises:
+        TypeError, RuntimeError: something in them cannot be copied.
+    """
+    parts = parts_of(optimizer)
+    for one in parts:
+        memo[id(one)] = object.__new__(type(one))
+    for one in parts:
+        for key, value in vars(one).items():
+            if key != "step":  # a schedule has put it there, bound to the original
+                setattr(memo[id(one)], key, copy.deepcopy(value, memo))
+    schedules: LRScheduler | None = copy.deepcopy(schedule, memo)
+    if isinstance(optimizer, SeveralOptimizers):
+        made = {name: memo[id(one)] for name, one in optimizer.optimizers.items()}
+        scheduled = [made[name] for name in schedule.schedules] if isinstance(schedule, SeveralSchedules) else []
+        memo[id(optimizer)] = SeveralOptimizers(made)
+    else:
+        scheduled = [memo[id(optimizer)]] if schedule is not None else []
+    for one in scheduled:
+        step: Any = partial(type(one).step, one)
+        step._wrapped_by_lr_sched = one._opt_called = True
+        one.step = step
+    return memo[id(optimizer)], schedules

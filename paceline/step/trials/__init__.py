@@ -1,0 +1,1 @@
+"""What the first step finds out about a forward pass by computing it once more than it must."""

@@ -1,0 +1,107 @@
+"""Losses that take turns on a batch, each for the parameters of its own optimizer: a strategy for each.
+
+::
+
+    batch 7    phase "D"    loss of D, gradients of D's parameters, update of D
+               phase "G"    loss of G, gradients of G's parameters, update of G
+    batch 8    phase "D"    ...
+
+In a phase the other parameters require no gradient: they are computed with, and nothing is stored or sent for them.
+Each phase has random numbers of its own, by its turn on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+
+from paceline.comm.all_gather import AllGather
+from paceline.comm.step_header import PHASE_TAG
+from paceline.data.feed import Piece
+from paceline.errors import DisagreementError
+from paceline.step.job import Job, Learned, StepResult
+from paceline.step.trials.repeatability import check_repeatable
+from paceline.strategies.base import Strategy
+
+
+class Phases(Strategy):
+    """Takes the phases of a batch as the script asks for them.
+
+    Args:
+        job: what is trained.
+        build: makes the strategy of a phase.
+    """
+
+    def __init__(self, job: Job, build: Callable[[Job], Strategy]) -> None:
+        self._job = job
+        self._names = list(job.phases)
+        self._jobs = {name: _job_of(job, name) for name in self._names}
+        self._strategies = {name: build(one) for name, one in self._jobs.items()}
+        job.warnings[:] = dict.fromkeys(job.warnings)
+        self._chosen = AllGather(job.world, PHASE_TAG, 24, host=True)
+        self._name, self._turn = self._names[0], 0
+
+    def choose(self, name: str, turn: int) -> None:
+        """Say which phase the next step is, and how many the batch has had before."""
+        self._name, self._turn = name, turn
+
+    def pieces(self, step: int) -> list[range]:
+        return self._strategies[self._names[0]].pieces(step)
+
+    def step(self, step: int, pieces: list[Piece]) -> StepResult:
+        job = self._jobs[self._name]
+        self._check_together(step)
+        job.compute.turn = self._turn
+        with self._training_only(job):
+            if not job.learned.repeatable:
+                job.learned.repeatable = True
+                check_repeatable(job, pieces[0] if pieces else job.feed.load(step, [range(1)])[0], step)
+            return self._strategies[self._name].step(step, pieces)
+
+    def _check_together(self, step: int) -> None:
+        """Refuse workers in different phases, which would wait for each other.
+
+        Raises:
+            DisagreementError: names the phase of each rank.
+        """
+        if self._job.world.size == 1:
+            return
+        own = torch.tensor([step, self._names.index(self._name), self._turn])
+        everyone = self._chosen.start(own).wait().tolist()
+        if any(one != everyone[0] for one in everyone):
+            listed = ", ".join(
+                f"rank {rank} at step {step} with optimizer={self._names[place]!r}"
+                for rank, (step, place, _) in enumerate(everyone)
+            )
+            raise DisagreementError(
+                f"The workers are not in the same phase: {listed}. Every worker must take the same batches from "
+                f"session.batches, and call session.step with the same optimizers in the same order."
+            )
+
+    @contextmanager
+    def _training_only(self, job: Job) -> Iterator[None]:
+        others = [value for name, value in self._job.update.parameters.items() if name not in job.update.parameters]
+        for value in others:
+            value.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for value in others:
+                value.requires_grad_(True)
+
+    def close(self) -> None:
+        for one in self._strategies.values():
+            one.close()
+
+
+def _job_of(job: Job, name: str) -> Job:
+    """The job of a phase: its loss, and the parameters of its optimizer.
+
+    Its microbatches are computed one by one, as joiners do not know what was found out about it.
+    """
+    learned = Learned(fusible=False, warnings=job.learned.warnings)
+    compute, update = job.compute.of(job.phases[name]), job.update.of(name)
+    return replace(job, compute=compute, update=update, learned=learned, phases={})

@@ -1,0 +1,1 @@
+"""Trackers of metrics, such as TensorBoard: readers of the events of rank 0, in threads of their own."""

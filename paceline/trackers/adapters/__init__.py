@@ -1,0 +1,1 @@
+"""One file for each tracker, with the only import of its library."""

@@ -1,0 +1,103 @@
+"""The complete weights for the script, from any strategy: in memory, or in a file that rank 0 writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.checkpoint.locations import place
+from paceline.errors import CheckpointError, ConfigError
+from paceline.step.job import Job
+from paceline.training.steps import Steps
+from paceline.training.workers import Workers
+from paceline.weights.complete import complete_weights
+from paceline.weights.files import check_suffix, write
+
+_log = logging.getLogger("paceline")
+
+
+class Exports:
+    """Gives the weights after the steps done to the script; all workers ask for them together.
+
+    A worker that joined later comes past what the others asked for before it: it passes over that.
+
+    Args:
+        job: what is trained.
+        workers: with whom.
+        steps: brings the workers to the same state.
+    """
+
+    def __init__(self, job: Job, workers: Workers, steps: Steps) -> None:
+        self._job = job
+        self._workers = workers
+        self._steps = steps
+        self._asked = 0, 0  # after how many steps the script last asked, and how often
+
+    def weights(self, everywhere: bool) -> dict[str, Any]:
+        """The complete weights on the host; on other ranks than 0 nothing, unless ``everywhere``."""
+        found: dict[str, Any] = {}
+
+        def copy() -> None:
+            found.clear()
+            if everywhere or self._job.world.rank == 0:
+                found.update(self._complete())
+
+        if not self._together("copying the weights", copy) and everywhere:
+            copy()
+        return found
+
+    def export(self, path: Path | str, dtype: torch.dtype | None) -> Path | str:
+        """Write the complete weights to a file; it is there when this returns, on every rank."""
+        check_suffix(path)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"export(dtype={dtype!r}): give a floating-point type, such as torch.bfloat16.")
+
+        location = place(str(path))
+        location = location.absolute() if isinstance(location, Path) else location
+
+        def act() -> None:
+            if self._job.world.rank == 0:
+                write(location, self._complete(dtype))
+
+        if not self._together("exporting the weights", act) and self._job.world.rank == 0:
+            _log.info("%s is not written again: training has gone on since", location)
+        return location
+
+    def _complete(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
+        averages = self._job.update.averages
+        return complete_weights(self._job.compute.model, dtype, averages.values() if averages.chosen else None)
+
+    def _together(self, doing: str, act: Callable[[], None]) -> bool:
+        """Do something with the weights; false if it is in the past of a worker that was resumed or has joined."""
+        position, progress = self._steps.position, self._workers.progress
+        steps = position.asked
+        if position.target and steps < progress.steps:
+            return False
+        number = self._asked[1] if self._asked[0] == steps else 0
+        self._asked = steps, number + 1
+        with self._job.events.span("weights", step=steps, doing=doing):
+            return self._workers.retry(lambda: self._act(steps, number, doing, act))
+
+    def _act(self, steps: int, number: int, doing: str, act: Callable[[], None]) -> bool:
+        workers, world, acted = self._workers, self._job.world, False
+        while number >= workers.progress.exports.get(steps, 0):
+            self._steps.meet(doing)
+            workers.activity.begin(doing, busy=True)
+            failed = ""
+            try:
+                act()
+            except CheckpointError as error:
+                failed = str(error)
+            everyone = world.gather((failed, world.notice()), doing)
+            workers.activity.begin("in the script")
+            for reason, _ in everyone:
+                if reason:
+                    raise CheckpointError(reason)
+            acted = True
+            workers.progress.exports[steps] = 1 + workers.progress.exports.get(steps, 0)
+            self._steps.follow(max(notice for _, notice in everyone))
+        return acted

@@ -1,0 +1,145 @@
+"""Averages of the weights over the steps: exponential, or stochastic weight averaging.
+
+::
+
+    every = 2, after = 3          ● update   A average
+
+    step   0   1   2   3   4   5   6   7   8
+           ●   ●   ●   ●   ●   ●   ●   ●   ●
+                               A       A           ema: a <- decay a + (1 - decay) w; the first is a copy
+                                                   swa: a <- a + (w - a) / n, n the number of averages
+
+EMA: Polyak and Juditsky 1992; as in Tarvainen and Valpola 2017 (arXiv 1703.01780). SWA: Izmailov et al. 2018 (arXiv
+1803.05407). The numbers are those of torch.optim.swa_utils with get_ema_multi_avg_fn or get_swa_multi_avg_fn, updated
+after the same steps.
+
+An average lies in the state of the optimizer, beside the moments of its parameter. So whoever updates a parameter
+averages it, and checkpoints, joiners, servers and pipelines need no other path. A parameter that was never updated has
+no state, and is its own average: an optimizer may take an entry that it did not make for a state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+from paceline.settings import AverageSettings
+
+KEY = "averaged"
+"""In the state of a parameter."""
+_HALF = torch.float16, torch.bfloat16
+
+
+class Averages:
+    """Averages the parameters that are updated here.
+
+    Args:
+        settings: how, and after which steps.
+        optimizer: whose state holds the averages; a parameter without a gradient and a state is not updated here.
+
+    Attributes:
+        chosen: whether the script evaluates and exports the averages now.
+    """
+
+    def __init__(self, settings: AverageSettings, optimizer: Optimizer) -> None:
+        self.settings = settings
+        self.chosen = False
+        self._optimizer = optimizer
+        self._parameters = [value for group in optimizer.param_groups for value in group["params"]]
+
+    def around(self, step: int, update: Callable[[], None]) -> None:
+        """Make an update, and average its result if the step is one to do so.
+
+        Args:
+            step: how many updates there were before.
+            update: changes the parameters from their gradients.
+        """
+        if self.settings.kind is None:
+            update()
+            return
+        number, rest = divmod(step + 1 - self.settings.after, self.settings.every)
+        late = {}
+        if number > 0 and (number, rest) != (1, 0):  # the first averages are made, so it is one of these weights
+            late = {value: _copy(value) for value in self._parameters if self._begins(value)}
+        update()
+        for value, average in late.items():
+            self._optimizer.state[value][KEY] = average
+        if number > 0 and rest == 0:
+            self._average(number)
+
+    def values(self) -> dict[nn.Parameter, torch.Tensor]:
+        """The averages of parameters, as far as they differ from the parameters themselves."""
+        held = ((value, self._optimizer.state.get(value, {}).get(KEY)) for value in self._parameters)
+        return {value: average for value, average in held if average is not None}
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """If they are chosen, have the averages in the parameters, and then the parameters back."""
+        averages = self.values() if self.chosen else {}
+        kept = {value: value.detach().clone() for value in averages}
+        try:
+            _put(averages)
+            yield
+        finally:
+            _put(kept)
+
+    @contextmanager
+    def choose(self) -> Iterator[None]:
+        """Choose the averages.
+
+        Raises:
+            ConfigError: none are kept.
+        """
+        if self.settings.kind is None:
+            raise ConfigError("session.averaged() needs an average of the weights: set average='ema', or 'swa'.")
+        self.chosen = True
+        try:
+            yield
+        finally:
+            self.chosen = False
+
+    def check_training(self) -> None:
+        """Refuse to train while the averages are chosen.
+
+        Raises:
+            ConfigError: they are.
+        """
+        if self.chosen:
+            raise ConfigError(
+                "session.step() inside session.averaged(): training goes on from the weights themselves. Leave the "
+                "block before the next step."
+            )
+
+    def _begins(self, parameter: nn.Parameter) -> bool:
+        return parameter.grad is not None and KEY not in self._optimizer.state.get(parameter, {})
+
+    @torch.no_grad()
+    def _average(self, number: int) -> None:
+        settings, averages, values = self.settings, [], []
+        for value in self._parameters:
+            state = self._optimizer.state.get(value)
+            if state and KEY in state:
+                averages.append(state[KEY])
+                values.append(value.to(state[KEY].dtype))
+            elif state or value.grad is not None:
+                self._optimizer.state[value][KEY] = _copy(value)
+        if averages:
+            weight = 1 - settings.decay if settings.kind == "ema" else 1 / number
+            torch._foreach_lerp_(averages, values, weight)
+
+
+def _copy(parameter: nn.Parameter) -> torch.Tensor:
+    """A copy of a parameter; in half precision an average would not move, so it is in float32."""
+    dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
+    return parameter.detach().to(dtype, copy=True)
+
+
+@torch.no_grad()
+def _put(values: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    for parameter, value in values.items():
+        parameter.copy_(value)

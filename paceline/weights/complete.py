@@ -1,0 +1,37 @@
+"""The complete weights of a model, copied to the memory of the host."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def complete_weights(
+    model: nn.Module, dtype: torch.dtype | None = None, instead: Mapping[nn.Parameter, torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """Copy what ``model.state_dict()`` has to the host.
+
+    Args:
+        model: whose parameters all have their values here.
+        dtype: of the floating-point tensors; none: as they are.
+        instead: other values of parameters, such as averages.
+
+    Returns:
+        the copies, by the same names. A tensor that has several names, such as a tied weight, is one copy.
+    """
+    copies: dict[int, torch.Tensor] = {}
+
+    def copied(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):  # what get_extra_state() of a module returns
+            return copy.deepcopy(value)
+        if id(value) not in copies:
+            kind = dtype if dtype is not None and value.is_floating_point() else value.dtype
+            source = (instead or {}).get(value, value) if isinstance(value, nn.Parameter) else value
+            copies[id(value)] = source.detach().to("cpu", kind, copy=True, memory_format=torch.contiguous_format)
+        return copies[id(value)]
+
+    return {name: copied(value) for name, value in model.state_dict(keep_vars=True).items()}

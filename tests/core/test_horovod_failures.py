@@ -1,0 +1,131 @@
+"""What does not fit together is an error on all ranks that names rank, tensor and cause; nothing blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.testing.ranks import Ended
+
+Run = Callable[..., list[Ended]]
+
+HEAD = """
+import sys, time
+import torch
+from torch import nn
+import paceline.horovod.torch as hvd
+
+hvd.init()
+rank, size = hvd.rank(), hvd.size()
+"""
+
+CALLS = """
+def refused(call, *texts, kind=hvd.HorovodInternalError):
+    try:
+        call()
+    except kind as error:
+        assert all(text.lower() in str(error).lower() for text in texts), (rank, texts, str(error))
+    else:
+        raise SystemExit(f"no error: {texts}")
+
+ones, odd = torch.ones, rank == 1
+refused(lambda: hvd.allreduce(ones(17 + rank), name="x"), "'x'", "shape", "[17] on rank 0", "[18] on rank 1")
+refused(lambda: hvd.allreduce(ones(6).view([6] if odd else [2, 3])), "[2, 3] on", "[6] on rank 1")
+refused(lambda: hvd.allreduce(ones(2, dtype=torch.int32 if odd else torch.float32)), "type", "int32 on rank 1")
+refused(lambda: hvd.allreduce(ones(2), op=hvd.Sum if odd else hvd.Max, name="y"), "reduction", "Sum on rank 1")
+refused(lambda: hvd.allreduce(ones(2), prescale_factor=1.0 + rank), "prescale")
+refused(lambda: hvd.broadcast(ones(2), root_rank=rank), "root rank", "1 on rank 1")
+refused(lambda: hvd.allgather(ones(2, 3 + rank)), "but for its first dimension", "[2, 4] on rank 1")
+refused(lambda: hvd.allgather(ones(2)) if odd else hvd.allreduce(ones(2)), "kind", "allgather on rank 1")
+refused(lambda: hvd.grouped_allreduce([ones(2)] * (1 + odd)), "on rank 1")
+refused(lambda: hvd.allreduce(ones(2, dtype=torch.complex64) if odd else ones(2), name="z"), "rank 1", "complex64", "z")
+refused(lambda: hvd.allreduce(ones(2, 3).t() if odd else ones(3, 2)), "rank 1", "contiguous")
+refused(lambda: hvd.alltoall(ones(size + 1) if odd else ones(size)), "rank 1", "give splits")
+refused(lambda: hvd.alltoall(ones(size), splits=[2] * size), f"splits {[2] * size}", kind=ValueError)
+refused(lambda: hvd.alltoall(ones(size), splits=torch.ones(size)), "whole numbers", kind=ValueError)
+refused(lambda: hvd.broadcast(ones(2), root_rank=size), "root rank", kind=ValueError)
+refused(lambda: hvd.allreduce(ones(2), process_set=hvd.ProcessSet([0])), "not added", kind=ValueError)
+refused(lambda: hvd.reducescatter(torch.tensor(1.0)), "no dimension", kind=ValueError)
+first = hvd.allreduce_async(ones(2), name="twice") if rank == 0 else None
+if rank == 0:
+    refused(lambda: hvd.allgather_async(ones(2), name="twice") and hvd.allreduce_async(ones(2), name="twice"),
+            "'twice'", "under way", kind=ValueError)
+else:
+    first = hvd.allreduce_async(ones(2), name="twice")
+    hvd.allgather(ones(2), name="twice")
+assert torch.equal(hvd.synchronize(first), ones(2))
+assert hvd.allreduce(ones(2), op=hvd.Sum).tolist() == [size, size]  # and all goes on
+
+# a plan that differs: hidden sizes
+model = nn.Linear(2 + rank, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+model(ones(1, 2 + rank)).sum().backward()
+refused(optimizer.step, "'weight'", "[1, 2] on rank 0", "[1, 3] on rank 1")
+"""
+
+STALL = """
+begin = time.monotonic()
+if rank == 0:
+    try:
+        hvd.allreduce(torch.ones(2), name="only here")
+    except hvd.HorovodInternalError as error:
+        print("error:", error)
+else:
+    hvd.allreduce(torch.ones(2), name="another")
+"""
+
+LEAVES = """
+model = nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for step in range(100):
+    if rank == 1 and step == LAST:
+        WAY
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_calls_that_differ_are_named_on_all_ranks(ranks: Run, tmp_path: Path) -> None:
+    for one in ranks(HEAD + CALLS, 3, tmp_path, deadline=120):
+        assert one.code == 0, one.err
+
+
+def test_a_missing_tensor_is_named_and_ends_the_wait(ranks: Run, tmp_path: Path) -> None:
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "3"}
+    first, second = ranks(HEAD + STALL, 2, tmp_path, environment=limits, deadline=120)
+    assert "allreduce 'only here': rank 0 waited 1 s for rank 1, which did not call it." in first.err
+    assert "allreduce 'another': rank 1 waited 1 s for rank 0, which did not call it." in first.err
+    assert "error: allreduce 'only here': rank 0 waited" in first.out
+    assert "allreduce 'another': rank 1 waited" in second.err or "rank 0 has" in second.err
+
+
+STOPS = """
+model = nn.Linear(2, 1)
+optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+for step in range(20):
+    if rank == 1 and step == 10:
+        time.sleep(1000)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_a_rank_that_stops_in_fixed_buckets_is_named(ranks: Run, tmp_path: Path) -> None:
+    limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
+    first, second = ranks(HEAD + STOPS, 2, tmp_path, environment=limits, deadline=120, after_failure=0)
+    assert "paceline.horovod: allreduce 'bias and 1 more': rank 0 waited 1 s for rank 1" in first.err
+    assert "HorovodInternalError: Rank 0: allreduce of the gradients 'bias and 1 more' failed" in first.err
+    assert "for rank 1, which did not call it" in first.err.splitlines()[-1]
+    assert second.late
+
+
+def test_a_rank_that_leaves_is_named(ranks: Run, tmp_path: Path) -> None:
+    for last in (1, 10):  # before there is a plan, and with one
+        for way, why in (("sys.exit(0)", "has called shutdown"), ("import os; os._exit(7)", "has left")):
+            script = HEAD + LEAVES.replace("LAST", str(last)).replace("WAY", way)
+            first, second = ranks(script, 2, tmp_path / f"{last}{why[-4:]}", deadline=120)
+            assert second.code == (0 if "exit(0)" in way else 7), second
+            assert first.code == 1 and f"rank 1 {why}" in first.err, first
+            assert ("HorovodInternalError" in first.err and "weight" in first.err) or "bias" in first.err, first

@@ -1,0 +1,151 @@
+"""A script that is interrupted anywhere and resumed comes to what it comes to undisturbed: its own values, too."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from subjects import classes, mlp
+
+import paceline
+
+LENGTH, BATCH, EPOCHS = 60, 16, 4  # an epoch has 4 steps
+
+
+class Interrupted(Exception):
+    pass
+
+
+class Counter:
+    """As users write it: a state in, a state out."""
+
+    def __init__(self) -> None:
+        self.sum = torch.zeros(2)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sum.copy_(state["sum"])
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).float().mean()
+
+
+def start(folder: Path, every: int, resume: bool) -> paceline.Session:
+    return paceline.start(
+        model=mlp(),
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+        loss=torch.nn.functional.cross_entropy,
+        data=classes(LENGTH),
+        batch=BATCH,
+        exact=True,
+        checkpoint={"directory": str(folder), "every": every, "background": False},
+        resume="auto" if resume else None,
+    )
+
+
+class Script:
+    """The scripts of these tests; ``end`` is the step after which one is interrupted, before what follows the step."""
+
+    def __init__(self, folder: Path, every: int) -> None:
+        self.folder, self.every = folder, every
+        self.lines: list[str] = []
+        self.evaluated = 0
+
+    def run(self, form: str, end: int | None, resume: bool) -> dict[str, Any]:
+        session = start(self.folder, self.every, resume)
+        self.session, self.end = session, end
+        return {**getattr(self, form)(), "fingerprint": session.fingerprint(), "position": session.position}
+
+    def step(self, batch: paceline.Batch) -> paceline.Report:
+        report = self.session.step(batch)
+        if batch.step == self.end:
+            raise Interrupted
+        return report
+
+    def measure(self, metric: Callable[..., Any] | None = None) -> float:
+        def counted(output: torch.Tensor, target: torch.Tensor) -> Any:
+            self.evaluated += len(target)
+            return accuracy(output, target) if metric is None else metric(output, target)
+
+        return self.session.evaluate(classes(40), counted)
+
+    def over_epochs(self) -> dict[str, Any]:
+        """Early stopping with registered values; a measurement among the batches as well."""
+        session = self.session
+        kept = session.register(best=float("inf"), bad=0, history=[], seen=torch.zeros(()), counter=Counter())
+        first = session.evaluate(classes(20))
+        for epoch in session.epochs(EPOCHS):
+            losses = []
+            for batch in session.batches():
+                report = self.step(batch)
+                kept.seen = kept.seen + batch.samples
+                kept.counter.sum[0] += report.loss
+                losses.append(report.loss)
+                if session.position % 3 == 0:
+                    kept.history.append(("among", session.position, self.measure()))
+            value = session.evaluate(classes(40))
+            kept.history.append((epoch, value, report.loss, self.measure()))
+            session.print(f"epoch {epoch}: {value:.4f}")
+            if value < kept.best:
+                kept.best, kept.bad = value, 0
+            else:
+                kept.bad += 1
+            if kept.bad == 2:
+                break
+        told = {"first": first, "report": report.loss, "step": report.step, "sum": kept.counter.sum.tolist()}
+        return {**told, "history": kept.history, "best": kept.best, "bad": kept.bad, "seen": kept.seen.item()}
+
+    def over_range(self) -> dict[str, Any]:
+        """What people write: nothing is registered, and the loop goes through all epochs."""
+        session, values, best = self.session, [], 0.0
+        for epoch in range(EPOCHS):
+            for batch in session.batches(epochs=1):
+                report = self.step(batch)
+                if session.position % 4 == 0:
+                    session.evaluate(classes(20))
+            value = self.measure()
+            best = max(best, value)
+            values.append((epoch, value, session.evaluate(classes(40))))
+        return {"values": values, "best": best, "report": report.loss}
+
+    def in_two_phases(self) -> dict[str, Any]:
+        session = self.session
+        kept = session.register(done=[])
+        for epoch in session.epochs(1):
+            for batch in session.batches():
+                self.step(batch)
+            kept.done.append(("first", epoch, self.measure()))
+        for epoch in session.epochs(3):
+            before = self.measure()  # these lines run again when a run is resumed in this epoch
+            for batch in session.batches(steps=3):  # of 4
+                report = self.step(batch)
+            kept.done.append(("second", epoch, before, self.measure(), session.once(lambda: session.position)))
+        return {"done": kept.done, "report": dataclasses.replace(report, seconds=1, samples_per_second=1)}
+
+
+# checkpoint.every, and the step in which the script is interrupted: in an epoch, at its end, long after a checkpoint
+@pytest.mark.parametrize(
+    ("form", "ends"),
+    [
+        ("over_epochs", [(1, 3), (1, 6), (4, 8), (5, 10)]),
+        ("over_range", [(1, 6), (4, 8)]),
+        ("in_two_phases", [(1, 4), (3, 6)]),
+    ],
+)
+def test_interrupted_anywhere(form: str, ends: list[tuple[int, int]], tmp_path: Path) -> None:
+    whole = Script(tmp_path / "whole", 100)
+    wanted = whole.run(form, None, resume=False)
+    for every, end in ends:
+        script = Script(tmp_path / f"{every}-{end}", every)
+        with pytest.raises(Interrupted):
+            script.run(form, end, resume=False)
+        assert script.run(form, None, resume=True) == wanted, (every, end)
+        if every == 1:
+            assert script.evaluated == whole.evaluated, "each evaluation is made once"
+    assert script.run(form, None, resume=True) == wanted, "of a run that had come to its end"

@@ -1,0 +1,65 @@
+"""Workers that share a device: through the memory of the host and gloo, with the bits of the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+Printed = Callable[..., list[dict[str, Any]]]
+
+SCRIPT = """
+import os
+import torch
+import paceline
+from paceline.comm.transport import choice
+from paceline.comm.transport.through_host import ThroughHost
+from subjects import CASES, tell
+
+ways, device = eval(os.environ["GIVEN"])
+if device == "standin":
+    import accelerator
+    accelerator.install("the only one")
+elif device == "through host":  # what is copied is on the CPU already
+    choice.use(lambda: ThroughHost(torch.device("cpu")))
+for settings in ways:
+    try:
+        session = paceline.start(**CASES["batch norm, dropout, short batch"]() | settings)
+        for batch in session.batches(steps=4):
+            session.step(batch)
+        transport = session._job.world.transport
+        assert device == "cpu" or type(transport) is ThroughHost
+        assert device != "standin" or {one.device.type for one in session._job.compute.model.parameters()} == {device}
+        tell(**{repr(settings): session.fingerprint()})
+    except paceline.ConfigError as error:
+        tell(**{repr(settings): str(error)})
+"""
+WHOLE: list[dict[str, Any]] = [
+    {"exact": True},
+    {"exact": "fixed-point"},
+    {"exact": False, "reduction": "tree"},
+    {"exact": False, "reduction": "collective"},
+    {"exact": True, "strategy": "stealing"},
+    {"strategy": "local-sgd"},
+]
+CUT: list[dict[str, Any]] = [
+    {"exact": True, "strategy": "pipeline", "pipeline": {"schedule": "1f1b", "cut": ["3"]}},
+    {"exact": True, "strategy": "pipeline", "pipeline": {"schedule": "zb-v", "cut": ["3", "4", "6"]}},
+    {"strategy": "pipeline", "pipeline": {"schedule": "pipedream", "cut": ["3"]}},
+]
+"""The stand-in has no storages, by which layers that share memory are found."""
+REFUSED: list[dict[str, Any]] = [{"strategy": "parameter-server"}, {"strategy": "hogwild"}]
+
+
+def test_the_bits_are_those_of_the_cpu(printed: Printed, tmp_path: Path) -> None:
+    def run(ways: list[dict[str, Any]], device: str) -> list[dict[str, str]]:
+        (tmp_path / device).mkdir()
+        return printed(SCRIPT, 2, tmp_path / device, environment={"GIVEN": repr((ways, device))})
+
+    usual = run(WHOLE + CUT, "cpu")
+    for ways, device in ((WHOLE, "standin"), (CUT, "through host")):
+        for found, wanted in zip(run(ways + REFUSED, device), usual, strict=True):
+            for settings in ways:
+                assert found[repr(settings)] == wanted[repr(settings)], settings
+            for settings in REFUSED:
+                assert "'allreduce'" in found[repr(settings)]

@@ -1,0 +1,79 @@
+"""The order of a sampler: epochs of several lengths, positions, and what is no sampler."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, WeightedRandomSampler
+
+from paceline.data.sampler import SampledOrder
+from paceline.errors import InputError
+
+
+def order_of(sampler: Any, **changes: Any) -> SampledOrder:
+    given = {"length": 20, "batch": 4, "microbatches": 2, "seed": 3, "drop_last": False} | changes
+    return SampledOrder(sampler, **given)
+
+
+def curriculum(seed: int, epoch: int) -> list[int]:
+    """Epoch e has the first 6 + 3e samples, backwards."""
+    return [*range(6 + 3 * epoch)][::-1]
+
+
+def batch(order: SampledOrder, step: int) -> list[int]:
+    return [sample for part in order.microbatches_of(step) for sample in part]
+
+
+def test_epochs_of_several_lengths() -> None:
+    order = order_of(curriculum)
+    assert [batch(order, step) for step in range(6)] == [
+        *[[5, 4, 3, 2], [1, 0]],
+        *[[8, 7, 6, 5], [4, 3, 2, 1], [0]],
+        [11, 10, 9, 8],
+    ]
+    assert [order.epoch_of(step) for step in range(6)] == [0, 0, 1, 1, 1, 2]
+    assert [order.is_last(step) for step in range(6)] == [False, True, False, False, True, False]
+    assert [order.samples_before(step) for step in range(6)] == [0, 4, 6, 10, 14, 15]
+    assert (order.end_of(2, 0), order.end_of(1, 3), order.steps_at(5)) == (5, 5, 3)
+    again = order_of(curriculum)
+    again.load(order.state(5))
+    assert (again.first_of(2), batch(again, 5)) == (5, [11, 10, 9, 8])
+    dropped = order_of(curriculum, drop_last=True)
+    assert [batch(dropped, step) for step in range(3)] == [[5, 4, 3, 2], [8, 7, 6, 5], [4, 3, 2, 1]]
+
+
+def test_draws_are_keyed() -> None:
+    weights = torch.arange(20.0)
+    kinds: list[Any] = [
+        lambda seed, epoch: torch.multinomial(weights, 12, replacement=True),
+        lambda seed, epoch: torch.randperm(20, generator=torch.Generator().manual_seed(seed + epoch)).numpy(),
+        WeightedRandomSampler(weights.tolist(), 12),
+        lambda seed, epoch: WeightedRandomSampler(weights.tolist(), 12),
+    ]
+    for kind in kinds:
+        before = torch.random.get_rng_state()
+        order = order_of(kind)
+        first, second = batch(order, 0), batch(order, order.first_of(1))
+        assert torch.equal(before, torch.random.get_rng_state())
+        torch.rand(5)
+        other = order_of(kind)
+        assert batch(other, other.first_of(1)) == second != first == batch(other, 0)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ([3, 1, 2], ["list", "pure function of (seed, epoch)"]),
+        (lambda seed, epoch: [1, 20], ["number 20", "0 to 19"]),
+        (lambda seed, epoch: [], ["0 samples"]),
+        (lambda seed, epoch: [0.5], ["float"]),
+        (lambda seed, epoch: 7, ["int for epoch 0"]),
+        (BatchSampler(range(20), 4, False), ["2-dimensional", "no batches"]),
+        (DistributedSampler([*range(20)], 2, 0), ["DistributedSampler", "hands out the shares"]),
+        (WeightedRandomSampler([1.0] * 20, 20, generator=torch.Generator()), ["other numbers", "again"]),
+    ],
+)
+def test_what_is_no_sampler(sampler: Any, words: list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        order_of(sampler)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
