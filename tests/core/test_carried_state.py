@@ -156,5 +156,6 @@ def test_a_sampler_gives_the_same_on_any_number_of_workers(printed: Printed, tmp
         assert one["weighted"] == found[0]["weighted"]
         assert one["bucketed"][0] == [16, 8, 16, 12, 16, 16]
         assert one["weighted"][0] == [16, 4] * 3
-        assert one["resumed"] == [one["bucketed"][0][3:], *one["bucketed"][1:]]
+        # of 3 steps done the last batch comes once more, as the lines behind its step may not have run
+        assert one["resumed"] == [one["bucketed"][0][2:], *one["bucketed"][1:]]
         assert "another order of samples: sampler" in one["refused"]
