@@ -83,7 +83,11 @@ class Phases(Strategy):
 
     @contextmanager
     def _training_only(self, job: Job) -> Iterator[None]:
-        others = [value for name, value in self._job.update.parameters.items() if name not in job.update.parameters]
+        others = [
+            value
+            for name, value in self._job.update.parameters.items()
+            if name not in job.update.parameters and value.requires_grad
+        ]
         for value in others:
             value.requires_grad_(False)
         try:

@@ -232,3 +232,23 @@ def test_workers_in_different_phases(ranks: Callable[..., list[Any]], tmp_path: 
         assert (
             "DisagreementError: The workers are not in the same phase: rank 0 at step 0 with optimizer='G'" in one.err
         )
+
+
+FROZEN = (
+    HEAD
+    + """
+model["G"].bias.requires_grad_(False)
+before = model["G"].bias.clone()
+session = paceline.start(**given)
+for batch in session.batches(steps=2):
+    for name in "DG":
+        session.step(batch, optimizer=name)
+        tell(**{name: model["G"].bias.requires_grad})
+tell(moved=not torch.equal(model["G"].bias, before), trained=model["G"].weight.requires_grad)
+"""
+)
+
+
+def test_a_phase_leaves_frozen_parameters_of_others_frozen(printed: Printed, tmp_path: Path) -> None:
+    (one,) = printed(FROZEN, 1, tmp_path)
+    assert one == {"D": False, "G": False, "moved": False, "trained": True}
