@@ -140,7 +140,7 @@ def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any, workers: int
     assert ran.code == 75, ran.report()
     assert len(ran.saved()) == 2 and ran.saved()[0] == 5
     assert 7 <= ran.saved()[1] < STEPS
-    again = run(script, "-n", 2, "--elastic", "1:3", "--resume", "auto", faults=None)
+    again = run(PLAIN, "-n", 2, "--elastic", "1:3", "--resume", "auto", faults=None)
     assert again.code == 0, again.report()
     wanted = undisturbed(PLAIN)
     assert {told["fingerprint"] for told in again.printed()} == {wanted["fingerprint"]}

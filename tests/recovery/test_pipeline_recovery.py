@@ -189,7 +189,7 @@ def test_a_launcher_that_is_told_to_end_saves_the_whole(run: Run, undisturbed: A
     ran = run(script, "-n", 2)
     assert ran.code == 75, ran.report()
     assert 5 <= ran.saved()[-1] < STEPS
-    again = run(script, "-n", 3, "--resume", "auto", faults=None)
+    again = run(SCRIPT, "-n", 3, "--resume", "auto", faults=None)
     assert again.code == 0, again.report()
     assert {one["fingerprint"] for one in again.printed()} == {undisturbed(SCRIPT)["fingerprint"]}
 
