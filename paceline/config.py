@@ -2,7 +2,8 @@
 
 Each field of :class:`paceline.settings.Settings` is an argument of ``paceline.start``, a ``--set key=value`` of the
 command line, a ``PACELINE_<KEY>`` variable and a key of the plan file (TOML). The first source that has it wins:
-command line, environment, plan file, script, default.
+command line, environment, plan file, script, default. On resume, what the first three said when the checkpoint was
+saved stands between plan file and script.
 """
 
 from __future__ import annotations
@@ -17,8 +18,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from paceline import env
 from paceline.errors import ConfigError
-from paceline.settings import GROUPS, ONE_MACHINE, SHORT, STRATEGIES, Settings
+from paceline.settings import GROUPS, ONE_MACHINE, SHORT, STRATEGIES, Settings, WeightsSettings
 
+OF_ONE_START = frozenset(
+    {
+        *("resume", "checkpoint.directory", "checkpoint.key_file", "tracking.directory"),
+        *(f"weights.{key}" for key in WeightsSettings.model_fields),
+        *("timeout_seconds", "hang_seconds", "checkpoint.retry_seconds", "tracking.closing_seconds"),
+        *("threads", "workers_per_loader", "pipeline.memory_gigabytes"),
+    }
+)
+"""Settings that a checkpoint does not keep: they say where something is, how long to wait, or what a machine has."""
 _PLAN_BYTES = 1 << 20
 _QUOTED = 80
 
@@ -209,8 +219,11 @@ def resolve(
     plan: Mapping[str, object] | None = None,
     environment: Mapping[str, str] | None = None,
     command_line: Mapping[str, str] | None = None,
+    checkpoint: Mapping[str, object] | None = None,
 ) -> Resolved:
     """Merge the sources, from the script up to the command line.
+
+    ``checkpoint`` is what was said outside of the script when the checkpoint to resume from was saved.
 
     Raises:
         ConfigError: an unknown key or a value of the wrong type.
@@ -228,6 +241,7 @@ def resolve(
             )
     layers: list[tuple[str, Mapping[str, object]]] = [
         ("script", _flatten(arguments)),
+        ("checkpoint", checkpoint or {}),
         ("plan file", plan or {}),
         ("environment", _parsed(environment)),
         ("command line", _parsed(command_line)),
@@ -279,7 +293,7 @@ def _validated(values: dict[str, Any], sources: Mapping[str, str]) -> Settings:
 _PARTS = {*Settings.model_fields, *(name for group in GROUPS.values() for name in group.model_fields)}
 
 
-def resolve_here(script: Mapping[str, Any]) -> Resolved:
+def resolve_here(script: Mapping[str, Any], checkpoint: Mapping[str, object] | None = None) -> Resolved:
     """Resolve the settings of this process from its launcher, its environment and the arguments of the script."""
     plan = env.plan_file()
     return resolve(
@@ -287,4 +301,47 @@ def resolve_here(script: Mapping[str, Any]) -> Resolved:
         read_plan(plan) if plan else {},
         environment_settings(),
         env.command_line_settings(),
+        checkpoint,
     )
+
+
+def flat(settings: Settings) -> dict[str, object]:
+    """The value of each dotted key, as JSON has it."""
+    return _flatten(settings.model_dump(mode="json"))
+
+
+def kept(settings: Settings, sources: Mapping[str, str]) -> dict[str, list[object]]:
+    """What a checkpoint keeps of each setting that somebody has set: its value, and whether the script has set it.
+
+    Args:
+        settings: of the run.
+        sources: of those that are no defaults, by key.
+    """
+    values = flat(settings)
+    return {key: [values[key], source == "script"] for key, source in sources.items() if key not in OF_ONE_START}
+
+
+def outside(saved: Mapping[str, list[object]]) -> dict[str, object]:
+    """Those settings of :func:`kept` that were not said by the script, which says its own again."""
+    known = flat_keys()
+    return {
+        key: value
+        for key, (value, by_script) in saved.items()
+        if not by_script and key in known and key not in OF_ONE_START
+    }
+
+
+def changes(saved: Mapping[str, list[object]], now: Resolved) -> list[str]:
+    """Each setting that differs from what a checkpoint keeps, in words: name, old value, new value and its source."""
+    defaults, values = flat(Settings()), flat(now.settings)
+    before = {key: saved[key][0] if key in saved else value for key, value in defaults.items()}
+    return [
+        f"{key} was {shown(before[key])}, is {shown(values[key])} ({now.sources[key]})"
+        for key in defaults
+        if key not in OF_ONE_START and before[key] != values[key]
+    ]
+
+
+def shown(value: object) -> str:
+    """A value as ``--set`` takes it."""
+    return str(value).lower() if isinstance(value, bool | None) else str(value)

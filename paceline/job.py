@@ -20,7 +20,7 @@ from paceline import agreement, env
 from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
-from paceline.config import Resolved, check_machines
+from paceline.config import Resolved, check_machines, flat
 from paceline.data.feed import Feed
 from paceline.data.order import BatchOrder
 from paceline.data.parquet import ParquetDataset
@@ -30,7 +30,7 @@ from paceline.data.source import is_stream, order_of
 from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
-from paceline.settings import GROUPS, Settings
+from paceline.settings import Settings
 from paceline.step.canary import canary
 from paceline.step.checks import sparse_gradients
 from paceline.step.fixed_point import TYPES
@@ -62,10 +62,7 @@ class Components:
 
 def report_config(resolved: Resolved, path: Path) -> None:
     """Write the settings and where each comes from, for ``paceline config``."""
-    values = resolved.settings.model_dump(mode="json")
-    for name in GROUPS:
-        values.update({f"{name}.{key}": value for key, value in values.pop(name).items()})
-    path.write_text(json.dumps({"settings": values, "sources": resolved.sources}))
+    path.write_text(json.dumps({"settings": flat(resolved.settings), "sources": resolved.sources}))
 
 
 def build(
@@ -122,11 +119,11 @@ def build(
     if settings.compile:
         given.model.compile()
     feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate, settings.exact)
-    keys = tuple(key for key, source in resolved.sources.items() if source != "default")
+    given_settings = {key: source for key, source in resolved.sources.items() if source != "default"}
     divides = capabilities.divides_update
     job = Job(
         *(compute, update, order, settings, world, events, feed, given.collate),
-        given=keys,
+        given=given_settings,
         sparse=sparse,
         divides_update=divides,
         replicated=capabilities.replicated,

@@ -36,6 +36,7 @@ from paceline.step.job import Batch, Job
 from paceline.step.loss import loss_of
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.trackers.tracking import Tracking
+from paceline.training import kept_settings
 from paceline.training.loop import TrainingLoop
 from paceline.training.report import Report, report_profile
 from paceline.training.script_state import Registered, ScriptState
@@ -110,12 +111,11 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
     name = launched.name if launched else f"rank-{who.rank}"
     path = run / "errors" / f"{name}.json" if run else None
     excepthook.install(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log), known_errors.explain)
-    resolved = config.resolve_here(settings)
-    report_to = env.config_report()
-    if report_to is not None:
+    number = _count + 1
+    resolved = kept_settings.resolve(settings, run, number, who.rank)
+    if (report_to := env.config_report()) is not None:
         jobs.report_config(resolved, report_to)
         raise SystemExit(0)
-    number = _count + 1
     tracking = Tracking(resolved.settings, resolved.sources, log, run, number)
     given = jobs.Components(model, optimizer, data, loss, forward, schedule, collate, sampler)
     if _current is not None:
@@ -131,8 +131,7 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
     atexit.register(log.close)
     _count = number  # also if it fails: the others have heard of it
     session = Session(job, facts, run, number, tracking, by_loss=loss is not None)
-    profile_to = env.profile_report()
-    if profile_to is not None:
+    if (profile_to := env.profile_report()) is not None:
         report_profile(job, loss, profile_to)
         raise SystemExit(0)
     return session
@@ -169,8 +168,9 @@ class Session:
         saves, resume = settings.checkpoint, settings.resume
         if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing
             saves, resume = CheckpointSettings(), None
-        folder = "checkpoints" if number == 1 else f"checkpoints-{number}"
-        self._checkpointer = Checkpointer(job.world, saves, run / folder if run else None, job.events, job.replicated)
+        self._state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
+        folder = kept_settings.folder(settings, run, number)
+        self._checkpointer = Checkpointer(job.world, saves, folder, job.events, job.replicated)
         self._loop = _current = TrainingLoop(job, facts, self._state, self._checkpointer, resume, self._script)
         if self._checkpointer.enabled or job.world.coordinator is not None:
             catch_notices(job.world)

@@ -45,7 +45,6 @@ class Checkpointer:
         launch: what this launch is called in the names of checkpoints: all its workers have the same number.
 
     Raises:
-        CheckpointError: ``checkpoint.every`` is set, but there is no directory.
         ConfigError: a package that the URL needs is not installed, or the key cannot be read.
     """
 
@@ -69,11 +68,9 @@ class Checkpointer:
         self._token = os.urandom(4).hex()
         self.last: tuple[Path | str, int] | None = None
         self.launch: int | None = None
-        self._key = None if settings.key_file is None else _key_in(settings.key_file)
+        self._key = None if settings.key_file is None else key_in(settings.key_file)
         location = settings.directory or folder
         self._storage = None if location is None else locations.storage_at(location)
-        if settings.every and self._storage is None:
-            raise CheckpointError("checkpoint.every is set, but there is no directory: set checkpoint.directory.")
 
     @property
     def enabled(self) -> bool:
@@ -242,8 +239,7 @@ class Checkpointer:
             self.launch, new = ask(self._world, lambda _: (storage.next_launch(), new), storage.location(), seconds)
             state.run = state.run or new
         if source == "auto":
-            if storage is None:
-                raise CheckpointError("resume='auto' needs a directory with checkpoints: set checkpoint.directory.")
+            assert storage is not None
             return self._resume_newest(state, storage)
         there = [] if storage is None else complete(self._world, storage, seconds)
         if source is None:
@@ -325,7 +321,12 @@ class Checkpointer:
             )
 
 
-def _key_in(path: Path) -> bytes:
+def key_in(path: Path) -> bytes:
+    """The key for checkpoints in a file with a secret.
+
+    Raises:
+        ConfigError: there is no such file, or others can read it.
+    """
     found = secret.read(path)
     if found is None:
         raise ConfigError(f"checkpoint.key_file = {str(path)!r}: there is no such file.")

@@ -65,10 +65,26 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None], re
         CheckpointError: it was refused.
         OSError, or an error of the store's client: it cannot be read now.
     """
+    manifest = read_manifest(location)
+    check(location, manifest)
     parent, name = locations.split(location)
     storage = locations.storage_at(parent)
     try:
-        text = storage.manifest(name)
+        tensors = files.read(partial(storage.open, name), manifest, (reader or Reader()).files_of(manifest))
+    except FileNotFoundError as error:
+        raise MissingError(f"{location} is not complete: a file is not there: {files.reason_of(error)}.") from error
+    except Exception as error:
+        if is_storage_error(error):
+            raise
+        raise DamagedError(f"{location} is damaged and cannot be read: {files.reason_of(error)}.") from error
+    return Content(manifest, tensors)
+
+
+def read_manifest(location: Path | str) -> Manifest:
+    """Read what a checkpoint contains; raises as :func:`read` does."""
+    parent, name = locations.split(location)
+    try:
+        text = locations.storage_at(parent).manifest(name)
     except FileNotFoundError as error:
         raise MissingError(
             f"{location} is not a complete checkpoint: it has no {manifests.FILE}. Give the path of a "
@@ -82,16 +98,7 @@ def read(location: Path | str, check: Callable[[Path | str, Manifest], None], re
     manifest = manifests.parse(text, f"{location}/{manifests.FILE}")
     if manifests.step_of(name.partition("/")[0]) not in (-1, manifest.step):
         raise DamagedError(f"{location} is damaged: its manifest is that of step {manifest.step}.")
-    check(location, manifest)
-    try:
-        tensors = files.read(partial(storage.open, name), manifest, (reader or Reader()).files_of(manifest))
-    except FileNotFoundError as error:
-        raise MissingError(f"{location} is not complete: a file is not there: {files.reason_of(error)}.") from error
-    except Exception as error:
-        if is_storage_error(error):
-            raise
-        raise DamagedError(f"{location} is damaged and cannot be read: {files.reason_of(error)}.") from error
-    return Content(manifest, tensors)
+    return manifest
 
 
 def check_model(manifest: Manifest, model: nn.Module, where: Path | str) -> None:

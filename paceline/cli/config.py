@@ -33,7 +33,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
     shown = ask_script(request)
     rows: list[tuple[str, ...]] = [("setting", "value", "from", "what it is")]
     for key, value in shown["settings"].items():
-        rows.append((key, _written(value), str(shown["sources"].get(key, "")), config.describe(key)))
+        rows.append((key, config.shown(value), str(shown["sources"].get(key, "")), config.describe(key)))
     print("\n".join(table.lines(rows)))
 
 
@@ -67,9 +67,3 @@ def ask_script(request: Request) -> dict[str, dict[str, object]]:
         raise typer.Exit(1)
     print(f"paceline: {request.script} failed before paceline.start; see its output above.", file=sys.stderr)
     raise typer.Exit(ended.returncode if ended.returncode > 0 else 128 - ended.returncode)
-
-
-def _written(value: object) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)

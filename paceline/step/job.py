@@ -38,8 +38,8 @@ class Job:
     """What is to be trained, and with whom.
 
     ``strategy_state`` is what a strategy must remember from step to step besides the tensors: plain values under names
-    of its own. They are saved in checkpoints and sent to workers that join. ``warnings`` are what its user must know
-    of it, in sentences. ``given`` are the keys of the settings that somebody has set. ``sparse`` says whether
+    of its own. They are saved in checkpoints and sent to workers that join. ``warnings`` are what its user must know of
+    it, in sentences. ``given`` are the keys of the settings that somebody has set, and where. ``sparse`` says whether
     gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
     workers as there may ever be, so that nobody is refused when one joins. ``replicated``: all workers hold the same
     state after each step. ``phases`` are the forward passes by the names of optimizers, if a batch has several
@@ -57,7 +57,7 @@ class Job:
     strategy_state: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     learned: Learned = field(default_factory=Learned)
-    given: tuple[str, ...] = ()
+    given: Mapping[str, str] = field(default_factory=dict)
     sparse: bool = False
     divides_update: bool = False
     replicated: bool = True

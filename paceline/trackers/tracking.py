@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline import env
+from paceline.config import flat
 from paceline.events import EventLog
 from paceline.launchers.masking import mask
-from paceline.settings import GROUPS, Settings
+from paceline.settings import Settings
 from paceline.trackers import media, registry
 from paceline.trackers.base import TrackedRun
 from paceline.trackers.feed import Feed
@@ -111,14 +112,6 @@ class Tracking:
 def script() -> Path:
     """Return the path of the script; of a notebook, a name."""
     return Path(getattr(sys.modules.get("__main__"), "__file__", None) or "session")
-
-
-def flat(settings: Settings) -> dict[str, object]:
-    """Return the value of each dotted key."""
-    values = settings.model_dump(mode="json")
-    for name in GROUPS:
-        values.update({f"{name}.{key}": value for key, value in values.pop(name).items()})
-    return values
 
 
 def masked(value: object) -> object:

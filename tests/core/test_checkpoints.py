@@ -70,7 +70,6 @@ attempt("the folder", resume=str(saved), directory=None)
 attempt("nowhere", resume=str(saved / "step-000099"))
 attempt("empty", directory=saved / "empty")
 attempt("not asked for", resume=None)
-attempt("no folder", directory=None)
 attempt("another batch", batch=24)
 attempt("other microbatches", microbatches=16)
 attempt("another seed", seed=3)
@@ -157,7 +156,6 @@ def attempts(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> list
         ("nowhere", ["step-000099", "not a complete checkpoint"]),
         ("not asked for", ["step-000006", "resume='auto'"]),
         ("before later ones", ["holds step-000006, later than step-000004", "checkpoint.directory"]),
-        ("no folder", ["resume='auto'", "checkpoint.directory"]),
         ("another batch", ["order of samples", "batch was 32 and is now 24"]),
         ("other microbatches", ["microbatches was 8 and is now 16"]),
         ("another seed", ["seed was 0 and is now 3"]),

@@ -1,0 +1,145 @@
+"""Settings go on with the checkpoints: what was said outside of the script need not be said again on resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline import config, env
+from paceline.checkpoint import files, load, locations
+from paceline.checkpoint.checkpointer import key_in
+from paceline.checkpoint.load import MissingError
+from paceline.checkpoint.manifest import DamagedError, Manifest, name_of
+from paceline.checkpoint.storage.retry import MISSING_SECONDS, Retries, may_pass
+from paceline.config import Resolved
+from paceline.errors import CheckpointError
+from paceline.settings import Settings
+from paceline.trackers.tracking import script
+
+_log = logging.getLogger("paceline")
+PART = "settings"
+"""Under which name they are a part of the state."""
+_Saved = dict[str, list[object]]
+"""By dotted key: value, and whether the script has set it."""
+_NOTHING: tuple[int, _Saved] = 0, {}
+
+
+@dataclass(frozen=True)
+class KeptSettings:
+    """The settings as a part of the state of a run: by dotted key."""
+
+    values: _Saved
+
+    def state(self, _step: int) -> _Saved:
+        """The same after every step."""
+        return self.values
+
+    def load(self, state: object) -> None:
+        """Do nothing: :func:`resolve` has read them already."""
+
+
+def folder(settings: Settings, run: Path | None, number: int) -> Path | None:
+    """Where checkpoints go unless ``checkpoint.directory`` is set.
+
+    Args:
+        settings: of the session.
+        run: the directory of the run, if it has one.
+        number: of the session in this process, from 1.
+    """
+    suffix = "" if number == 1 else f"-{number}"
+    if run is not None:
+        return run / f"checkpoints{suffix}"
+    wanted = settings.checkpoint.every is not None or settings.resume == "auto"
+    return Path("checkpoints") / f"{script().stem}{suffix}" if wanted and env.trace() is None else None
+
+
+def resolve(given: Mapping[str, Any], run: Path | None, number: int, rank: int) -> Resolved:
+    """Resolve the settings of this process, those in the checkpoint to resume from included.
+
+    Rank 0 logs what comes from there, and what differs from it.
+
+    Args:
+        given: the arguments of the script.
+        run, number: as for :func:`folder`.
+        rank: of this worker.
+
+    Raises:
+        ConfigError: a setting cannot be used.
+        CheckpointError: the storage fails for longer than ``checkpoint.retry_seconds``.
+    """
+    resolved = config.resolve_here(given)
+    notes = []
+    if resolved.settings.resume is not None and env.trace() is None:
+        step, saved = _find(resolved.settings, folder(resolved.settings, run, number))
+        resolved = config.resolve_here(given, config.outside(saved))
+        notes = _notes(step, saved, resolved)
+    settings = resolved.settings
+    if run is None and settings.checkpoint.directory is None and (place := folder(settings, run, number)) is not None:
+        notes.append(f"checkpoints go to {place}: checkpoint.directory is not set")
+    for note in notes if rank == 0 else ():
+        _log.warning(note)
+    return resolved
+
+
+def _notes(step: int, saved: _Saved, now: Resolved) -> list[str]:
+    name, values = name_of(step), config.flat(now.settings)
+    taken = [f"{key} = {config.shown(value)}" for key, value in values.items() if now.sources[key] == "checkpoint"]
+    changed = config.changes(saved, now) if saved else []
+    return [
+        *([f"resume: settings as in {name}: {', '.join(taken)}"] if taken else []),
+        *([f"resume: settings differ from {name}: {', '.join(changed)}"] if changed else []),
+    ]
+
+
+def _find(settings: Settings, folder: Path | None) -> tuple[int, _Saved]:
+    """The step of the checkpoint to resume from, and the settings in it; none if it cannot be used.
+
+    What is wrong with one that cannot be used is said when it is loaded.
+    """
+    where = settings.resume if settings.resume != "auto" else settings.checkpoint.directory or folder
+    assert where is not None
+    retries = Retries(settings.checkpoint.retry_seconds)
+    while True:
+        try:
+            return _look(settings, where)
+        except MissingError as error:  # removed since it was listed, as there is a newer one
+            if settings.resume != "auto" or retries.elapsed > min(MISSING_SECONDS, settings.checkpoint.retry_seconds):
+                return _NOTHING
+            retries.wait(str(error))
+        except DamagedError:
+            return _NOTHING
+        except Exception as error:
+            if not may_pass(error):
+                return _NOTHING
+            reason = f"{where} cannot be read: {files.reason_of(error)}{retries.duration(error)}"
+            if not retries.left():
+                raise CheckpointError(f"{reason}. All checkpoints stay.") from error
+            retries.wait(reason)
+
+
+def _look(settings: Settings, where: Path | str) -> tuple[int, _Saved]:
+    key = None if settings.checkpoint.key_file is None else key_in(settings.checkpoint.key_file)
+    if settings.resume != "auto":
+        location = load.find(str(where))
+        return _saved_in(load.read_manifest(location), key, location)
+    storage = locations.storage_at(where)
+    for name in storage.complete():
+        location = storage.location(name)
+        try:
+            return _saved_in(load.read_manifest(location), key, location)
+        except DamagedError:
+            continue
+    return _NOTHING
+
+
+def _saved_in(manifest: Manifest, key: bytes | None, where: object) -> tuple[int, _Saved]:
+    """Step and settings in a manifest, of which nobody knows yet whether a stranger wrote it."""
+    manifest.check_signature(key, where)
+    found = manifest.state
+    for name in ("parts", PART):
+        found = found.get(name) if isinstance(found, dict) else None
+    pairs = found.items() if isinstance(found, dict) else ()
+    return manifest.step, {name: pair for name, pair in pairs if isinstance(pair, list) and len(pair) == 2}
