@@ -26,6 +26,9 @@ _CURES = {
     "canary": "The same small computation gives other bits on their processors. Use machines with the same processor "
     "and libraries, and the same variables for them (MKL_CBWR, ONEDNN_MAX_CPU_ISA), or exact=False.",
     "cpu": "Use machines with the same instruction set, or exact=False; it changes the bits.",
+    "gpu": "Use machines with the same GPUs, or exact=False; others compute other bits.",
+    "float32": "Set torch.backends.*.fp32_precision, allow_tf32 and NVIDIA_TF32_OVERRIDE alike on every worker.",
+    "cublas": "Set CUBLAS_WORKSPACE_CONFIG alike on every worker.",
 }
 
 

@@ -82,6 +82,16 @@ def disable_nccl_error_handling() -> None:
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
 
 
+def cublas_workspace() -> str | None:
+    """The room that cuBLAS has for each stream, on which its order of additions depends."""
+    return os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+
+
+def tf32_override() -> str | None:
+    """What NVIDIA's libraries do with TF32 whatever a program asks for."""
+    return os.environ.get("NVIDIA_TF32_OVERRIDE")
+
+
 def master_port_is_set() -> bool:
     """Whether the user, or torchrun, has chosen a port."""
     return bool(os.environ.get("MASTER_PORT"))

@@ -31,12 +31,12 @@ from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.settings import Settings
-from paceline.step.canary import canary
 from paceline.step.checks import sparse_gradients
 from paceline.step.fixed_point import TYPES
 from paceline.step.forward import Compute, recompute
 from paceline.step.job import Job
 from paceline.step.loss import Forward, loss_of
+from paceline.step.numerics import numerics
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizer_probe import probe_optimizer
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
@@ -97,8 +97,7 @@ def build(
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
     if settings.exact and torch.cuda.is_available():
-        torch.backends.cudnn.benchmark = False
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        _ask_for_determinism()
     _keep_memory()
     world = World(who, settings.timeout_seconds, coordinator)
     given.model.to(world.device)
@@ -202,15 +201,9 @@ def _check_model(model: Any, sparse: bool) -> None:
             raise sparse_gradients(f"{name!r} gives")
 
 
-def numerics(settings: Settings) -> dict[str, int | str]:
-    """Return what decides the bits of a step besides the script and the versions."""
-    return {
-        "exact": settings.exact,
-        "threads": torch.get_num_threads(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "canary": canary() if settings.exact else "none",
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
-    }
+def conditions(job: Job) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
+    """Return the order, the numerics and the versions for the manifest of a checkpoint."""
+    return job.order.facts(), numerics(bool(job.settings.exact)), agreement.versions()
 
 
 def summary(job: Job) -> list[str]:
@@ -362,9 +355,9 @@ def _facts(
     facts.update({f"trained parameter {name}": groups.get(value) for name, value in update.parameters.items()})
     facts.update({f"initial value of {name}": value for name, value in initial.items()})
     if settings.exact:
-        facts["threads"] = threads
-        own = numerics(settings)
-        facts.update({"cpu capability": own["cpu"], "canary of the processor": own["canary"]})
+        own = numerics(exact=True)
+        facts.update({"threads": threads, "cpu capability": own["cpu"], "canary of the processor": own["canary"]})
+        facts.update({"gpu model": own["gpu"], "float32 precision": own["float32"], "cublas workspace": own["cublas"]})
     return facts
 
 
@@ -372,6 +365,13 @@ def _describe(value: object) -> str:
     """Return a value as text, the same on equal workers; of an object, whose repr may hold an address, its class."""
     plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
     return str(value) if isinstance(value, plain) else type(value).__name__
+
+
+def _ask_for_determinism() -> None:
+    """Let libraries for GPUs do the same each time, where they can."""
+    torch.backends.cudnn.benchmark = False
+    env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add in an order of its own each time
+    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _keep_memory() -> None:

@@ -160,7 +160,7 @@ class Session:
         self._tracking = tracking
         settings = job.settings
         self._script = ScriptState()
-        about = job.order.facts(), jobs.numerics(settings), versions()
+        about = jobs.conditions(job)
         self._state = TrainingState(job.compute.model, job.update, *about, job.strategy_state, self._script)
         self._state.parts["data"] = job.order
         if job.compute.carried is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.step.canary import canary
+from paceline.step.numerics import canary
 
 FOLDER = Path(__file__).parents[1] / "bench" / "fingerprints"
 KEPT = json.loads((FOLDER / "fingerprints.json").read_text(encoding="utf-8"))

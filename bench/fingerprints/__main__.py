@@ -1,7 +1,7 @@
 """SHA-256 of what runs of every strategy and schedule train, compared with a list that is kept beside this file.
 
 A change of the code that is to keep all numbers keeps all fingerprints. The bits depend on torch and on the
-processor: its instructions, and the kernels that libraries choose for it (``paceline.step.canary``). So the list says
+processor: its instructions, and the kernels that libraries choose for it (``paceline.step.numerics``). So the list says
 with which ones it was made.
 
     python bench/fingerprints                     # train all, compare with fingerprints.json; exit code 1: differences

@@ -13,7 +13,7 @@ from cases import CASES, STEPS, Case
 from models import arguments_of
 
 import paceline
-from paceline.step.canary import canary
+from paceline.step.numerics import canary
 
 
 def train(case: Case, part: str, folder: Path) -> None:

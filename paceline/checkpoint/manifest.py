@@ -56,7 +56,8 @@ class Manifest:
         files: size and SHA-256 of each file; of one with tensors the SHA-256 of what is not an element.
         fingerprint: SHA-256 of the names and hashes of all tensors.
         state: the rest of the state (see encoding.py).
-        numerics: what affects the bits besides the script: exact, threads, cpu, gpu, canary.
+        numerics: what affects the bits besides the script: exact, threads, cpu, canary, gpu, float32 (precision),
+            cublas (workspace).
         versions: of Python and the libraries.
         time: when the state was taken, in seconds since 1970.
         format: 4 or 5; in format 4 the hash of a file is that of all its bytes, and there are no parts and hashes.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.step.canary import canary
+from paceline.step.numerics import canary
 
 
 def facts() -> dict[str, Any]:

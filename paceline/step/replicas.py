@@ -22,6 +22,7 @@ import torch
 from paceline.comm.step_header import StateDigest
 from paceline.errors import DisagreementError
 from paceline.step.job import Job
+from paceline.step.numerics import numerics
 
 _log = logging.getLogger("paceline")
 _SHARE = 0.003
@@ -154,13 +155,15 @@ def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
     """
     if job.world.size == 1:
         return True
-    everyone = job.world.gather(((samples or {}) | digests(job), _numerics()), what)
+    everyone = job.world.gather(((samples or {}) | digests(job), numerics(exact=False)), what)
     text = difference([found for found, _ in everyone])
     if not text:
         return True
     if job.settings.exact or all(one == everyone[0][1] for _, one in everyone):
         raise DisagreementError(text)
-    text += " (The workers have other processors or numbers of threads, so it may be no more than rounding.)"
+    text += (
+        " (The workers have other processors, numbers of threads or precisions, so it may be no more than rounding.)"
+    )
     _log.warning(text)
     job.events.mark("note", text=text)
     return False
@@ -223,8 +226,3 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
 def _entry(states: Any, parameter: torch.Tensor, key: str) -> torch.Tensor | None:
     value = states.get(parameter, {}).get(key)
     return None if value is None else torch.as_tensor(value)
-
-
-def _numerics() -> list[object]:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    return [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability(), gpu]

@@ -14,7 +14,7 @@ from paceline.testing.ranks import Process, Worker, run, start_new
 OTHER_BITS = {"MKL_CBWR": "COMPATIBLE", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 SHOW = """
 import torch
-from paceline.step.canary import canary
+from paceline.step.numerics import canary
 print(torch.backends.cpu.get_cpu_capability(), canary())
 """
 SCRIPT = """

@@ -1,0 +1,71 @@
+"""What decides the bits of a step besides the script and the versions."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from typing import Any
+
+import torch
+
+from paceline import env
+
+
+def numerics(exact: bool) -> dict[str, int | str]:
+    """Return it, by name, as it is kept in a checkpoint; the bits of a small computation with ``exact`` only."""
+    return {
+        "exact": exact,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "canary": canary() if exact else "none",
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "float32": float32_precision(),
+        "cublas": env.cublas_workspace() or "default",
+    }
+
+
+def float32_precision() -> str:
+    """In what products of float32 are computed: on GPUs of matrices, in convolutions and in RNNs; on the CPU."""
+    backends: Any = torch.backends
+    if hasattr(backends, "fp32_precision"):
+        gpu = [one.fp32_precision for one in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)]
+        cpu = [one.fp32_precision for one in (backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn)]
+    else:  # torch < 2.9
+        gpu = [_tf32(backends.cuda.matmul.allow_tf32), _tf32(backends.cudnn.allow_tf32)]
+        cpu = [torch.get_float32_matmul_precision()]
+    override = env.tf32_override()
+    forced = "" if override is None else f", NVIDIA_TF32_OVERRIDE={override}"
+    return f"gpu {' '.join(gpu)}, cpu {' '.join(cpu)}{forced}"
+
+
+def _tf32(allowed: bool) -> str:
+    return "tf32" if allowed else "ieee"
+
+
+@functools.cache
+def canary() -> str:
+    """Hash results whose last bits differ where processors, or libraries, compute in another order.
+
+    The name of an instruction set does not say which kernels a library has chosen for a processor.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    count = torch.arange(96 * 160, dtype=torch.float32)
+    left = ((count * 0.618034) % 1.0 - 0.5).reshape(96, 160)
+    right = ((count * 0.414214) % 1.0 - 0.5).reshape(160, 96)
+    image = left.reshape(1, 4, 48, 80)
+    results = [
+        left @ right,
+        torch.nn.functional.conv2d(image, right[:72, :4].reshape(8, 4, 3, 3), padding=1),
+        torch.softmax(left, 1),
+        torch.nn.functional.layer_norm(left, (160,)),
+        torch.nn.functional.gelu(left),
+        torch.tanh(right).exp().sum(0),
+        (left.bfloat16() @ right.bfloat16()).float(),
+        left.double() @ right.double(),
+    ]
+    torch.set_num_threads(threads)
+    digest = hashlib.sha256()
+    for result in results:
+        digest.update(result.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
