@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from fork_server import ForkServer
 
 from paceline.step.numerics import float32_precision
-from paceline.testing.ranks import Process, Worker, run, start_new
+from paceline.testing.ranks import Process, Worker, run
 
 SCRIPT = """
 import os
@@ -36,19 +37,19 @@ OTHER: list[tuple[str, dict[str, str]]] = [
 
 
 @pytest.mark.parametrize(("named", "more"), OTHER)
-def test_a_worker_computes_otherwise(tmp_path: Path, named: str, more: dict[str, str]) -> None:
+def test_a_worker_computes_otherwise(fork_server: ForkServer, tmp_path: Path, named: str, more: dict[str, str]) -> None:
     def second_is_other(workers: list[Worker]) -> Sequence[Process]:
         workers[1].environment.update(more)
-        return start_new(workers)
+        return fork_server.start_workers(workers)
 
     for one in run(SCRIPT, 2, tmp_path, environment={"SAVED": str(tmp_path / "saved")}, start=second_is_other):
         assert one.code == 3, one.err
         assert f"The workers do not agree on {named}: rank 0: " in one.err
 
 
-def test_a_resumed_run_computes_otherwise(tmp_path: Path) -> None:
+def test_a_resumed_run_computes_otherwise(ranks: Any, tmp_path: Path) -> None:
     def alone(**more: str) -> Any:
-        (one,) = run(SCRIPT, 1, tmp_path, environment={"SAVED": str(tmp_path / "saved"), **more})
+        (one,) = ranks(SCRIPT, 1, tmp_path, environment={"SAVED": str(tmp_path / "saved"), **more})
         return one
 
     assert alone().code == 0

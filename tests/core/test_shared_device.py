@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 Printed = Callable[..., list[dict[str, Any]]]
 
@@ -28,8 +32,9 @@ for settings in ways:
         for batch in session.batches(steps=4):
             session.step(batch)
         transport = session._job.world.transport
-        assert device == "cpu" or type(transport) is ThroughHost
-        assert device != "standin" or {one.device.type for one in session._job.compute.model.parameters()} == {device}
+        assert device == "cpu" or session.workers == 1 or type(transport) is ThroughHost
+        kinds = {one.device.type for one in session._job.compute.model.parameters()}
+        assert device not in ("standin", "cuda") or kinds - {"meta"} == {device}
         tell(**{repr(settings): session.fingerprint()})
     except paceline.ConfigError as error:
         tell(**{repr(settings): str(error)})
@@ -63,3 +68,21 @@ def test_the_bits_are_those_of_the_cpu(printed: Printed, tmp_path: Path) -> None
                 assert found[repr(settings)] == wanted[repr(settings)], settings
             for settings in REFUSED:
                 assert "'allreduce'" in found[repr(settings)]
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [2, 3])
+def test_the_bits_on_one_gpu_are_those_of_one_worker_there(printed: Printed, tmp_path: Path, workers: int) -> None:
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+    def run(ways: list[dict[str, Any]], count: int) -> list[dict[str, str]]:
+        (tmp_path / str(count)).mkdir()
+        environment = {"GIVEN": repr((ways, "cuda")), "CUDA_VISIBLE_DEVICES": first}
+        return printed(SCRIPT, count, tmp_path / str(count), environment=environment, deadline=300)
+
+    ways = [one for one in WHOLE + CUT[:1] if one.get("exact")]
+    (alone,) = run([{"exact": True}, {"exact": "fixed-point"}], 1)
+    for found in run(ways, workers):
+        for settings in ways:
+            assert found[repr(settings)] == alone[repr({"exact": settings["exact"]})], settings

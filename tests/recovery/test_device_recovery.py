@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
+import torch
 from launching import Run
 
 from paceline.testing import faults
+from paceline.testing.faults import Point
 
 STEPS = 10
 SCRIPT = f"""
 import os
 import scripted
 
-if "ALONE" not in os.environ:
+if "ALONE" not in os.environ and "GPUS" in os.environ:
     import accelerator
 
     accelerator.install(*os.environ["GPUS"].split())
@@ -47,3 +50,21 @@ def test_a_spare_takes_the_free_device(run: Run, undisturbed: Any, gpus: str, se
     assert sorted(one["device"] for one in told) == seats, ran.report()
     assert {json.dumps(one["kinds"]) for one in told} == {'["standin"]'}
     assert {one["transport"] for one in told} == {"_OverGloo" if len(gpus) > 1 else "ThroughHost"}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("standbys", [0, 1])
+@pytest.mark.parametrize(
+    "point", ["before forward", "inside the collective", "between reduction and update", "after update"]
+)
+def test_a_kill_of_one_of_three_on_one_gpu(run: Run, undisturbed: Any, point: Point, standbys: int) -> None:
+    """The others go on with its bits; a spare takes the same GPU when it joins."""
+    one_gpu = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+    killed = faults.kill(rank=0, step=4, point=point)
+    ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", "--standby", standbys, faults=killed, deadline=300.0, **one_gpu)
+    assert ran.code == 0, ran.report()
+    told = ran.printed()
+    assert len(told) == 3, ran.report()
+    assert {one["fingerprint"] for one in told} == {undisturbed(SCRIPT, **one_gpu)["fingerprint"]}, ran.report()
+    assert {(one["device"], *one["kinds"], one["transport"]) for one in told} == {("cuda:0", "cuda", "ThroughHost")}
