@@ -32,16 +32,18 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.settings import Settings
 from paceline.step.checks import sparse_gradients
+from paceline.step.closures import check_closures
 from paceline.step.fixed_point import TYPES
 from paceline.step.forward import Compute, recompute
 from paceline.step.job import Job
 from paceline.step.loss import Forward, loss_of
 from paceline.step.numerics import numerics
 from paceline.step.optimizer import Update, scaling_of
-from paceline.step.optimizer_probe import probe_optimizer
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
+from paceline.step.trials.optimizer_probe import probe_optimizer
 from paceline.strategies import registry
 from paceline.strategies.base import Capabilities
+from paceline.strategies.phases import named_forwards
 
 _log = logging.getLogger("paceline")
 
@@ -280,22 +282,11 @@ def _no_forward(model: nn.Module, microbatch: Any) -> Any:
 
 
 def _phases(forward: object, update: Update, capabilities: Capabilities, settings: Settings) -> dict[str, Forward]:
-    """The forward passes by the names of optimizers, if a batch has several."""
-    if not isinstance(forward, Mapping):
-        return {}
-    names = update.names
-    wrong = [name for name in [*forward, *names] if (name in forward) != (name in names)]
-    if wrong or not names:
-        raise InputError(
-            f"forward has {', '.join(map(repr, forward)) or 'nothing'}, but the optimizers are "
-            f"{', '.join(map(repr, names)) or 'one without a name'}: give each optimizer a forward of its name."
-        )
-    if not capabilities.phases:
-        raise ConfigError(
-            f"strategy {settings.strategy!r} takes one step for each batch, and cannot train with a forward for each "
-            f"optimizer: use 'allreduce' or 'stealing'."
-        )
-    return dict(forward)
+    """The forward passes by the names of optimizers, if a batch has several; each optimizer can have what it needs."""
+    phases = named_forwards(forward, update, capabilities, settings)
+    carries = takes_state(forward)
+    check_closures(update, settings.strategy, able=capabilities.closures, phases=bool(phases), carries=carries)
+    return phases
 
 
 def phase_of(job: Job, optimizer: str | None) -> str:

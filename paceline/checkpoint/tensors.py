@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from paceline.errors import CheckpointError
+
+_SAVABLE = torch.Tensor, int, float, bool, type(None)
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
@@ -21,8 +25,35 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[st
                 yield f"optimizer/{name}/{key}", torch.as_tensor(value)
 
 
+def optimizer_lists(model: nn.Module, optimizer: Optimizer) -> dict[str, dict[str, Any]]:
+    """Of the parameters whose state holds lists, as that of LBFGS does, what is no tensor, by name and key."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        plain = {key: value for key, value in optimizer.state.get(parameter, {}).items() if not _is_tensor(value)}
+        if any(isinstance(value, list) for value in plain.values()):
+            found[name] = plain
+    return found
+
+
+def load_optimizer_lists(model: nn.Module, optimizer: Optimizer, lists: Mapping[str, Mapping[str, Any]]) -> None:
+    """Put :func:`optimizer_lists` into the optimizer, after its tensors."""
+    parameters = dict(model.named_parameters())
+    for name, values in lists.items():
+        device = parameters[name].device
+        for key, value in values.items():
+            optimizer.state[parameters[name]][key] = tree_map_only(torch.Tensor, partial(_copy_to, device), value)
+
+
+def _copy_to(device: torch.device, value: torch.Tensor) -> torch.Tensor:
+    return value.to(device, copy=True)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def check_savable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state is more than tensors and numbers per parameter.
+    """Refuse an optimizer whose state is more than tensors, numbers and lists of these per parameter.
 
     Raises:
         CheckpointError: names the first such value.
@@ -30,11 +61,12 @@ def check_savable(optimizer: Optimizer) -> None:
     for owner, values in optimizer.state.items():
         entries = values.items() if isinstance(values, dict) else [("state", values)]
         for key, value in entries:
-            if isinstance(owner, nn.Parameter) and isinstance(value, torch.Tensor | int | float | bool | None):
+            held = value if isinstance(value, list) else [value]
+            if isinstance(owner, nn.Parameter) and all(isinstance(one, _SAVABLE) for one in held):
                 continue
             raise CheckpointError(
                 f"The state of {type(optimizer).__name__} cannot be saved or sent to another worker: {key!r} is a "
-                f"{type(value).__name__}, neither a tensor nor a number of a parameter."
+                f"{type(value).__name__}, neither a tensor nor a number of a parameter, nor a list of such."
             )
 
 

@@ -17,7 +17,14 @@ from paceline.checkpoint import encoding, files
 from paceline.checkpoint.encoding import EncodingError
 from paceline.checkpoint.load import Content, check_model
 from paceline.checkpoint.manifest import METADATA, DamagedError, Manifest, first_difference
-from paceline.checkpoint.tensors import check_savable, fingerprint_of, load_optimizer_state, named_tensors
+from paceline.checkpoint.tensors import (
+    check_savable,
+    fingerprint_of,
+    load_optimizer_lists,
+    load_optimizer_state,
+    named_tensors,
+    optimizer_lists,
+)
 from paceline.errors import CheckpointError
 
 
@@ -198,6 +205,7 @@ class TrainingState:
             "run": self.run,
             "optimizer": self._update.kind,
             "groups": groups,
+            "lists": optimizer_lists(self._model, self._update.optimizer),
             "schedule": None if schedule is None else schedule.state_dict(),
             "strategy_state": dict(self._strategy_state),
             "frozen": [name for name, one in self._model.named_parameters() if not one.requires_grad],
@@ -230,6 +238,7 @@ class TrainingState:
                     value.copy_(tensors[name])
         state = {name: value for name, value in tensors.items() if name.startswith("optimizer/")}
         load_optimizer_state(self._model, self._update.optimizer, state)
+        load_optimizer_lists(self._model, self._update.optimizer, rest.get("lists", {}))
         for group, values in zip(self._update.optimizer.param_groups, rest["groups"], strict=True):
             group.update(values)
         if self._update.schedule is not None:

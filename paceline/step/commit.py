@@ -11,6 +11,7 @@ import torch
 from paceline.data.feed import Piece, split_piece
 from paceline.data.keys import UPDATE, seed_torch
 from paceline.step.checks import Part, check_gradients, mean_loss, mean_metrics, non_finite, not_finite, unused
+from paceline.step.closures import Again, LeftOutError, with_closure
 from paceline.step.job import Job, StepResult
 
 Apply: TypeAlias = Callable[[int], tuple[torch.Tensor | float, float]]
@@ -27,7 +28,7 @@ def with_norm(job: Job, norm: torch.Tensor, known: float) -> Apply:
     return apply
 
 
-def commit(
+def commit(  # noqa: PLR0913 - what is known of a step
     job: Job,
     step: int,
     pieces: list[Piece],
@@ -35,6 +36,7 @@ def commit(
     statistics: list[torch.Tensor],
     notice: int = 0,
     apply: Apply | None = None,
+    again: Again | None = None,
 ) -> StepResult:
     """Check a step whose mean gradients are in ``.grad``, and update the model.
 
@@ -46,21 +48,29 @@ def commit(
         statistics: the means of the buffers that the forward pass changes.
         notice: about the world, from any worker.
         apply: makes the update; None: this worker makes all of it.
+        again: computes the gradients again, for an optimizer that needs a closure; None: the strategy cannot.
 
     Raises:
         NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
         InputError: a parameter has a gradient from some microbatches only, and the run is to stop.
     """
-    skipped = skip(job, step, parts, lambda bad: _locate(job, step, pieces, bad), notice)
-    if skipped is not None:
-        return skipped
-    carried = job.compute.carried
-    states = {} if carried is None else carried.exchange(job.world, step)
-    job.world.confirm(step)
-    job.compute.buffers.accept(statistics)
-    loss, metrics = means(job, parts)
-    seed_torch(job.compute.seed(UPDATE, step))  # for optimizers that draw random numbers
-    norm, rate = (apply or job.update.apply)(step)
+
+    def usable(parts: list[Part]) -> tuple[float, dict[str, float]]:
+        skipped = skip(job, step, parts, lambda bad: _locate(job, step, pieces, bad), notice)
+        if skipped is not None:
+            raise LeftOutError(skipped)
+        return means(job, parts)
+
+    try:
+        loss, metrics = usable(parts)
+        carried = job.compute.carried
+        states = {} if carried is None else carried.exchange(job.world, step)
+        job.world.confirm(step)
+        with with_closure(job, step, again, lambda parts: usable(parts)[0], statistics):
+            seed_torch(job.compute.seed(UPDATE, step))  # for optimizers that draw random numbers
+            norm, rate = (apply or job.update.apply)(step)
+    except LeftOutError as left_out:
+        return left_out.result
     if carried is not None:
         carried.accept(step, states)
     return StepResult(loss, norm, rate, notice=notice, metrics=metrics)

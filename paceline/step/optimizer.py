@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline import fault_points
 from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings, Settings
+from paceline.step.optimizers.calling import closure_users
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.weights.averages import Averages
@@ -83,6 +85,8 @@ class Update:
 
     Attributes:
         averages: of the weights over the steps.
+        closure_users: the classes of its optimizers that need a closure.
+        take: calls the optimizer, if it needs a closure; none otherwise.
         drew: whether the first update that was made here drew random numbers.
 
     Raises:
@@ -108,6 +112,8 @@ class Update:
         self._take_owned(model)
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scaling.factor
+        self.closure_users = closure_users(self.optimizer)
+        self.take: Callable[[Optimizer], None] | None = None
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)
 
@@ -175,6 +181,7 @@ class Update:
         assert isinstance(self.optimizer, SeveralOptimizers)
         made = copy.copy(self)
         made.optimizer = self.optimizer.optimizers[name]
+        made.closure_users = closure_users(made.optimizer)
         held = {id(value) for group in made.optimizer.param_groups for value in group["params"]}
         made.parameters = {key: value for key, value in self.parameters.items() if id(value) in held}
         made.schedule = self.schedule.schedules.get(name) if isinstance(self.schedule, SeveralSchedules) else None
@@ -218,8 +225,7 @@ class Update:
         """
         fault_points.reach("between reduction and update", step)
         norm = self.norm() if norm is None else norm
-        if self._clip_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
+        self.clip(norm)
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]
         now = self.scaling.at(step) / self.scaling.factor * factor
@@ -244,7 +250,10 @@ class Update:
         """Call the optimizer, and explain what it says about gradients of which some are sparse."""
         before = generator_states() if self.drew is None else None
         try:
-            self.optimizer.step()
+            if self.take is None:
+                self.optimizer.step()
+            else:
+                self.take(self.optimizer)
         except RuntimeError as error:
             sparse = [name for name, one in self.parameters.items() if one.grad is not None and one.grad.is_sparse]
             if not sparse:
@@ -256,6 +265,12 @@ class Update:
             ) from error
         if before is not None:
             self.drew = not same_states(before, generator_states())
+
+    def clip(self, norm: torch.Tensor | None = None) -> None:
+        """Clip the gradients, if that is set, by their global norm."""
+        if self._clip_norm is not None:
+            norm = self.norm() if norm is None else norm
+            torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
 
     def norm(self, without: Container[int] = ()) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor; ``without`` those of the parameters at these places."""

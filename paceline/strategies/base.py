@@ -56,6 +56,7 @@ class Capabilities:
         sparse_gradients: several workers can train with sparse gradients.
         divides_update: different workers update different parameters.
         phases: a batch may have several losses in turns, each for the parameters of its own optimizer.
+        closures: it can compute a step again, for an optimizer that needs a closure.
         averages: whoever updates a parameter sees all its updates, as an average of weights needs it.
         carries: a step computes all microbatches of its batch, after the update of the step before: so states may go
             from each microbatch to the one in its place in the next batch.
@@ -71,6 +72,7 @@ class Capabilities:
     sparse_gradients: bool = False
     divides_update: bool = False
     phases: bool = False
+    closures: bool = False
     averages: bool = True
     carries: bool = True
     reads: tuple[str, ...] = ()

@@ -54,10 +54,21 @@ class FullBatch:
         Returns:
             what is known of each piece, and the means of the buffers that the forward pass changes.
         """
+        self._job.compute.buffers.begin()
+        self._job.update.check_frozen()
+        parts, computed, table = self._means(step, pieces)
+        self._fusion.decide(pieces, table)
+        samples = sum(piece.samples for piece in pieces)
+        return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
+
+    def again(self, step: int, pieces: list[Piece]) -> list[Part]:
+        """Do so once more in the same step, from the weights as they are now; returns what is known of each piece."""
+        return self._means(step, pieces)[0]
+
+    def _means(self, step: int, pieces: list[Piece]) -> tuple[list[Part], _Computed, torch.Tensor]:
+        """Put the mean gradients into ``.grad``; the table has a row of sums and counts for each piece."""
         job = self._job
         self.take_gradients()
-        job.compute.buffers.begin()
-        job.update.check_frozen()
         computed = self._compute(step, pieces)
         while self._fixed is not None and not self._fixed.fits():
             computed = self._compute(step, pieces)
@@ -67,9 +78,7 @@ class FullBatch:
             Part(piece.microbatches, job.world.rank, loss, count, without, metrics=tuple(metrics))
             for piece, (loss, count, *metrics), without in zip(pieces, numbers, computed.missing, strict=True)
         ]
-        self._fusion.decide(pieces, table)
-        samples = sum(piece.samples for piece in pieces)
-        return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
+        return parts, computed, table
 
     def _compute(self, step: int, pieces: list[Piece]) -> _Computed:
         job = self._job

@@ -12,7 +12,7 @@ Each phase has random numbers of its own, by its turn on the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -21,10 +21,13 @@ import torch
 from paceline.comm.all_gather import AllGather
 from paceline.comm.step_header import PHASE_TAG
 from paceline.data.feed import Piece
-from paceline.errors import DisagreementError
+from paceline.errors import ConfigError, DisagreementError, InputError
+from paceline.settings import Settings
 from paceline.step.job import Job, Learned, StepResult
+from paceline.step.loss import Forward
+from paceline.step.optimizer import Update
 from paceline.step.trials.repeatability import check_repeatable
-from paceline.strategies.base import Strategy
+from paceline.strategies.base import Capabilities, Strategy
 
 
 class Phases(Strategy):
@@ -109,3 +112,29 @@ def _job_of(job: Job, name: str) -> Job:
     learned = Learned(fusible=False, warnings=job.learned.warnings)
     compute, update = job.compute.of(job.phases[name]), job.update.of(name)
     return replace(job, compute=compute, update=update, learned=learned, phases={})
+
+
+def named_forwards(
+    forward: object, update: Update, capabilities: Capabilities, settings: Settings
+) -> dict[str, Forward]:
+    """The forward passes by the names of optimizers, if a batch has several.
+
+    Raises:
+        InputError: they have other names than the optimizers.
+        ConfigError: the strategy takes one step for each batch.
+    """
+    if not isinstance(forward, Mapping):
+        return {}
+    names = update.names
+    wrong = [name for name in [*forward, *names] if (name in forward) != (name in names)]
+    if wrong or not names:
+        raise InputError(
+            f"forward has {', '.join(map(repr, forward)) or 'nothing'}, but the optimizers are "
+            f"{', '.join(map(repr, names)) or 'one without a name'}: give each optimizer a forward of its name."
+        )
+    if not capabilities.phases:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} takes one step for each batch, and cannot train with a forward for each "
+            f"optimizer: use 'allreduce' or 'stealing'."
+        )
+    return dict(forward)

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import nn
 
 from paceline.data.feed import Piece
@@ -16,7 +18,7 @@ from paceline.errors import ConfigError
 from paceline.settings import Settings
 from paceline.step.commit import commit
 from paceline.step.job import Job, StepResult
-from paceline.step.optimizer_probe import check_draws
+from paceline.step.trials.optimizer_probe import check_draws
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.full_batch import FullBatch
 
@@ -33,7 +35,8 @@ class Single(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         parts, buffers = self._batch.gradients(step, pieces)
-        result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice(), self._batch.apply)
+        again = partial(self._batch.again, step, pieces)
+        result = commit(self._job, step, pieces, parts, buffers, self._job.world.notice(), self._batch.apply, again)
         self._batch.accept()
         check_draws(self._job)
         return result
@@ -44,7 +47,7 @@ class Single(Strategy):
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(fixed_point=True, phases=True)
+    return Capabilities(fixed_point=True, phases=True, closures=True)
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:

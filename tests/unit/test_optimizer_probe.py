@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.errors import InputError
 from paceline.step.job import Job
-from paceline.step.optimizer_probe import probe_optimizer
+from paceline.step.trials.optimizer_probe import probe_optimizer
 
 
 def parameters() -> list[nn.Parameter]:

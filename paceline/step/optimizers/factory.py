@@ -20,8 +20,6 @@ OptimizerFactory = Callable[..., Any]
 It returns an optimizer, or several by name or in order."""
 ScheduleFactory = Callable[[Optimizer], LRScheduler]
 
-_NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
-
 
 def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
     """The optimizer of a model's trainable parameters.
@@ -69,11 +67,6 @@ def _checked(made: Any, name: str = "") -> Optimizer:
     if not isinstance(made, Optimizer):
         what = f"for {name!r} it returned {_kind(made)}" if name else f"it returned {_kind(made)}"
         raise InputError(f"The optimizer factory must return a torch optimizer, or several by name, but {what}.")
-    if inspect.signature(made.step).parameters.get("closure", _NO_CLOSURE).default is inspect.Parameter.empty:
-        raise InputError(
-            f"{type(made).__name__} computes the loss several times in each step (it needs a closure), which cannot be "
-            f"done by many workers here. Use an optimizer whose step() takes nothing, such as torch.optim.AdamW."
-        )
     share_state(made, made.state if isinstance(made.state, defaultdict) else defaultdict(dict))
     return made
 

@@ -16,14 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
+from paceline.comm.step_header import StepHeader
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
 from paceline.settings import Exact, Settings
 from paceline.step.accumulate import Accumulator
+from paceline.step.checks import Part
 from paceline.step.commit import Apply, commit
 from paceline.step.fusion import Fusion
 from paceline.step.job import Job, StepResult
@@ -38,9 +41,19 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
         phases=True,
+        closures=True,
         exact_with='reduction="tree" or exact="fixed-point"',
         reads=("reduction", "bucket_megabytes"),
     )
+
+
+class _Computed(NamedTuple):
+    """What is known of the pieces of all workers; and of this one its sums of buffers, and the losses of its pieces."""
+
+    parts: list[Part]
+    header: StepHeader
+    statistics: Accumulator
+    pairs: list[torch.Tensor]
 
 
 class AllReduce(Strategy):
@@ -88,42 +101,54 @@ class AllReduce(Strategy):
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        job, reducer, layout = self._job, self._reducer, self._layout(step)
+        job, layout = self._job, self._layout(step)
         shares = self._shares(len(job.order.parts_of(step)))
+        job.compute.buffers.begin()
+        job.update.check_frozen()
+        computed = self._gradients(step, pieces, layout, shares)
+        header = computed.header
+        self.seconds = header.seconds
+        self._fusion.decide(pieces, torch.stack(computed.pairs) if computed.pairs else torch.zeros(0, 2))
+        sums = [values for _, values in computed.statistics.nodes()]
+        means = self._reducer.statistics(self._nodes(shares, job.settings.exact), sums, job.order.samples_of(step))
+        apply = self._results.apply(header)
+        result = commit(
+            *(job, step, pieces, computed.parts, means, header.notice, apply),
+            again=lambda: self._gradients(step, pieces, layout, shares, again=True).parts,
+        )
+        self._reducer.accept()
+        return result
+
+    def _gradients(
+        self, step: int, pieces: list[Piece], layout: list[list[range]], shares: Sequence[range], again: bool = False
+    ) -> _Computed:
+        """Put the mean gradients into ``.grad``, for the first time in a step or ``again``."""
+        job, reducer = self._job, self._reducer
         nodes = self._nodes(shares, job.settings.along_tree)
         statistics, pairs = Accumulator(job.settings.exact), list[torch.Tensor]()
         starts = [piece.start for piece in layout[job.world.rank]]
         begin = perf_counter()
         reducer.begin(nodes, job.settings.along_tree)
-        job.compute.buffers.begin()
-        job.update.check_frozen()
         for piece in pieces:
             job.world.check()
             computed = self._fusion.forward(piece, step)
             pairs.append(computed.pair)
             statistics.push(piece.microbatches.start, [*computed.buffers])
             if piece is pieces[-1]:
-                header = self._results.send(step, starts, pairs, perf_counter() - begin)
+                header = self._results.send(step, starts, pairs, perf_counter() - begin, again=again)
                 reducer.last(piece.microbatches.start, header)
             computed.total.backward()
             if piece is not pieces[-1]:
                 reducer.push(piece.microbatches.start)
         if not pieces:
-            header = self._results.send(step, starts, pairs)
+            header = self._results.send(step, starts, pairs, again=again)
             reducer.nothing(header)
         without = reducer.written()
         header.check()  # the next tensor of a worker at another step may have another size
         missing = self._results.send_missing(layout, without)
         while not reducer.finish():
             reducer.again(step, pieces, nodes, header)
-        self.seconds = header.seconds
-        parts = self._results.parts(layout, header, missing)
-        self._fusion.decide(pieces, torch.stack(pairs) if pairs else torch.zeros(0, 2))
-        sums = [values for _, values in statistics.nodes()]
-        means = reducer.statistics(self._nodes(shares, job.settings.exact), sums, job.order.samples_of(step))
-        result = commit(job, step, pieces, parts, means, header.notice, self._results.apply(header))
-        reducer.accept()
-        return result
+        return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
 
     def close(self) -> None:
         self._reducer.close()

@@ -30,11 +30,21 @@ class Results:
         self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters), host=True)
 
     def send(
-        self, step: int, starts: list[int], pairs: list[torch.Tensor], seconds: float = 0.0, missing: bool = True
+        self,
+        step: int,
+        starts: list[int],
+        pairs: list[torch.Tensor],
+        seconds: float = 0.0,
+        missing: bool = True,
+        again: bool = False,
     ) -> StepHeader:
-        """Send the header of this worker; see :class:`StepHeader`."""
+        """Send the header of this worker; see :class:`StepHeader`.
+
+        If the step is computed ``again``, the weights are on their way, and are not compared.
+        """
         self._headers.own = self._job.compute.metrics
-        return StepHeader(self._headers, step, starts, pairs, seconds, missing, self._replicas.digest(step))
+        digest = None if again else self._replicas.digest(step)
+        return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
         """Send to which parameters this worker's pieces gave no gradient.

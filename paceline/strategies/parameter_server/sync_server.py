@@ -25,7 +25,7 @@ from paceline.data.feed import Piece
 from paceline.errors import WorkerLost
 from paceline.schedule.shares import even
 from paceline.step.job import Job, StepResult
-from paceline.step.optimizer_probe import check_draws
+from paceline.step.trials.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.allreduce import AllReduce
 from paceline.strategies.data_parallel.backup_workers import BackupWorkers

@@ -43,7 +43,7 @@ from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense
 from paceline.step.commit import means, skip
 from paceline.step.job import Job, StepResult
-from paceline.step.optimizer_probe import check_draws
+from paceline.step.trials.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy
 from paceline.strategies.data_parallel.reducer import Reducer
 from paceline.strategies.data_parallel.results import metrics_of
