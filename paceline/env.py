@@ -201,6 +201,16 @@ def horovod_number(name: str, default: float) -> float:
     return value
 
 
+def horovod_text(name: str) -> str:
+    """A variable of Horovod, by its name without ``HOROVOD_``; empty if it is not set."""
+    return os.environ.get(f"HOROVOD_{name}", "")
+
+
+def horovod_names() -> set[str]:
+    """The variables of Horovod that are set, without ``HOROVOD_``."""
+    return {name.removeprefix("HOROVOD_") for name in os.environ if name.startswith("HOROVOD_")}
+
+
 def python_path_with(folder: str) -> dict[str, str]:
     """The variable by which a Python looks in one more folder first."""
     return {"PYTHONPATH": os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))}

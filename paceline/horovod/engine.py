@@ -7,7 +7,6 @@ A steady loop of the thread: take what the script has submitted, send it to rank
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
 import time
 import weakref
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.rendezvous.env_init import reason_of
 from paceline.horovod import operations
 from paceline.horovod.errors import HorovodInternalError, InvalidRequest
 from paceline.horovod.handle import Handle
@@ -26,11 +24,12 @@ from paceline.horovod.operations import Members, Task
 from paceline.horovod.plan import Plan
 from paceline.horovod.requests import GLOBAL, Key, Request, from_json
 from paceline.horovod.settings import HorovodSettings
+from paceline.horovod.timeline import open_timeline
+from paceline.horovod.waits import EXPLAIN_SECONDS, Waits, say
 
 PLAN = "plan"
 _LEFT = "has left: its process ended"
-_EXPLAIN_SECONDS = 2.0
-_LOOK_SECONDS = 0.01
+_SHUTDOWN = "has called shutdown"
 _OPERATIONS: dict[str, Callable[[Members, Item, Task], None]] = {
     "allgather": operations.allgather,
     "alltoall": operations.alltoall,
@@ -38,6 +37,7 @@ _OPERATIONS: dict[str, Callable[[Members, Item, Task], None]] = {
     "broadcast": operations.broadcast,
     "reducescatter": operations.reducescatter,
 }
+_RECORDED = frozenset(["allreduce", *_OPERATIONS])
 
 
 class Engine:
@@ -53,8 +53,7 @@ class Engine:
     Attributes:
         sets: the members of each process set.
         joins: how often all workers have joined.
-        gone: workers that take part in nothing any more, and why.
-        stalled: operations that some worker has waited for long, by name, and for whom.
+        waits: for what is not negotiated, and who is gone.
         failure: why nothing can be done any more; empty while it can.
     """
 
@@ -73,11 +72,14 @@ class Engine:
         self._cache: dict[Key, tuple[int, Request]] = {}
         self._keys: dict[int, Key] = {}
         self._unnamed = itertools.count()
-        self._waits: dict[str, tuple[float, int, bool]] = {}
-        self._ended: list[str] = []
         self._closing = False
-        self.gone: dict[int, str] = {}
-        self.stalled: dict[str, str] = {}
+        self._quiet_since = time.monotonic()
+        self._departed = threading.Event()
+        self.waits = Waits(rank, settings, links.wake)
+        if rank == 0:
+            self.record(settings.timeline, settings.mark_cycles)
+            if settings.ignored:
+                say(f"without effect here: HOROVOD_{', HOROVOD_'.join(settings.ignored)}.")
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._thread = threading.Thread(target=self._run, name="paceline-horovod", daemon=True)
         self._thread.start()
@@ -113,30 +115,6 @@ class Engine:
             self._links.wake()
         return handle
 
-    def waiting(self, name: str, set_: int) -> None:
-        """Note that this worker now waits for an operation that is not negotiated, so that a stall can name it."""
-        self._waits[name] = (time.monotonic(), set_, False)
-
-    def waited(self, name: str) -> None:
-        """Note that the wait is over."""
-        _, _, told = self._waits.pop(name)
-        if told:
-            with self._lock:
-                self._ended.append(name)
-            self._links.wake()
-
-    def explain(self, what: str, name: str, error: RuntimeError) -> HorovodInternalError:
-        """The error of an operation that has failed, with who left or is missing."""
-        why = "; ".join(f"rank {rank} {why}" for rank, why in self.gone.items()) or self.stalled.get(name)
-        return HorovodInternalError(f"Rank {self.rank}: {what} failed: {why or reason_of(error)}")
-
-    def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
-        """The same for gradients, in the script's thread: wait until the engine's has heard who left."""
-        until = time.monotonic() + _EXPLAIN_SECONDS
-        while not self.gone and name not in self.stalled and time.monotonic() < until:
-            time.sleep(_LOOK_SECONDS)
-        return self.explain(f"allreduce of the gradients {name!r}", name, error)
-
     def add_plan(self, plan: Plan) -> None:
         """Note a plan, which :meth:`plans` gives as long as it exists."""
         self._plans.add(plan)
@@ -145,16 +123,32 @@ class Engine:
         """The plans in use."""
         return [one for one in self._plans if one.open]
 
+    def record(self, path: str, mark_cycles: bool = False) -> None:
+        """Record operations in a file from now on, in no other; without a path in none. Only rank 0 does.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        old, self.waits.timeline = self.waits.timeline, None
+        if old is not None:
+            old.close()
+        if path and self.rank == 0:
+            self.waits.timeline = open_timeline(path, mark_cycles)
+
     def close(self) -> None:
         """Leave the others, who are told; what is under way fails."""
         self._closing = True
         self._links.wake()
-        self._thread.join()
+        self._departed.wait()
         for plan in self.plans():
             plan.close()
-        for members in self.sets.values():
+        for members in list(self.sets.values()):
             if members.group is not None:
                 dist.destroy_process_group(members.group)
+
+    def serve(self) -> None:
+        """After :meth:`close`: go on until no process set needs the table of this worker any more."""
+        self._thread.join()
 
     # on the thread
 
@@ -163,15 +157,32 @@ class Engine:
         try:
             while not self._closing:
                 self._turn()
-            self._links.send_all({"type": "bye", "why": "has called shutdown"}, self.settings.start_seconds)
+            if self._is_needed():
+                self._lost(0, _SHUTDOWN)
+                self._fail(why)
+                self._departed.set()
+            while self._is_needed():
+                self._turn()
+            self._links.send_all({"type": "bye", "why": _SHUTDOWN}, self.settings.start_seconds)
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             why = str(error) if isinstance(error, HorovodInternalError) else f"{type(error).__name__}: {error}"
             self._links.send_all({"type": "bye", "why": f"has failed: {why}"}, self.settings.start_seconds)
         self._fail(why)
         self._links.close()
+        self.record("")
+        self._departed.set()
+
+    def _is_needed(self) -> bool:
+        """Whether others go on after rank 0 has left: in process sets without it, of which some are still there."""
+        quiet = time.monotonic() - self._quiet_since
+        return self._negotiation is not None and self._negotiation.outlive(0) and quiet < self.settings.deadline_seconds
 
     def _turn(self) -> None:
         messages, ended = self._links.receive(self._patience())
+        if messages or self._submitted:
+            self._quiet_since = time.monotonic()
+            if (timeline := self.waits.timeline) is not None:
+                timeline.cycle()
         if self.settings.cycle_seconds and self._submitted:
             time.sleep(self.settings.cycle_seconds)
         self._send_submitted()
@@ -209,16 +220,12 @@ class Engine:
         else:
             self._links.send(0, {"type": "submit", "again": again, "new": new}, self.settings.deadline_seconds)
 
-    def _learn(self, news: dict[str, Any]) -> None:
-        self.gone.update(dict(news["gone"]))
-        self.stalled.update(news["stalled"])
-
     def _take(self, rank: int, again: list[int], new: list[Request]) -> None:
         assert self._negotiation is not None
-        now = time.monotonic()
-        for number in again:
-            self._negotiation.submit_again(rank, number, now)
-        for request in new:
+        now, timeline = time.monotonic(), self.waits.timeline
+        for request in (*(self._negotiation.known(rank, number) for number in again), *new):
+            if timeline is not None and request.kind in _RECORDED:
+                timeline.asked(request, rank)
             self._negotiation.submit(rank, request, now)
 
     def _read(self, rank: int, message: dict[str, Any]) -> None:
@@ -233,7 +240,7 @@ class Engine:
         elif kind == "bye":
             self._lost(rank, message["why"])
         elif kind == "news":
-            self._learn(message)
+            self.waits.learn(message)
         elif kind == "waits" and self._negotiation is not None:
             now = time.monotonic()
             for name, set_, seconds in message["begun"]:
@@ -242,9 +249,9 @@ class Engine:
                 self._negotiation.end_wait(rank, name)
 
     def _lost(self, rank: int, why: str) -> None:
-        if rank in self.gone:
+        if rank in self.waits.gone:
             return
-        self.gone[rank] = why
+        self.waits.gone[rank] = why
         if self._negotiation is None:
             raise HorovodInternalError(f"Rank {self.rank}: rank 0 {why}. See its log for the cause.")
         self._negotiation.leave(rank, why)
@@ -257,7 +264,7 @@ class Engine:
             self._report(negotiation.stalled(now, self.settings.stall_seconds))
         responses += negotiation.give_up(now, self.settings.deadline_seconds)
         if responses:
-            written = [[_written(one), one.error, one.joined] for one in responses]
+            written = [[one.written, one.error, one.joined] for one in responses]
             self._links.send_all({"type": "run", "responses": written}, self.settings.deadline_seconds)
         for response in responses:
             self._carry_out(response)
@@ -265,9 +272,9 @@ class Engine:
     def _report(self, stalled: dict[str, str]) -> None:
         """Warn on the console of rank 0; all remember it, for the error if the wait fails."""
         for text in stalled.values():
-            print(f"paceline.horovod: {text}", file=sys.stderr, flush=True)  # noqa: T201 - as a log of Horovod
+            say(text)
         if stalled:
-            self.stalled.update(stalled)
+            self.waits.stalled.update(stalled)
             self._links.send_all({"type": "news", "gone": [], "stalled": stalled}, self.settings.deadline_seconds)
 
     def _item(self, written: Any) -> Item | None:
@@ -305,6 +312,9 @@ class Engine:
         members = self.sets[request.set]
         if self.rank not in members.ranks:
             return ""
+        timeline, requests = self.waits.timeline, [item.request for item in response.items]
+        if timeline is not None:
+            timeline.begin(requests)
         try:
             if request.kind == "allreduce":
                 tasks = [None if one is None else one.task for one in handles]
@@ -315,6 +325,8 @@ class Engine:
         except RuntimeError as error:
             names = ", ".join(repr(item.request.name) for item in response.items[:3])
             raise self._explained(f"{request.kind} of {names}", error) from error
+        if timeline is not None:
+            timeline.end(requests)
         return ""
 
     def _change(self, request: Request) -> Any:
@@ -341,31 +353,25 @@ class Engine:
 
     def _look_at_waits(self) -> None:
         """Tell rank 0 of long waits that it does not know of."""
-        begun, now = [], time.monotonic()
-        for name, (since, set_, told) in list(self._waits.items()):
-            if not told and now - since > (self.settings.stall_seconds or 60.0) / 2:
-                self._waits[name] = (since, set_, True)
-                begun.append((name, set_, now - since))
-        with self._lock:
-            ended, self._ended = self._ended, []
-        if begun or ended:
-            message = {"type": "waits", "begun": begun, "ended": ended}
-            if self._negotiation is not None:
-                self._read(0, message)
-            else:
-                self._links.send(0, message, self.settings.deadline_seconds)
+        message = self.waits.news()
+        if message is None:
+            return
+        if self._negotiation is not None:
+            self._read(0, message)
+        else:
+            self._links.send(0, message, self.settings.deadline_seconds)
 
     def _explained(self, what: str, error: RuntimeError) -> HorovodInternalError:
         """Name who left, which is known soon after an operation has failed."""
-        until = time.monotonic() + _EXPLAIN_SECONDS
-        while not self.gone and time.monotonic() < until:
+        until = time.monotonic() + EXPLAIN_SECONDS
+        while not self.waits.gone and time.monotonic() < until:
             messages, ended = self._links.receive(until - time.monotonic())
             for _, message in messages:
                 if message["type"] == "news":
-                    self._learn(message)
-            self.gone.update({rank: message["why"] for rank, message in messages if message["type"] == "bye"})
-            self.gone.update({rank: _LEFT for rank in ended})
-        return self.explain(what, "", error)
+                    self.waits.learn(message)
+            self.waits.gone.update({rank: message["why"] for rank, message in messages if message["type"] == "bye"})
+            self.waits.gone.update({rank: _LEFT for rank in ended})
+        return self.waits.explain(what, "", error)
 
     def _fail(self, why: str) -> None:
         with self._lock:
@@ -373,11 +379,3 @@ class Engine:
             left, self._pending, self._submitted = list(self._pending.values()), {}, []
         for handle in left:
             handle.end(f"{handle.request.words}: {why}")
-
-
-def _written(response: Response) -> list[Any]:
-    """The items as they are sent: those that all members know by their number alone."""
-    return [
-        one.number if one.number >= 0 and not one.new and not one.rows and not response.joined else one
-        for one in response.items
-    ]

@@ -46,6 +46,14 @@ class Response(NamedTuple):
     error: str = ""
     joined: tuple[int, ...] = ()
 
+    @property
+    def written(self) -> list[Any]:
+        """The items as they are sent: those that all members know by their number alone."""
+        return [
+            one.number if one.number >= 0 and not one.new and not one.rows and not self.joined else one
+            for one in self.items
+        ]
+
 
 @dataclass
 class _Entry:
@@ -97,9 +105,13 @@ class Negotiation:
         if len(entry.requests) + len(self._joined) + len(self._gone) >= len(self.sets.get(request.set, ())):
             self._complete.append(request.key)
 
-    def submit_again(self, rank: int, number: int, now: float) -> None:
-        """Take the request that this rank made before under a number."""
-        self.submit(rank, self._known[number][rank], now)
+    def known(self, rank: int, number: int) -> Request:
+        """The request that this rank made before under a number."""
+        return self._known[number][rank]
+
+    def outlive(self, rank: int) -> bool:
+        """Whether a process set without a rank has members that are still there."""
+        return any(rank not in ranks and set(ranks) - self._gone.keys() for ranks in self.sets.values())
 
     def leave(self, rank: int, why: str) -> None:
         """Note that a rank takes part in nothing any more."""

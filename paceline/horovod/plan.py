@@ -21,13 +21,18 @@ import torch
 import torch.distributed as dist
 
 from paceline.horovod.operations import start_all_reduce
+from paceline.horovod.requests import Request
+from paceline.horovod.timeline import Timeline
 
 if TYPE_CHECKING:
     from paceline.horovod.errors import HorovodInternalError
 
 
 class Watch(Protocol):
-    """Who is told of waits (``engine``)."""
+    """Who is told of waits (``waits``)."""
+
+    timeline: Timeline | None
+    """Where buckets are recorded."""
 
     def waiting(self, name: str, set_: int) -> None:
         """A wait begins, ..."""
@@ -63,7 +68,7 @@ class Plan:
     """The buckets of one optimizer.
 
     Args:
-        engine: of this worker.
+        watch: of this worker.
         group: the process group for this plan alone.
         parameters: in the order in which their gradients are expected, with their names.
         dtype: of gradients on the way; None: their own, which all have.
@@ -73,14 +78,14 @@ class Plan:
 
     def __init__(
         self,
-        engine: Watch,
+        watch: Watch,
         group: dist.ProcessGroup,
         parameters: Sequence[tuple[torch.Tensor, str]],
         dtype: torch.dtype | None,
         factors: tuple[float, float],
         set_: int,
     ) -> None:
-        self._engine, self._group, self._set = engine, group, set_
+        self._watch, self._group, self._set = watch, group, set_
         self._before, self._after = factors
         self._names = dict(parameters)
         dtype = dtype or parameters[0][0].dtype
@@ -107,6 +112,8 @@ class Plan:
     def _start_full(self) -> None:
         while self._started < len(self._buckets) and not self._buckets[self._started].missing:
             bucket = self._buckets[self._started]
+            if (timeline := self._watch.timeline) is not None:
+                timeline.begin([self._request(bucket)])
             bucket.work = start_all_reduce(self._group, bucket.flat)
             self._started += 1
 
@@ -117,8 +124,8 @@ class Plan:
             HorovodInternalError: another worker left, or the deadline has passed.
         """
         self._send_rest()
-        for place, bucket in enumerate(self._buckets):
-            self._wait(place, bucket)
+        for bucket in self._buckets:
+            self._wait(bucket)
             self._write(bucket)
         if self._buckets[-1].flat[-1] > 0:
             self.close()
@@ -131,17 +138,28 @@ class Plan:
             bucket.missing.clear()
         self._start_full()
 
-    def _wait(self, place: int, bucket: _Bucket) -> None:
+    def _wait(self, bucket: _Bucket) -> None:
         assert bucket.work is not None
-        name = self._names[next(iter(bucket.views))]
-        what = f"{name} and {len(bucket.views) - 1} more" if len(bucket.views) > 1 else name
-        self._engine.waiting(what, self._set)
+        what = self._called(bucket)
+        self._watch.waiting(what, self._set)
         try:
             bucket.work.wait()
         except RuntimeError as error:
-            raise self._engine.await_cause(what, error) from error
+            raise self._watch.await_cause(what, error) from error
         finally:
-            self._engine.waited(what)
+            self._watch.waited(what)
+        if (timeline := self._watch.timeline) is not None:
+            timeline.end([self._request(bucket)])
+
+    def _called(self, bucket: _Bucket) -> str:
+        name = self._names[next(iter(bucket.views))]
+        return f"{name} and {len(bucket.views) - 1} more" if len(bucket.views) > 1 else name
+
+    def _request(self, bucket: _Bucket) -> Request:
+        """What a bucket would be if it were negotiated."""
+        flat = bucket.flat
+        dtype = str(flat.dtype).removeprefix("torch.")
+        return Request(self._set, self._called(bucket), "allreduce", (dtype,), ((flat.numel(),),))
 
     def _write(self, bucket: _Bucket) -> None:
         for one, view in bucket.views.items():

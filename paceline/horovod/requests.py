@@ -51,7 +51,8 @@ class Request(NamedTuple):
     @property
     def words(self) -> str:
         """Its kind and name, for messages."""
-        return f"{self.kind} {self.name.removeprefix(self.kind + '.')!r}"
+        called, _, name = self.name.partition(".")
+        return f"{called} {name!r}" if called.removeprefix("grouped_") == self.kind else f"{self.kind} {self.name!r}"
 
 
 def from_json(values: list[Any]) -> Request:

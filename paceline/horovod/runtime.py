@@ -21,6 +21,7 @@ from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.settings import read_settings
 
 _engine: Engine | None = None
+_left: list[Engine] = []
 _host = LOOPBACK
 _times = 0
 _all_places: list[tuple[int, int]] = []
@@ -54,7 +55,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     links = open_links(who.rank, who.world_size, _host, _store(who.world_size), settings.start_seconds)
     group = open_group(ranks, who.rank, settings.deadline_seconds) if who.world_size > 1 else None
     _engine = Engine(who.rank, who.world_size, links, group, settings)
-    atexit.register(shutdown)
+    atexit.unregister(_leave)
+    atexit.register(_leave)
     try:
         _all_places = _gather_places(_engine, who)
         fill_in(_engine, wanted)
@@ -86,13 +88,23 @@ def _store(size: int) -> Any:
 
 
 def shutdown() -> None:
-    """Leave the other workers; what is under way fails. ``init`` may follow."""
+    """Leave the other workers; what is under way fails. ``init`` may follow.
+
+    Process sets without rank 0 go on: it keeps their table until they have left, at the end of its process at least.
+    """
     global _engine
     if _engine is not None:
         _engine.close()
         forget(_engine)
+        _left.append(_engine)
         _engine = None
-        atexit.unregister(shutdown)
+
+
+def _leave() -> None:
+    """At the end of the process."""
+    shutdown()
+    for one in _left:
+        one.serve()
 
 
 def engine() -> Engine:

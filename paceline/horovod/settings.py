@@ -19,6 +19,9 @@ class HorovodSettings:
             ``HOROVOD_STALL_CHECK_DISABLE=1``.
         deadline_seconds: before a wait ends with an error; ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
         start_seconds: to wait for the other workers in ``init``; ``HOROVOD_GLOO_TIMEOUT_SECONDS``.
+        timeline: the file in which rank 0 records operations; ``HOROVOD_TIMELINE``. Empty: none.
+        mark_cycles: whether turns of the negotiation are recorded, too; ``HOROVOD_TIMELINE_MARK_CYCLES``.
+        ignored: the variables of Horovod in the environment that have no effect.
     """
 
     fusion_bytes: int
@@ -27,6 +30,20 @@ class HorovodSettings:
     stall_seconds: float | None
     deadline_seconds: float
     start_seconds: float
+    timeline: str = ""
+    mark_cycles: bool = False
+    ignored: tuple[str, ...] = ()
+
+
+_READ = {
+    *("FUSION_THRESHOLD", "CYCLE_TIME", "CACHE_CAPACITY", "STALL_CHECK_DISABLE", "STALL_CHECK_TIME_SECONDS"),
+    *("STALL_SHUTDOWN_TIME_SECONDS", "GLOO_TIMEOUT_SECONDS", "TIMELINE", "TIMELINE_MARK_CYCLES"),
+}
+_TRUE_HERE = {
+    *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
+    *("DYNAMIC_PROCESS_SETS", "CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
+}
+"""What launchers of Horovod set, and what is so in any case."""
 
 
 def read_settings() -> HorovodSettings:
@@ -35,6 +52,7 @@ def read_settings() -> HorovodSettings:
     Raises:
         ConfigError: one of them is not a number, or negative.
     """
+    timeline = env.horovod_text("TIMELINE")
     disabled = env.horovod_number("STALL_CHECK_DISABLE", 0) != 0
     return HorovodSettings(
         fusion_bytes=int(env.horovod_number("FUSION_THRESHOLD", 128 << 20)),
@@ -43,4 +61,7 @@ def read_settings() -> HorovodSettings:
         stall_seconds=None if disabled else env.horovod_number("STALL_CHECK_TIME_SECONDS", 60.0),
         deadline_seconds=env.horovod_number("STALL_SHUTDOWN_TIME_SECONDS", 0.0) or 1800.0,
         start_seconds=env.horovod_number("GLOO_TIMEOUT_SECONDS", 60.0),
+        timeline="" if timeline == "DYNAMIC" else timeline,
+        mark_cycles=env.horovod_number("TIMELINE_MARK_CYCLES", 0) != 0,
+        ignored=tuple(sorted(env.horovod_names() - _READ - _TRUE_HERE)),
     )

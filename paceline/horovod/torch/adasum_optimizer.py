@@ -17,7 +17,7 @@ class AdasumReducing(Optimizer):
     """What is put on top of the class of the optimizer."""
 
     _base: type[Optimizer]
-    _names: dict[torch.Tensor, str]
+    _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor]
 
     def synchronize(self) -> None:
@@ -33,13 +33,13 @@ class AdasumReducing(Optimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update by the gradients of this worker, then combine the changes of all."""
-        before = {one: one.detach().clone() for one in self._names if one.requires_grad}
+        before = {one: one.detach().clone() for one in self._parameter_names if one.requires_grad}
         loss = self._base.step(self, closure)
         handles = []
         with torch.no_grad():
             for one, old in before.items():
                 small, context = self._compression.compress(one.detach() - old)
-                handles.append((allreduce_async(small, name=self._names[one], op=Adasum), context))
+                handles.append((allreduce_async(small, name=self._parameter_names[one], op=Adasum), context))
             for (one, old), (handle, context) in zip(before.items(), handles, strict=True):
                 one.copy_(old + self._compression.decompress(handle.results(), context))
         return loss

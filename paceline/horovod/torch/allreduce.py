@@ -22,12 +22,18 @@ from paceline.horovod.torch.requests import Adasum, Average, reduction_of, submi
 
 
 def _start(
-    tensors: Tensors, outputs: Tensors, name: str | None, op: Any, factors: tuple[float, float], process_set: ProcessSet
+    tensors: Tensors,
+    outputs: Tensors,
+    name: str | None,
+    op: Any,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    grouped: bool = False,
 ) -> Handle:
     if op == Adasum and process_set.process_set_id not in (None, GLOBAL):
         raise NotImplementedError("Adasum is for all workers, not for a process set.")
     values = {"op": str(op), "prescale": float(factors[0]), "postscale": float(factors[1])}
-    return submit("allreduce", tensors, outputs, name, process_set, **values)
+    return submit("allreduce", tensors, outputs, name, process_set, grouped, **values)
 
 
 def _new(tensors: Tensors) -> list[torch.Tensor]:
@@ -41,12 +47,13 @@ def _reduced(
     op: Any,
     factors: tuple[float, float],
     process_set: ProcessSet,
+    grouped: bool = False,
 ) -> list[torch.Tensor]:
     """Reduce, differentiably: the gradient of a reduction is the same reduction of the gradients."""
 
     def run(given: Tensors) -> Tensors:
         small, contexts = zip(*map(compression.compress, given), strict=True) if given else ((), ())
-        found = _start(small, _new(small), name, op, factors, process_set).wait()
+        found = _start(small, _new(small), name, op, factors, process_set, grouped).wait()
         return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
 
     def back(gradients: Tensors) -> Tensors:
@@ -135,7 +142,7 @@ def grouped_allreduce_async(
     """Start :func:`grouped_allreduce`; the handle is for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
-    return Operation(_start(tensors, _new(tensors), name, op, factors, process_set), single=False)
+    return Operation(_start(tensors, _new(tensors), name, op, factors, process_set, grouped=True), single=False)
 
 
 def grouped_allreduce(  # noqa: PLR0913 - the arguments are Horovod's
@@ -150,7 +157,7 @@ def grouped_allreduce(  # noqa: PLR0913 - the arguments are Horovod's
 ) -> list[torch.Tensor]:
     """Reduce several tensors as one operation."""
     factors = prescale_factor, postscale_factor
-    return _reduced(tensors, name, compression, reduction_of(op, average), factors, process_set)
+    return _reduced(tensors, name, compression, reduction_of(op, average), factors, process_set, grouped=True)
 
 
 def grouped_allreduce_async_(
@@ -164,7 +171,8 @@ def grouped_allreduce_async_(
 ) -> Operation:
     """Start :func:`grouped_allreduce_`; the handle is for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
-    return Operation(_start(tensors, tensors, name, reduction_of(op, average), factors, process_set), single=False)
+    op = reduction_of(op, average)
+    return Operation(_start(tensors, tensors, name, op, factors, process_set, grouped=True), single=False)
 
 
 def grouped_allreduce_(
@@ -178,7 +186,7 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """Reduce several tensors as one operation, in place."""
     factors = prescale_factor, postscale_factor
-    return _start(tensors, tensors, name, reduction_of(op, average), factors, process_set).wait()
+    return _start(tensors, tensors, name, reduction_of(op, average), factors, process_set, grouped=True).wait()
 
 
 def sparse_allreduce_async(

@@ -46,3 +46,29 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; all workers call this. False if it is the global one, or not added."""
     return remove(engine(), process_set)
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record when operations are asked for and carried out, on rank 0; in the format of Perfetto and Chrome.
+
+    All workers may call this. A file that is being recorded ends; ``HOROVOD_TIMELINE`` names one that begins in
+    ``init``.
+
+    Args:
+        file_path: of the file, which is replaced.
+        mark_cycles: whether turns of the negotiation are recorded, too.
+
+    Raises:
+        ConfigError: the file cannot be written.
+        NotInitialized: ``init`` was not called.
+    """
+    engine().record(file_path, mark_cycles)
+
+
+def stop_timeline() -> None:
+    """End the file of :func:`start_timeline`, or of ``HOROVOD_TIMELINE``.
+
+    Raises:
+        NotInitialized: ``init`` was not called.
+    """
+    engine().record("")

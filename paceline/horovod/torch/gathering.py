@@ -14,16 +14,16 @@ from paceline.horovod.torch.handles import Operation, Tensors, differentiated
 from paceline.horovod.torch.requests import Average, full_name, refuse, submit
 
 
-def _start_gather(tensors: Tensors, name: str | None, process_set: ProcessSet) -> Handle:
-    return submit("allgather", tensors, [None] * len(tensors), name, process_set)
+def _start_gather(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> Handle:
+    return submit("allgather", tensors, [None] * len(tensors), name, process_set, grouped)
 
 
-def _gathered(tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[torch.Tensor]:
+def _gathered(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> list[torch.Tensor]:
     """Gather, differentiably: a gradient is the mean of those of all members, of which each takes its rows."""
     handles: list[Handle] = []
 
     def run(given: Tensors) -> Tensors:
-        handles.append(_start_gather(given, name, process_set))
+        handles.append(_start_gather(given, name, process_set, grouped))
         return handles[0].wait()
 
     def back(gradients: Tensors) -> Tensors:
@@ -59,14 +59,14 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
     """Start :func:`grouped_allgather`; the handle is for ``poll`` and ``synchronize``."""
-    return Operation(_start_gather(tensors, name, process_set), single=False)
+    return Operation(_start_gather(tensors, name, process_set, grouped=True), single=False)
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[torch.Tensor]:
     """Gather several tensors as one operation."""
-    return _gathered(tensors, name, process_set)
+    return _gathered(tensors, name, process_set, grouped=True)
 
 
 def _start_broadcast(

@@ -207,7 +207,7 @@ class Gradients:
             return None
         before, after = how.factors
         factors = (before, after / members if how.op == Average else after)
-        plan = Plan(running, handle.value, pairs, how.compression.dtype, factors, number)
+        plan = Plan(running.waits, handle.value, pairs, how.compression.dtype, factors, number)
         running.add_plan(plan)
         return plan
 

@@ -43,7 +43,14 @@ from paceline.horovod.torch.allreduce import (
     grouped_allreduce_async_,
     sparse_allreduce_async,
 )
-from paceline.horovod.torch.coordination import add_process_set, barrier, join, remove_process_set
+from paceline.horovod.torch.coordination import (
+    add_process_set,
+    barrier,
+    join,
+    remove_process_set,
+    start_timeline,
+    stop_timeline,
+)
 from paceline.horovod.torch.gathering import (
     allgather,
     allgather_async,
@@ -123,5 +130,7 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stop_timeline",
     "synchronize",
 ]

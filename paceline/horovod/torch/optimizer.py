@@ -26,6 +26,7 @@ class _Reducing(Optimizer):
     """What is put on top of the class of the optimizer."""
 
     _base: type[Optimizer]
+    _parameter_names: dict[torch.Tensor, str]
     _gradients: Gradients | None
     _synchronized: bool
     _should_synchronize: bool
@@ -146,7 +147,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - the name and the arguments are Horo
     if op == Adasum and size() > 1:
         if process_set.process_set_id != GLOBAL:
             raise NotImplementedError("Adasum is for all workers, not for a process set.")
-        return _on_top(optimizer, dict(vars(AdasumReducing)), _names=names, _compression=compression)
+        return _on_top(optimizer, dict(vars(AdasumReducing)), _parameter_names=names, _compression=compression)
     chosen = _groups(groups, [one for one in names if one.requires_grad])
     gradients = None
     if size() > 1 and process_set.included():
@@ -155,9 +156,8 @@ def DistributedOptimizer(  # noqa: PLR0913 - the name and the arguments are Horo
         gradients = Gradients(trained, how, chosen, backward_passes_per_step)
         for one in trained:
             one.register_post_accumulate_grad_hook(gradients.take)
-    return _on_top(
-        optimizer, dict(vars(_Reducing)), _gradients=gradients, _synchronized=False, _should_synchronize=True
-    )
+    values = {"_parameter_names": names, "_gradients": gradients, "_synchronized": False, "_should_synchronize": True}
+    return _on_top(optimizer, dict(vars(_Reducing)), **values)
 
 
 def _on_top(optimizer: Optimizer, methods: dict[str, Any], **values: Any) -> Any:

@@ -15,12 +15,17 @@ from paceline.horovod.torch.requests import Average, Sum, reduction_of, submit
 
 
 def _start(
-    tensors: Tensors, name: str | None, op: Any, process_set: ProcessSet, factors: tuple[float, float]
+    tensors: Tensors,
+    name: str | None,
+    op: Any,
+    process_set: ProcessSet,
+    factors: tuple[float, float],
+    grouped: bool = False,
 ) -> Handle:
     if op not in (Average, Sum):
         raise NotImplementedError(f"reducescatter is for Average and Sum, not for {op}.")
     values = {"op": str(reduction_of(op, None)), "prescale": float(factors[0]), "postscale": float(factors[1])}
-    return submit("reducescatter", tensors, [None] * len(tensors), name, process_set, **values)
+    return submit("reducescatter", tensors, [None] * len(tensors), name, process_set, grouped, **values)
 
 
 def reducescatter_async(
@@ -46,7 +51,7 @@ def reducescatter(
 ) -> torch.Tensor:
     """Reduce a tensor over all members, and keep the rows of this one; the first ones have one more if need be."""
     factors = prescale_factor, postscale_factor
-    return grouped_reducescatter([tensor], name, compression, op, process_set, *factors)[0]
+    return _scattered([tensor], name, compression, op, factors, process_set)[0]
 
 
 def grouped_reducescatter_async(
@@ -58,7 +63,8 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Operation:
     """Start :func:`grouped_reducescatter`; the handle is for ``poll`` and ``synchronize``."""
-    return Operation(_start(tensors, name, op, process_set, (prescale_factor, postscale_factor)), single=False)
+    factors = prescale_factor, postscale_factor
+    return Operation(_start(tensors, name, op, process_set, factors, grouped=True), single=False)
 
 
 def grouped_reducescatter(
@@ -71,14 +77,28 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce several tensors as one operation, each as :func:`reducescatter` does."""
+    factors = prescale_factor, postscale_factor
+    return _scattered(tensors, name, compression, op, factors, process_set, grouped=True)
+
+
+def _scattered(
+    tensors: Tensors,
+    name: str | None,
+    compression: type[Compressor],
+    op: Any,
+    factors: tuple[float, float],
+    process_set: ProcessSet,
+    grouped: bool = False,
+) -> list[torch.Tensor]:
+    """Reduce, differentiably: the gradients of the rows are those of all members, gathered."""
 
     def run(given: Tensors) -> Tensors:
         small, contexts = zip(*map(compression.compress, given), strict=True)
-        found = _start(small, name, op, process_set, (prescale_factor, postscale_factor)).wait()
+        found = _start(small, name, op, process_set, factors, grouped).wait()
         return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
 
     def back(gradients: Tensors) -> Tensors:
-        factor = prescale_factor * postscale_factor * (len(process_set.ranks) if op == Sum else 1)
+        factor = factors[0] * factors[1] * (len(process_set.ranks) if op == Sum else 1)
         return grouped_allgather([one * factor for one in gradients], process_set=process_set)
 
     return differentiated(run, back, tensors)

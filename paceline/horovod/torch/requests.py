@@ -46,9 +46,9 @@ def reduction_of(op: Any, average: bool | None) -> Reduction:
     return Average if op is None else Reduction(op)
 
 
-def full_name(kind: str, name: str | None) -> str:
+def full_name(kind: str, name: str | None, grouped: bool = False) -> str:
     """The name of an operation among those of all kinds; empty if the engine is to give a number."""
-    return f"{kind}.{name}" if name else ""
+    return f"{'grouped_' * grouped}{kind}.{name}" if name else ""
 
 
 def submit(
@@ -57,9 +57,10 @@ def submit(
     outputs: Sequence[torch.Tensor | None],
     name: str | None,
     process_set: ProcessSet,
+    grouped: bool = False,
     **values: Any,
 ) -> Handle:
-    """Ask the engine for an operation on these tensors.
+    """Ask the engine for an operation on these tensors; those of a group have names of their own.
 
     Raises:
         InvalidRequest: the tensors cannot be used; the other members raise an error, too.
@@ -71,7 +72,7 @@ def submit(
         raise NotInitialized(f"{process_set} is not added: give it to hvd.init or hvd.add_process_set.")
     request = Request(
         number,
-        full_name(kind, name),
+        full_name(kind, name, grouped),
         kind,
         tuple(str(one.dtype).removeprefix("torch.") for one in tensors),
         tuple(tuple(one.shape) for one in tensors),

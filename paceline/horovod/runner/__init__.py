@@ -1,0 +1,1 @@
+"""Where scripts written for Horovod look for its launcher."""

@@ -1,0 +1,39 @@
+"""A function on a thread of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def in_thread(
+    target: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    name: str | None = None,
+    daemon: bool = True,
+    silent: bool = False,
+) -> threading.Thread:
+    """Start a function on a thread of its own.
+
+    Args:
+        target: the function.
+        args: its arguments.
+        name: of the thread.
+        daemon: whether the process may end before the thread.
+        silent: whether exceptions of the function are left out.
+
+    Raises:
+        ValueError: ``args`` is no tuple.
+    """
+    if not isinstance(args, tuple):
+        raise ValueError(f"args must be a tuple, as ({args!r},), not a {type(args).__name__}.")
+
+    def run() -> None:
+        with contextlib.suppress(Exception) if silent else contextlib.nullcontext():
+            target(*args)
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread

@@ -1,0 +1,87 @@
+"""What this worker waits for that is not negotiated, who is gone, and the error of an operation that has failed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.comm.rendezvous.env_init import reason_of
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.settings import HorovodSettings
+from paceline.horovod.timeline import Timeline
+
+EXPLAIN_SECONDS = 2.0
+"""How long to wait for the news of who left, before an error is raised without it."""
+_LOOK_SECONDS = 0.01
+
+
+class Waits:
+    """The waits of one worker.
+
+    Args:
+        rank: of this worker.
+        settings: from the environment.
+        wake: wakes the engine's thread, which tells rank 0.
+
+    Attributes:
+        gone: workers that take part in nothing any more, and why.
+        stalled: operations that some worker has waited for long, by name, and for whom.
+        timeline: where operations are recorded, if they are.
+    """
+
+    def __init__(self, rank: int, settings: HorovodSettings, wake: Callable[[], None]) -> None:
+        self.rank, self._settings, self._wake = rank, settings, wake
+        self.gone: dict[int, str] = {}
+        self.stalled: dict[str, str] = {}
+        self.timeline: Timeline | None = None
+        self._begun: dict[str, tuple[float, int, bool]] = {}
+        self._ended: list[str] = []
+        self._lock = threading.Lock()
+
+    def waiting(self, name: str, set_: int) -> None:
+        """Note that this worker now waits for an operation that is not negotiated, so that a stall can name it."""
+        self._begun[name] = (time.monotonic(), set_, False)
+
+    def waited(self, name: str) -> None:
+        """Note that the wait is over."""
+        _, _, told = self._begun.pop(name)
+        if told:
+            with self._lock:
+                self._ended.append(name)
+            self._wake()
+
+    def learn(self, news: dict[str, Any]) -> None:
+        """Take the news of rank 0: who is gone, and what stalls."""
+        self.gone.update(dict(news["gone"]))
+        self.stalled.update(news["stalled"])
+
+    def news(self) -> dict[str, Any] | None:
+        """What rank 0 does not know yet: long waits that have begun, and those that are over."""
+        begun, now = [], time.monotonic()
+        for name, (since, set_, told) in list(self._begun.items()):
+            if not told and now - since > (self._settings.stall_seconds or 60.0) / 2:
+                self._begun[name] = (since, set_, True)
+                begun.append((name, set_, now - since))
+        with self._lock:
+            ended, self._ended = self._ended, []
+        return {"type": "waits", "begun": begun, "ended": ended} if begun or ended else None
+
+    def explain(self, what: str, name: str, error: RuntimeError) -> HorovodInternalError:
+        """The error of an operation that has failed, with who left or is missing."""
+        why = "; ".join(f"rank {rank} {why}" for rank, why in self.gone.items()) or self.stalled.get(name)
+        return HorovodInternalError(f"Rank {self.rank}: {what} failed: {why or reason_of(error)}")
+
+    def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
+        """The same for gradients, in the script's thread: wait until the engine's has heard who left."""
+        until = time.monotonic() + EXPLAIN_SECONDS
+        while not self.gone and name not in self.stalled and time.monotonic() < until:
+            time.sleep(_LOOK_SECONDS)
+        return self.explain(f"allreduce of the gradients {name!r}", name, error)
+
+
+def say(text: str) -> None:
+    """Tell the user, where Horovod writes its log."""
+    print(f"paceline.horovod: {text}", file=sys.stderr, flush=True)  # noqa: T201
