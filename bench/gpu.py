@@ -58,7 +58,7 @@ def ddp(task: Task, data: TensorDataset, device: torch.device) -> tuple[nn.Modul
     return model.module, step
 
 
-def pace(task: Task, data: TensorDataset, settings: dict[str, Any]) -> tuple[nn.Module, Step]:
+def pace(task: Task, data: TensorDataset, steps: int, settings: dict[str, Any]) -> tuple[nn.Module, Step]:
     """The same with Paceline, by the strategy for several workers."""
     torch.manual_seed(0)
     model = task.build()
@@ -67,7 +67,7 @@ def pace(task: Task, data: TensorDataset, settings: dict[str, Any]) -> tuple[nn.
     session = paceline.start(
         model=model, optimizer=OPTIMIZER, loss=task.loss, data=data, sampler=in_order(len(data)), **sizes, **settings
     )
-    batches = session.batches(epochs=1_000_000)
+    batches = session.batches(steps=steps)
     return model, lambda: session.step(next(batches)) and None
 
 
@@ -98,7 +98,7 @@ def measure(task: Task, rounds: int, device: torch.device) -> None:
     data = TensorDataset(*(one.to(device) for one in cpu.tensors))
     print(f"\n{task.name}, {rounds} rounds\n{'':24} {'ms':>8} {'DDP ms':>8} {'/ DDP':>8} {'weights off':>12}")
     for name, settings in SETTINGS.items():
-        (theirs, their_step), (mine, step) = ddp(task, data, device), pace(task, data, settings)
+        (theirs, their_step), (mine, step) = ddp(task, data, device), pace(task, data, rounds + WARM_UP, settings)
         seconds = [(timed(step), timed(their_step)) for _ in range(rounds + WARM_UP)]
         ours, others = ([1e3 * one for one in column] for column in zip(*seconds[WARM_UP:], strict=True))
         ratio = statistics.median(a / b for a, b in zip(ours, others, strict=True))

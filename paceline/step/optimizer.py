@@ -8,7 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -72,6 +72,18 @@ def scaling_of(settings: Settings, workers: int) -> Scaling:
     return Scaling(factor, settings.warmup_steps, reason)
 
 
+class Measured(NamedTuple):
+    """The norm of a gradient, with what tells whether it is still that."""
+
+    gradient: torch.Tensor
+    version: int
+    norm: torch.Tensor
+
+    def holds(self) -> bool:
+        """Whether nobody has changed the gradient since."""
+        return self.gradient._version == self.version
+
+
 class Update:
     """Applies gradients to the parameters.
 
@@ -106,6 +118,7 @@ class Update:
         self.scaling = scaling
         self.drew: bool | None = None
         self._clip_norm = clip_norm
+        self._measured: dict[int, Measured] = {}
         if not self.parameters:
             raise InputError("No parameter of the model requires a gradient: there is nothing to train.")
         self.optimizer = make_optimizer(optimizer, model)
@@ -272,17 +285,29 @@ class Update:
             norm = self.norm() if norm is None else norm
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
 
+    def measure(self, gradients: list[torch.Tensor]) -> None:
+        """Take the norms of some gradients, while others are on their way: :meth:`norm` takes those of the rest."""
+        for gradient, norm in zip(gradients, torch._foreach_norm(gradients), strict=True):
+            self._measured[id(gradient)] = Measured(gradient, gradient._version, norm)
+
     def norm(self, without: Container[int] = ()) -> torch.Tensor:
         """The global 2-norm of the gradients, a scalar tensor; ``without`` those of the parameters at these places."""
-        gradients = [
-            _elements(value.grad)
+        measured = dict(self._measured)
+        self._measured.clear()
+        given = [
+            value.grad
             for place, value in enumerate(self.parameters.values())
             if value.grad is not None and place not in without
         ]
-        if not gradients:
+        if not given:
             return torch.zeros((), device=next(iter(self.parameters.values())).device)
-        norms = torch._foreach_norm(gradients)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        known = [measured.get(id(one)) for one in given]
+        norms = [one.norm if one is not None and one.holds() else None for one in known]
+        left = [_elements(one) for one, norm in zip(given, norms, strict=True) if norm is None]
+        rest = iter(torch._foreach_norm(left) if left else ())
+        total: torch.Tensor = torch.linalg.vector_norm(
+            torch.stack([next(rest) if one is None else one for one in norms])
+        )
         return total
 
     def advance(self) -> None:

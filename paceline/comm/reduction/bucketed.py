@@ -214,13 +214,20 @@ class BucketedReduction:
         with self._world.awaiting(f"in the all-reduce of bucket {bucket.index} of the {self._name}"):
             self._phases[phase](bucket)
 
-    def finish(self) -> None:
-        """Wait until the means are in :meth:`mean`."""
+    def finish(self, arrived: Callable[[list[torch.Tensor]], None] | None = None) -> None:
+        """Wait until the means are in :meth:`mean`.
+
+        Args:
+            arrived: gets the means of each bucket, while later ones are on their way.
+        """
         while self._done[-2] < len(self._buckets):
             self._advance_others()
         while self._done[-1] < len(self._buckets):
             self._advance(len(self._phases) - 1)
-            self._record(self._buckets[self._done[-1] - 1])
+            bucket = self._buckets[self._done[-1] - 1]
+            self._record(bucket)
+            if arrived is not None:
+                arrived(bucket.views[0])
 
     def mean(self, member: int) -> torch.Tensor:
         """The mean of a tensor over all workers, after :meth:`finish`; overwritten by the next step."""

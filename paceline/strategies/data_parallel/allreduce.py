@@ -146,7 +146,7 @@ class AllReduce(Strategy):
         without = reducer.written()
         header.check()  # the next tensor of a worker at another step may have another size
         missing = self._results.send_missing(layout, without)
-        while not reducer.finish():
+        while not reducer.finish(measure=self._results.whole_update):
             reducer.again(step, pieces, nodes, header)
         return _Computed(self._results.parts(layout, header, missing), header, statistics, pairs)
 

@@ -220,8 +220,11 @@ class Reducer:
         if self._fixed is not None:
             self._fixed.send()
 
-    def finish(self) -> bool:
+    def finish(self, measure: bool = False) -> bool:
         """Wait for the means and put them into ``.grad``.
+
+        Args:
+            measure: let the update take the norm of each mean as it comes.
 
         Returns:
             whether there are any: in fixed point it may be that the step is to be computed again (:meth:`again`).
@@ -229,7 +232,7 @@ class Reducer:
         if self._reduction is None:
             means = [align_value(value) for value in self._means]
         else:
-            self._reduction.finish()
+            self._reduction.finish(self._job.update.measure if measure and self._fixed is None else None)
             means = [self._reduction.mean(self._member(place)) for place in range(len(self._parameters))]
         if self._fixed is not None:
             if not self._fixed.fits():

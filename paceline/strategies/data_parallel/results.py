@@ -85,6 +85,11 @@ class Results:
             for ((piece, rank), places), (start, _, loss, count) in zip(known, header.losses(), strict=True)
         ]
 
+    @property
+    def whole_update(self) -> bool:
+        """Whether this worker makes all of the update, for which it needs the norm of each gradient."""
+        return self._apply is None
+
     def apply(self, header: StepHeader) -> Apply | None:
         """What makes the update after :meth:`parts`; None: :meth:`Update.apply`."""
         return self._apply if self._norm is None else with_norm(self._job, self._norm, header.norm())

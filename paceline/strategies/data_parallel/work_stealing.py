@@ -118,7 +118,7 @@ class WorkStealing(Strategy):
         running = [[Node(0, rank)] if own else [] for rank, own in enumerate(held)]
         if job.settings.along_tree:
             self._reducer.send(whole, computed.gradients.values(), header.count, header.check)
-        while not self._reducer.finish():
+        while not self._reducer.finish(measure=True):
             self._reducer.again(step, pieces, running, header)
         layout = [[range(one, one + 1) for one in own] for own in held]
         note = self._results.send_missing(layout, missing) if header.missing else None
