@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 BENCHMARKS ?= bench/step_time.py bench/overhead.py bench/elastic.py bench/checkpoints.py bench/accuracy.py bench/stragglers bench/pipeline
 
 # Extras that start workers elsewhere. One that cannot be installed is said, and its tests are skipped.
-ENGINES := ray spark
+ENGINES := mpi ray spark
 
 # Three at a time: most tests wait for their workers. A file stays together, so what its tests share is made once.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile

@@ -57,6 +57,13 @@ def started_by() -> Start:
     return find_start(os.environ)
 
 
+def choose_mpi() -> None:
+    """Let mpi4py load the MPI that has started this process, if several are installed and the user chooses none."""
+    interface = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "mpich"}.get(started_by().engine)
+    if interface is not None:
+        os.environ.setdefault("MPI4PY_MPIABI", interface)
+
+
 def is_loopback(host: str) -> bool:
     """Whether this is an address of loopback, or its name."""
     try:

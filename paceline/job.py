@@ -101,7 +101,7 @@ def build(
     if settings.exact and torch.cuda.is_available():
         _ask_for_determinism()
     _keep_memory()
-    world = World(who, settings.timeout_seconds, coordinator)
+    world = World(who, settings.timeout_seconds, coordinator, settings.transport)
     given.model.to(world.device)
     initial = {
         name: hash_of(value).hex()[:16]

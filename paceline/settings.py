@@ -231,6 +231,9 @@ class Settings(BaseModel):
     reduction: Literal["auto", "tree", "collective"] = Field(
         "auto", description="who adds up gradients: the workers along a tree, or the all-reduce of the back end"
     )
+    transport: Literal["auto", "mpi"] = Field(
+        "auto", description="what moves tensors between workers: mpi needs mpiexec; auto: what fits the devices"
+    )
     bucket_megabytes: PositiveFloat | None = Field(
         None, description="gradients sent together; none: 5 along a tree, 25 with the back end's all-reduce"
     )
@@ -360,6 +363,7 @@ class Arguments(TypedDict, total=False):
     microbatches: int
     shares: Literal["speed", "even"]
     reduction: Literal["auto", "tree", "collective"]
+    transport: Literal["auto", "mpi"]
     bucket_megabytes: float | None
     backup: BackupSettings | dict[str, Any]
     server: ServerSettings | dict[str, Any]

@@ -28,6 +28,7 @@ ALLOWED_NAMES = {
     # torch: a view of a tensor, a process group, a parameter group
     *("views", "view_of", "views_of", "ProcessGroup", "process_group", "await_process_group", "Group"),
     *("waiting_in_group", "ParameterGroup", "param_groups", "publish_in_group"),
+    *("getGroupName", "setGroupName", "getGroupDesc", "setGroupDesc", "group_name", "group_desc"),  # torch calls them
     "open_group",  # of microbatches
     # the operating system: shared memory, a process group, what a script prints, what is typed
     *("SharedMemory", "shared_memory", "SharedMemoryQuorum", "SharedMemoryBoard", "SharedMemoryReduction"),

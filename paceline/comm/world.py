@@ -44,8 +44,6 @@ _PROBE_TAG = (1 << 31) - 1
 _WITHIN = ("start", "step")
 """Gathers inside something else that is recorded."""
 _LARGEST_MESSAGE = 1 << 32
-_GRACE_SECONDS = 1.0
-"""For torch to notice by itself that the time is up."""
 
 
 class World(Waiting):
@@ -65,19 +63,21 @@ class World(Waiting):
     host_memory: SharedMemory | None = None
     hosts: tuple[tuple[int, ...], ...] = ((0,),)
 
-    def __init__(self, who: Identity, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
+    def __init__(
+        self, who: Identity, timeout: float, coordinator: CoordinatorClient | None = None, transport: str = "auto"
+    ) -> None:
         super().__init__(who.rank, who.world_size, timeout, coordinator)
         self.local_rank = who.local_rank
         self.local_size = who.local_world_size
         self.generation = who.generation
         self.device, self._shares_device = devices.device_of(who), False
-        self.transport = transport_for(self.device, can_share() and not devices.visible_gpus())
+        self._who, self._wanted = who, transport if who.world_size > 1 else "auto"
+        self.transport = transport_for(self.device, can_share() and not devices.visible_gpus(), wanted=self._wanted)
         self._host_transport = Gloo(same_host=False)
         self.leaving = self._in_process_group = False
         self._rings: dict[int, Rings] = {}
         self.end_servers: Callable[[], None] = lambda: None
         self._arena: Arena | None = None
-        self._who = who
         self._group = ProcessGroup(self._agree, timeout)
         if coordinator is not None:
             coordinator.on_alarm = self._interrupt
@@ -103,7 +103,7 @@ class World(Waiting):
         chosen = devices.agree(store, rank, size, self.device)
         if chosen != (self.device, self._shares_device):
             self.device, self._shares_device = chosen
-            self.transport = transport_for(self.device, False, self._shares_device)
+            self.transport = transport_for(self.device, False, self._shares_device, self._wanted)
         return self.transport
 
     def join(self, membership: Membership) -> None:

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from paceline.comm.mpi.library import load
 from paceline.comm.rendezvous.networks import networks, shared_address
 from paceline.errors import StartError
 
@@ -53,17 +54,13 @@ def exchange(engine: str, size: int, listen: Callable[[str], socket.socket]) -> 
 
 def _import(engine: str) -> Any:
     try:
-        import mpi4py
-
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False
-        from mpi4py import MPI
+        return load()
     except (ImportError, RuntimeError) as error:  # the second one: there is no library of MPI
         raise StartError(
             f"{engine} has started workers on several machines, and they learn by mpi4py where rank 0 is, which cannot "
             f"be imported: {error}. Install it with `pip install 'paceline[mpi]'`, or set MASTER_ADDR to the machine "
             f"of rank 0 and MASTER_PORT to a free port of it."
         ) from None
-    return MPI
 
 
 def _exchange(comm: Any, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:

@@ -8,20 +8,30 @@ import torch
 
 from paceline.comm.transport.base import Transport
 from paceline.comm.transport.gloo import Gloo
+from paceline.comm.transport.mpi import Mpi
 from paceline.comm.transport.nccl import Nccl
 from paceline.comm.transport.through_host import ThroughHost
+from paceline.errors import ConfigError
 
 _other: Callable[[], Transport] | None = None
 
 
-def transport_for(device: torch.device, same_host: bool, shared: bool = False) -> Transport:
+def transport_for(device: torch.device, same_host: bool, shared: bool = False, wanted: str = "auto") -> Transport:
     """The transport for tensors on a device.
 
     Args:
         device: of this worker.
         same_host: workers of a machine can share the memory of the host.
         shared: some workers have the same device, which NCCL does not allow.
+        wanted: ``mpi``, or ``auto``.
+
+    Raises:
+        ConfigError: what is wanted cannot be used here.
     """
+    if wanted == "mpi" and device.type == "cpu":
+        return Mpi()
+    if wanted == "mpi":
+        raise ConfigError(f"transport='mpi' moves tensors on the CPU, and this worker computes on {device}.")
     if shared:
         return ThroughHost(device)
     if _other is not None:

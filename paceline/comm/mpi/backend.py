@@ -1,0 +1,338 @@
+"""A group of torch's on a communicator of MPI: every collective, and sends and receives.
+
+Each method reads its tensors, gives an operation to the communication thread (``progress``) and returns its work.
+"""
+
+# mypy: disable-error-code="override, assignment"
+# torch annotates the overloads of C++; its functions call what is here.
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from paceline.comm.mpi.buffers import Move, Operator, Reduction, mpi_type
+from paceline.comm.mpi.library import initialized
+from paceline.comm.mpi.progress import MpiWork, progress
+from paceline.errors import StartError
+
+REGISTERED = "mpi4py"
+"""The name of the back end with a store."""
+
+_Call: TypeAlias = "tuple[Callable[[], Any], Callable[[], None]]"
+"""Starts an operation, and puts its results where they are wanted."""
+
+
+def register() -> None:
+    """Make the back ends known to torch: ``mpi4py``, and ``mpi`` unless torch has its own."""
+    if REGISTERED not in dist.Backend.backend_list:
+        dist.Backend.register_backend(REGISTERED, _with_store, extended_api=True, devices=["cpu"])
+    if not dist.is_mpi_available():
+        c10d.ProcessGroupMPI = _WithoutStore  # type: ignore[misc]
+        c10d._MPI_AVAILABLE = True
+
+
+class MpiBackend(dist.ProcessGroup):
+    """The workers of a communicator.
+
+    Args:
+        comm: of MPI.
+        timeout: after which an operation fails.
+    """
+
+    def __init__(self, comm: Any, timeout: timedelta) -> None:
+        super().__init__(comm.Get_rank(), comm.Get_size())  # type: ignore[call-arg]
+        self._mpi = initialized()
+        self._comm = comm
+        self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
+        self._seconds = timeout.total_seconds()
+        self._largest_tag = comm.Get_attr(self._mpi.TAG_UB)
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:
+        return REGISTERED
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def _give(
+        self,
+        what: str,
+        start: Callable[[], Sequence[Any]],
+        finish: Callable[[], None] = lambda: None,
+        outputs: Sequence[torch.Tensor] = (),
+        timeout: timedelta | None = None,
+    ) -> MpiWork:
+        seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta() else self._seconds
+        return progress().give(MpiWork(f"{what} over MPI", start, finish, [*outputs], seconds))
+
+    def _give_all(self, what: str, calls: Sequence[_Call], outputs: Sequence[torch.Tensor], opts: Any) -> MpiWork:
+        """One work of several operations."""
+
+        def finish() -> None:
+            for _, finish_one in calls:
+                finish_one()
+
+        return self._give(what, lambda: [start() for start, _ in calls], finish, outputs, opts and opts.timeout)
+
+    # sends and receives
+
+    def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> MpiWork:
+        sent, mpi = Move(tensors), self._mpi
+        tag = self._checked(tag)
+        return self._give(f"a send to rank {dst}", lambda: [self._comm.Isend(sent.block(mpi), dst, tag)])
+
+    def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> MpiWork:
+        return self._receive(tensors, src, tag, f"a receive from rank {src}")
+
+    def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> MpiWork:
+        return self._receive(tensors, self._mpi.ANY_SOURCE, tag, "a receive from any rank")
+
+    def _receive(self, tensors: list[torch.Tensor], source: int, tag: int, what: str) -> MpiWork:
+        room, mpi = Move(tensors, written=True), self._mpi
+        tag = self._checked(tag)
+        return self._give(what, lambda: [self._comm.Irecv(room.block(mpi), source, tag)], room.deliver, tensors)
+
+    def _checked(self, tag: int) -> int:
+        if tag > self._largest_tag:
+            raise RuntimeError(f"tag {tag} is larger than {self._largest_tag}, the largest of this MPI")
+        return tag
+
+    # reductions
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
+        opts = opts or dist.AllreduceOptions()
+        own, mpi = Reduction(tensors, opts.reduceOp), self._mpi
+        total = own.room(own.flat.numel())
+        return self._give(
+            "an all-reduce",
+            lambda: [self._comm.Iallreduce(own.block(mpi), _whole(mpi, total), own.op(mpi))],
+            lambda: own.deliver(total, tensors, self.size()),
+            tensors,
+            opts.timeout,
+        )
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
+        own, mpi, root = Reduction(tensors, opts.reduceOp), self._mpi, opts.rootRank
+        here = self.rank() == root
+        total = own.room(own.flat.numel()) if here else None
+
+        def finish() -> None:
+            if total is not None:
+                own.deliver(total, tensors, self.size())
+
+        return self._give(
+            f"a reduce to rank {root}",
+            lambda: [
+                self._comm.Ireduce(own.block(mpi), None if total is None else _whole(mpi, total), own.op(mpi), root)
+            ],
+            finish,
+            tensors,
+            opts.timeout,
+        )
+
+    def reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
+    ) -> MpiWork:
+        """One output, and an input for each rank, whose sizes may differ."""
+        opts = opts or dist.ReduceScatterOptions()
+        call = self._reduce_scatter_call(outputs, inputs[0], [one.numel() for one in inputs[0]], opts.reduceOp)
+        return self._give_all("a reduce-scatter", [call], outputs, opts)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> MpiWork:
+        opts = opts or dist.ReduceScatterOptions()
+        calls = [
+            self._reduce_scatter_call([output], [input], self.size() * [output.numel()], opts.reduceOp)
+            for output, input in zip(outputs, inputs, strict=True)
+        ]
+        return self._give_all("a reduce-scatter", calls, outputs, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _reduce_scatter_call(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], counts: list[int], operation: Operator
+    ) -> _Call:
+        own, mpi = Reduction(inputs, operation), self._mpi
+        total = own.room(counts[self.rank()])
+        if (given := own.flat.numel()) != sum(counts):
+            raise ValueError(f"a reduce-scatter of {given} elements into parts of {counts}")
+        return (
+            lambda: self._comm.Ireduce_scatter(own.block(mpi), _whole(mpi, total), counts, own.op(mpi)),
+            lambda: own.deliver(total, outputs, self.size()),
+        )
+
+    # moves
+
+    def broadcast(self, tensors: list[torch.Tensor], opts: Any) -> MpiWork:
+        root, mpi = opts.rootRank, self._mpi
+        moved = Move(tensors, written=self.rank() != root)
+        return self._give(
+            f"a broadcast from rank {root}",
+            lambda: [self._comm.Ibcast(moved.block(mpi), root)],
+            moved.deliver,
+            tensors,
+            opts.timeout,
+        )
+
+    def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
+        """One input, and an output for each rank, whose sizes may differ."""
+        return self._give_all("an all-gather", [self._all_gather_call(outputs[0], inputs)], outputs[0], opts)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
+        return self.all_gather_single_coalesced([output], [input], opts)
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> MpiWork:
+        for output, input in zip(outputs, inputs, strict=True):
+            if output.numel() != input.numel() * self.size():
+                raise ValueError(f"an all-gather of {self.size()} times {input.numel()} elements into {output.numel()}")
+        calls = [self._all_gather_call([output], [input]) for output, input in zip(outputs, inputs, strict=True)]
+        return self._give_all("an all-gather", calls, outputs, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+    ) -> MpiWork:
+        """The outputs are one list for each rank."""
+        calls = [
+            self._all_gather_call([of_rank[place] for of_rank in outputs], [one]) for place, one in enumerate(inputs)
+        ]
+        return self._give_all("an all-gather", calls, [one for of_rank in outputs for one in of_rank], opts)
+
+    def _all_gather_call(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> _Call:
+        mpi, room = self._mpi, Move(outputs, written=True)
+        shared = {one.untyped_storage().data_ptr() for one in outputs}
+        sent = Move([one.clone() if one.untyped_storage().data_ptr() in shared else one for one in inputs])
+        if len(outputs) == 1:
+            return lambda: self._comm.Iallgather(sent.block(mpi), room.block(mpi)), room.deliver
+        return lambda: self._comm.Iallgatherv(sent.block(mpi), room.parts(mpi)), room.deliver
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any) -> MpiWork:
+        sent, mpi, root = Move(inputs), self._mpi, opts.rootRank
+        room = Move(outputs[0], written=True) if self.rank() == root else None
+        return self._give(
+            f"a gather to rank {root}",
+            lambda: [self._comm.Igatherv(sent.block(mpi), None if room is None else room.parts(mpi), root)],
+            _nothing if room is None else room.deliver,
+            [] if room is None else outputs[0],
+            opts.timeout,
+        )
+
+    def scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any) -> MpiWork:
+        room, mpi, root = Move(outputs, written=True), self._mpi, opts.rootRank
+        sent = Move(inputs[0]) if self.rank() == root else None
+        return self._give(
+            f"a scatter from rank {root}",
+            lambda: [self._comm.Iscatterv(None if sent is None else sent.parts(mpi), room.block(mpi), root)],
+            room.deliver,
+            outputs,
+            opts.timeout,
+        )
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_splits: list[int] | None = None,
+        input_splits: list[int] | None = None,
+        opts: Any = None,
+    ) -> MpiWork:
+        """What goes to and comes from each rank: so many rows, or an equal part of them."""
+        if not output.is_contiguous():
+            raise ValueError("an all-to-all writes into a tensor whose rows are one after the other in memory")
+        return self.alltoall(_rows(output, output_splits, self.size()), _rows(input, input_splits, self.size()), opts)
+
+    alltoall_base = all_to_all_single
+
+    def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
+        sent, room, mpi = Move(inputs), Move(outputs, written=True), self._mpi
+        return self._give(
+            "an all-to-all",
+            lambda: [self._comm.Ialltoallv(sent.parts(mpi), room.parts(mpi))],
+            room.deliver,
+            outputs,
+            opts and opts.timeout,
+        )
+
+    def barrier(self, opts: Any = None) -> MpiWork:
+        return self._give("a barrier", lambda: [self._comm.Ibarrier()], timeout=opts and opts.timeout)
+
+
+class _WithoutStore:
+    """What torch asks of the MPI that it is built with."""
+
+    @staticmethod
+    def create(ranks: Sequence[int]) -> MpiBackend:
+        """The group of these ranks; of all if there are none."""
+        return MpiBackend(_communicator(ranks), c10d.default_pg_timeout)
+
+
+def _with_store(options: Any, _: object) -> MpiBackend:
+    ranks, world = options.global_ranks_in_group, initialized().COMM_WORLD
+    if not ranks and (options.group_rank, options.group_size) != (world.Get_rank(), world.Get_size()):
+        raise StartError(
+            f"This is rank {options.group_rank} of {options.group_size}, but rank {world.Get_rank()} of "
+            f"{world.Get_size()} for MPI ({initialized().Get_library_version().splitlines()[0]}). Start the script "
+            f"with the mpiexec of that MPI, and with no other ranks in the environment."
+        )
+    return MpiBackend(_communicator(ranks), options.timeout)
+
+
+def _communicator(ranks: Sequence[int]) -> Any:
+    world = initialized().COMM_WORLD
+    if not ranks:
+        return world.Dup()
+    return world.Create_group(world.Get_group().Incl([*ranks]))  # only its members call this
+
+
+def _whole(mpi: Any, tensor: torch.Tensor) -> list[Any]:
+    return [tensor.numpy(), mpi_type(mpi, tensor.dtype)]
+
+
+def _rows(tensor: torch.Tensor, splits: list[int] | None, parts: int) -> list[torch.Tensor]:
+    if not splits and tensor.size(0) % parts:
+        raise ValueError(f"{tensor.size(0)} rows cannot be divided evenly among {parts} ranks; say how they are split")
+    return [*tensor.split(splits or parts * [tensor.size(0) // parts])]
+
+
+def _nothing() -> None:
+    pass

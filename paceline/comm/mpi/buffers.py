@@ -1,0 +1,145 @@
+"""Tensors as MPI takes them: one after the other in memory, with a type that MPI knows.
+
+What is only moved goes as whole numbers of the same size, whatever the type. What is reduced goes by its own type:
+float16 and bfloat16, which MPI does not have, as float32, and truth values as whole numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+Operator: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+
+_MOVED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+_ADDED = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.uint8}
+_NAMES = {
+    torch.float32: "FLOAT",
+    torch.float64: "DOUBLE",
+    torch.complex64: "C_FLOAT_COMPLEX",
+    torch.complex128: "C_DOUBLE_COMPLEX",
+    torch.uint8: "UINT8_T",
+    torch.uint16: "UINT16_T",
+    torch.uint32: "UINT32_T",
+    torch.uint64: "UINT64_T",
+    torch.int8: "INT8_T",
+    torch.int16: "INT16_T",
+    torch.int32: "INT32_T",
+    torch.int64: "INT64_T",
+}
+_OPERATIONS = {
+    "SUM": "SUM",
+    "AVG": "SUM",
+    "PRODUCT": "PROD",
+    "MIN": "MIN",
+    "MAX": "MAX",
+    "BAND": "BAND",
+    "BOR": "BOR",
+    "BXOR": "BXOR",
+}
+_OF_TRUTH = {"SUM": "MAX", "PRODUCT": "MIN"}
+
+
+class Move:
+    """Tensors whose bytes are moved, in one block of memory.
+
+    Args:
+        tensors: in their order.
+        written: MPI writes into them.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], written: bool = False) -> None:
+        self._tensors = [one.detach() for one in tensors]
+        self._written = written
+        parts = [_as_numbers(one) for one in self._tensors]
+        self.counts = [one.numel() for one in parts]
+        self.starts = [0, *accumulate(self.counts)][:-1]
+        self._flat = parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def block(self, mpi: Any) -> list[Any]:
+        """All of it, as mpi4py takes it."""
+        return [self._flat.numpy(), mpi_type(mpi, self._flat.dtype)]
+
+    def parts(self, mpi: Any) -> list[Any]:
+        """The same as one part for each tensor."""
+        return [self._flat.numpy(), self.counts, self.starts, mpi_type(mpi, self._flat.dtype)]
+
+    def deliver(self) -> None:
+        """Put what has come into the tensors, where MPI has not written into them."""
+        for tensor, start, count in zip(self._tensors, self.starts, self.counts, strict=True):
+            part = self._flat[start : start + count]
+            if self._written and part.data_ptr() != tensor.data_ptr():
+                tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
+
+
+class Reduction:
+    """Tensors whose elements are reduced over the workers, in one block of memory.
+
+    Args:
+        tensors: of one type, in their order.
+        operation: how.
+
+    Raises:
+        ValueError: MPI cannot.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor], operation: Operator) -> None:
+        self.operation = _name_of(operation)
+        dtype = tensors[0].dtype
+        self._dtype = _ADDED.get(dtype, dtype)
+        if {one.dtype for one in tensors} != {dtype}:
+            raise ValueError(f"tensors of one type are reduced together, not {[one.dtype for one in tensors]}")
+        if self._dtype not in _NAMES or (self.operation == "AVG" and not (dtype.is_floating_point or dtype.is_complex)):
+            raise ValueError(f"MPI does not reduce {dtype} by {self.operation}")
+        parts = [_one_after_another(one).to(self._dtype) for one in tensors]
+        self.counts = [one.numel() for one in parts]
+        self.flat = torch.cat(parts)  # a copy: the result may go elsewhere
+        self._truth = dtype == torch.bool
+
+    def block(self, mpi: Any) -> list[Any]:
+        """All of it, as mpi4py takes it."""
+        return [self.flat.numpy(), mpi_type(mpi, self._dtype)]
+
+    def op(self, mpi: Any) -> Any:
+        """The operation of MPI."""
+        name = _OF_TRUTH.get(self.operation) if self._truth else None
+        return getattr(mpi, name or _OPERATIONS[self.operation])
+
+    def room(self, elements: int) -> torch.Tensor:
+        """Memory for so many results."""
+        return torch.empty(elements, dtype=self._dtype)
+
+    def deliver(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], workers: int) -> None:
+        """Put the results into tensors, one after the other."""
+        if self.operation == "AVG":
+            result.div_(workers)
+        start = 0
+        for tensor in tensors:
+            tensor.detach().copy_(result[start : start + tensor.numel()].view(tensor.shape))
+            start += tensor.numel()
+
+
+def mpi_type(mpi: Any, dtype: torch.dtype) -> Any:
+    """MPI's type for one of torch's."""
+    return getattr(mpi, _NAMES[dtype])
+
+
+def _one_after_another(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.layout != torch.strided or not tensor.is_cpu:
+        raise ValueError(f"MPI moves dense tensors on the CPU, not {tensor.layout} ones on {tensor.device}")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+def _as_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    return _one_after_another(tensor).view(_MOVED[tensor.element_size()])
+
+
+def _name_of(operation: Operator) -> str:
+    for name in _OPERATIONS:
+        if operation == getattr(dist.ReduceOp, name):
+            return name
+    raise ValueError(f"MPI has no reduction {operation}")

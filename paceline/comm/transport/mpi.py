@@ -1,0 +1,32 @@
+"""MPI: tensors in the memory of the host, point to point under tags, as with gloo; processes are those of mpiexec."""
+
+from __future__ import annotations
+
+from paceline import env
+from paceline.comm.mpi.backend import REGISTERED, register
+from paceline.comm.mpi.library import initialized
+from paceline.comm.transport.gloo import Gloo
+from paceline.errors import ConfigError
+
+
+class Mpi(Gloo):
+    """The default process group, for tensors on the CPU. Workers of a machine meet in MPI's own shared memory.
+
+    Raises:
+        ConfigError: mpiexec has not started this process.
+        StartError: mpi4py, or MPI for several threads, is missing.
+    """
+
+    backend = REGISTERED
+
+    def __init__(self) -> None:
+        super().__init__(same_host=False)
+        launched = env.launch_info() is not None
+        engine = "paceline run" if launched else env.started_by().engine
+        if engine not in ("Open MPI", "MPICH", "Intel MPI"):
+            raise ConfigError(
+                f"transport='mpi' needs workers that mpiexec has started, and {engine or 'no launcher'} has started "
+                f"these: `mpiexec -n 2 python train.py`."
+            )
+        initialized()  # before the workers look for each other, who would finalize it
+        register()

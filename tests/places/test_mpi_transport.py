@@ -1,0 +1,96 @@
+"""MPI as a back end of torch.distributed, and as the transport of sessions, under each mpiexec."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training import SCRIPT, alone, fingerprints, write_script
+
+pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'paceline[mpi]'")
+
+ENGINES = {
+    "Open MPI": ("mpiexec.openmpi", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none"),
+    "MPICH": ("mpiexec.hydra",),
+}
+DEBIAN_MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM_"))}
+RUNS = ((2, "allreduce"), (3, "allreduce"), (3, "stealing"), (3, "pipeline"))
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def mpiexec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+    command = ENGINES[request.param]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"needs {command[0]}: apt-get install openmpi-bin mpich")
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "MPICH" and DEBIAN_MPICH.exists():
+            links = tmp_path_factory.mktemp("links")
+            (links / "libmpi.so.12").symlink_to(DEBIAN_MPICH)
+            patch.setitem(CLEAN, "LD_LIBRARY_PATH", str(links))
+        yield command
+
+
+def run(mpiexec: tuple[str, ...], count: int, script: Path, *arguments: str) -> tuple[int, str]:
+    process = subprocess.Popen(
+        [*mpiexec, "-n", str(count), sys.executable, script, *arguments],
+        cwd=script.parent,
+        env=CLEAN,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=250)
+    except BaseException:
+        process.terminate()  # it ends its processes; killed, it would leave them
+        process.communicate(timeout=60)
+        raise
+    return process.returncode, said
+
+
+def test_every_operation(mpiexec: tuple[str, ...]) -> None:
+    """Collectives, sends and receives, groups, DDP and FSDP2, each against what it must give."""
+    code, said = run(mpiexec, 3, Path(__file__).with_name("mpi_operations.py"))
+    assert (code, said.count("all operations")) == (0, 3), said
+
+
+def test_the_bits_of_one_process(mpiexec: tuple[str, ...], tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    expected = alone(script)
+    script.write_text(SCRIPT.replace("    exact=True,", "    exact=True, transport='mpi', strategy=os.environ['S'],"))
+    for count, strategy in RUNS:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(CLEAN, "S", strategy)
+            code, said = run(mpiexec, count, script)
+        assert (code, fingerprints(said)) == (0, count * [expected]), (count, strategy, said)
+
+
+def test_a_rank_that_fails_ends_the_others(mpiexec: tuple[str, ...], tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "import paceline.comm.mpi.register\n"
+        "dist.init_process_group('mpi')\n"
+        "if dist.get_rank() == 1: raise ValueError('of rank 1')\n"
+        "dist.all_reduce(torch.ones(1))\n"
+    )
+    code, said = run(mpiexec, 3, script)
+    assert code != 0 and "of rank 1" in said, said
+
+
+def test_other_launchers_are_refused(tmp_path: Path) -> None:
+    script = write_script(tmp_path)
+    ended = subprocess.run(
+        [sys.executable, "-m", "paceline", "run", "-n", "2", "--set", "transport=mpi", script],
+        cwd=tmp_path,
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 2 and "needs workers that mpiexec has started" in ended.stdout + ended.stderr
