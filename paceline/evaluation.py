@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import default_collate
 
 from paceline import fault_points
 from paceline.data.feed import KeyedDataset, LoadRequest, collated
+from paceline.data.nested import default_collate
 from paceline.data.prefetch import to_device
 from paceline.errors import DisagreementError, InputError
 from paceline.schedule.shares import even

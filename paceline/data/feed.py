@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
-from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from paceline import fault_points
 from paceline.data.attributes import Attributes, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
+from paceline.data.nested import default_collate, rows
 from paceline.data.order import BatchOrder
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
@@ -49,9 +49,7 @@ def split_piece(piece: Piece, parts: Sequence[range]) -> list[Piece]:
     pieces = []
     for microbatch in piece.microbatches:
         place, samples = parts[microbatch].start - first, len(parts[microbatch])
-        rows: Callable[[torch.Tensor], torch.Tensor] = partial(torch.narrow, dim=0, start=place, length=samples)
-        data = tree_map_only(torch.Tensor, rows, piece.data)
-        pieces.append(Piece(range(microbatch, microbatch + 1), samples, data))
+        pieces.append(Piece(range(microbatch, microbatch + 1), samples, rows(piece.data, place, place + samples)))
     return pieces
 
 

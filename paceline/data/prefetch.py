@@ -9,11 +9,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from paceline.data.nested import map_leaves, tensors_in
 
 
 class Upload:
@@ -22,7 +22,7 @@ class Upload:
     What is there already is not copied. To a GPU the copy goes from pinned memory, on a stream of its own.
 
     Args:
-        data: a pytree; of what is no tensor nothing becomes.
+        data: nested; see :mod:`paceline.data.nested`.
         device: where its tensors are wanted.
         stream: of a GPU, which the copy is queued on; None: the current one.
     """
@@ -41,8 +41,8 @@ class Upload:
         if self._copied is not None:
             current = torch.cuda.current_stream()
             current.wait_event(self._copied)
-            for one in tree_leaves(self._data):
-                if isinstance(one, torch.Tensor) and one.is_cuda:
+            for one in tensors_in(self._data):
+                if one.is_cuda:
                     one.record_stream(current)  # its memory is not given to another copy before the step is done
         return self._data
 
@@ -53,8 +53,14 @@ def upload_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """Move every tensor of a pytree to the device, without waiting for it."""
-    return tree_map_only(torch.Tensor, partial(_moved, device=device), data)
+    """Move the tensors of a batch to the device, without waiting for it; also objects of another kind with ``to``."""
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _moved(leaf, device)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) and not isinstance(leaf, type) else leaf
+
+    return map_leaves(moved, data)
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, preserve_generators, seed_all, seed_of
+from paceline.data.nested import map_tensors
 from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.partition.base import Layers
@@ -104,7 +104,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def _copy(data: Any) -> Any:
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.clone(), data)
+    return map_tensors(torch.clone, data)
 
 
 def _equal(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

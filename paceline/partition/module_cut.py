@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.data.nested import map_leaves, tensors_in
 from paceline.errors import InputError
 from paceline.partition.base import Layers, Stage, tensor_names
 from paceline.partition.flags import FlagValues, training_flags
@@ -26,7 +27,6 @@ from paceline.partition.layers import layer_modules
 from paceline.partition.preserve import preserved
 from paceline.partition.recording import Record, Recorder
 from paceline.partition.replay import Replay, Section
-from paceline.partition.watch import map_leaves, tensors_in
 
 
 class ModuleCut(Layers):

@@ -20,9 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from paceline.data.nested import map_leaves, tensors_in
 from paceline.errors import InputError
 from paceline.partition.preserve import plain_attributes
-from paceline.partition.watch import Watch, map_leaves, tensors_in
+from paceline.partition.watch import Watch
 
 _CONSTANTS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, slice)
 _READS = {"item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"}

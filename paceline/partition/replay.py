@@ -19,10 +19,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from paceline.data.nested import map_leaves, tensors_in
 from paceline.errors import InputError
 from paceline.partition.layers import outermost
 from paceline.partition.recording import Argument, Kind, Own, Record, Ref
-from paceline.partition.watch import Watch, map_leaves, tensors_in
+from paceline.partition.watch import Watch
 
 _VALUE = "_paceline_value"
 """The attribute that marks a tensor as a value, or what follows from one."""

@@ -7,19 +7,15 @@ a layer nothing is watched.
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.autograd.function import Function
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
-from torch.utils._pytree import tree_map
 
 _BELOW = Function.__mro__[1]
 _CALL = "_compiled_call_impl"
@@ -95,24 +91,3 @@ class _Mode(TorchFunctionMode):
 
 def _apply(watch: Watch, cls: type, *args: Any, **kwargs: Any) -> Any:
     return watch._operation(cls, super(_BELOW, cls).apply, args, kwargs)  # type: ignore[arg-type]
-
-
-def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
-    """Map the leaves of nested values, those in fields of dataclasses included."""
-
-    def visit(leaf: Any) -> Any:
-        if not is_dataclass(leaf) or isinstance(leaf, type):
-            return function(leaf)
-        mapped = copy.copy(leaf)
-        for field in fields(leaf):
-            object.__setattr__(mapped, field.name, map_leaves(function, getattr(leaf, field.name)))
-        return mapped
-
-    return function(values) if isinstance(values, torch.Tensor) else tree_map(visit, values)
-
-
-def tensors_in(values: Any) -> list[torch.Tensor]:
-    """The tensors in nested values."""
-    found: list[torch.Tensor] = []
-    map_leaves(lambda leaf: found.append(leaf) if isinstance(leaf, torch.Tensor) else None, values)
-    return found

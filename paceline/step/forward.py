@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, generator_states, replay_context, same_states, seed_all, seed_of
+from paceline.data.nested import map_tensors
 from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError
 from paceline.step.buffers import Buffers
@@ -173,7 +173,7 @@ def on_copy(call: Callable[[Any], Any], values: Any) -> Any:
 
     Of what comes from another stage the stage itself copies what it changes.
     """
-    return call(tree_map_only(torch.Tensor, torch.clone, values))
+    return call(map_tensors(torch.clone, values))
 
 
 class _Again:

@@ -9,12 +9,11 @@ microbatch, and then its loss once more in one pass.
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from paceline.data.feed import Piece
+from paceline.data.nested import concatenated
 from paceline.step.forward import ForwardResult
 from paceline.step.job import Job
 
@@ -83,7 +82,7 @@ class Fusion:
             return "the forward pass changes buffers"
         if len(pieces) < 2:
             return ""
-        data = _concatenated([piece.data for piece in pieces])
+        data = concatenated([piece.data for piece in pieces])
         if data is None:
             return "the data are not tensors that can be concatenated"
         fused = compute.loss_only(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data))
@@ -103,18 +102,3 @@ class Fusion:
 
 def _mean(pair: torch.Tensor) -> float:
     return float(pair[0] / pair[1])
-
-
-def _concatenated(data: list[Any]) -> Any | None:
-    flat = [tree_flatten(item) for item in data]
-    spec = flat[0][1]
-    if any(other != spec for _, other in flat):
-        return None
-    leaves = []
-    for column in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not all(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in column):
-            return None
-        if len({leaf.shape[1:] for leaf in column}) > 1:
-            return None
-        leaves.append(torch.cat(column))
-    return tree_unflatten(leaves, spec)

@@ -69,9 +69,8 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
     Raises:
         InputError: see :func:`loss_of_result`.
     """
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
-        value = value[0]
-    is_pair = isinstance(value, tuple) and len(value) == 2
+    value = without_metrics(value)
+    is_pair = _is_pair(value)
     total, count = value if is_pair else (_loss_in(value), samples)
     if not isinstance(total, torch.Tensor) or total.ndim != 0 or not _is_number(count):
         raise InputError(
@@ -82,6 +81,20 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
     if not is_pair:
         total = (total if total.dtype in (torch.float32, torch.float64) else total.float()) * samples
     return total, count
+
+
+def without_metrics(value: Any) -> Any:
+    """The loss in the result of a forward pass, in any of its forms."""
+    return value[0] if _is_pair(value) and isinstance(value[1], Mapping) else value
+
+
+def is_sum_and_count(value: Any) -> bool:
+    """Whether the loss in the result of a forward pass is a pair (sum, count)."""
+    return _is_pair(without_metrics(value))
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2
 
 
 def _loss_in(value: Any) -> Any:
@@ -106,7 +119,7 @@ def _sorted(metrics: Mapping[Any, Any]) -> list[str]:
 
 def _metric(name: str, value: Any, samples: int) -> tuple[Any, Any]:
     """A metric as a sum and a count."""
-    is_pair = isinstance(value, tuple) and len(value) == 2
+    is_pair = _is_pair(value)
     total, count = value if is_pair else (value, samples)
     if not _is_number(total) or not _is_number(count):
         raise InputError(

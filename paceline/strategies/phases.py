@@ -26,6 +26,7 @@ from paceline.settings import Settings
 from paceline.step.job import Job, Learned, StepResult
 from paceline.step.loss import Forward
 from paceline.step.optimizer import Update
+from paceline.step.trials.counting import check_counting
 from paceline.step.trials.repeatability import check_repeatable
 from paceline.strategies.base import Capabilities, Strategy
 
@@ -61,7 +62,9 @@ class Phases(Strategy):
         with self._training_only(job):
             if not job.learned.repeatable:
                 job.learned.repeatable = True
-                check_repeatable(job, pieces[0] if pieces else job.feed.load(step, [range(1)])[0], step)
+                tried = pieces or job.feed.load(step, [range(1)])
+                check_counting(job, tried, step)
+                check_repeatable(job, tried[0], step)
             return self._strategies[self._name].step(step, pieces)
 
     def _check_together(self, step: int) -> None:

@@ -16,6 +16,7 @@ from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, InputError
 from paceline.step.job import Batch, Job, StepResult
 from paceline.step.replicas import compare
+from paceline.step.trials.counting import check_counting
 from paceline.step.trials.repeatability import check_repeatable
 from paceline.strategies.phases import Phases
 from paceline.training.position import Position
@@ -139,8 +140,9 @@ class Steps:
         shared = not (job.settings.exact or job.replicated)  # others may change the weights meanwhile
         if not (job.learned.repeatable or shared or job.phases):
             job.learned.repeatable = True
-            first = pieces[0] if pieces else job.feed.load(step, [range(1)])[0]
-            check_repeatable(job, first, step)
+            tried = pieces or job.feed.load(step, [range(1)])
+            check_counting(job, tried, step)
+            check_repeatable(job, tried[0], step)
         fault_points.reach("before forward", step)
         result = self._workers.strategy.step(step, pieces)
         self._workers.loads_ahead = True

@@ -66,7 +66,7 @@ BEFORE_TRAINING = {
     ),
     "a loss that is no tensor": Bad("go(loss=lambda output, target: 3.5)", "InputError", 2, ["scalar", "float"]),
     "a loss without parameters": Bad(
-        "go(loss=lambda output, target: output.detach().sum())", "InputError", 2, ["does not depend on any parameter"]
+        "go(loss=lambda output, target: output.detach().mean())", "InputError", 2, ["does not depend on any parameter"]
     ),
     "a stream": Bad("go(data=(item for item in classes(9)))", "InputError", 2, ["generator", "only once", "__iter__"]),
     "a stream that is empty": Bad(

@@ -146,7 +146,7 @@ class Slow:
 
 session = paceline.start(
     model=torch.nn.Linear(4, 1), optimizer=partial(torch.optim.SGD, lr=0.1), data=Slow(), batch=4,
-    forward=lambda model, rows: model(rows).sum(), workers_per_loader=1,
+    forward=lambda model, rows: model(rows).mean(), workers_per_loader=1,
 )
 for batch in session.batches(epochs=1):
     session.step(batch)

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from paceline.comm.world import World
+from paceline.data.nested import map_tensors
 from paceline.data.order import UNKNOWN, BatchOrder
 from paceline.data.recurrent.token_rows import TokenRows
 from paceline.errors import ConfigError, InputError
@@ -118,9 +118,9 @@ class CarriedState:
         if self._order.samples_of(step) < self._order.batch:
             raise _short(self._order, step)
         state = self._states.get(microbatch) if self._epoch == self._order.epoch_of(step) else None
-        copied = tree_map_only(torch.Tensor, self._copy, state)
+        copied = map_tensors(self._copy, state)
         loss, following = _pair_of(self._forward(model, data, copied))
-        self._next[microbatch] = step, tree_map_only(torch.Tensor, torch.detach, following)
+        self._next[microbatch] = step, map_tensors(torch.detach, following)
         return loss
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:

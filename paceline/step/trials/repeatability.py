@@ -15,9 +15,9 @@ import torch
 
 from paceline.data.attributes import Attributes, same
 from paceline.data.feed import Piece
-from paceline.data.keys import preserve_generators
 from paceline.errors import InputError
 from paceline.step.job import Job
+from paceline.step.trials.trial import leaving_no_trace, warn
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = 1e-2
@@ -45,36 +45,20 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> None:
     text = f"{text}. {_CURE}"
     if job.settings.exact:
         raise InputError(f"{text} Without exact=True training goes on with a warning.")
-    _log.warning(text)
-    job.events.mark("note", text=text)
-    job.learned.warnings.append(text)
+    warn(job, text)
 
 
 def _trial(job: Job, piece: Piece, step: int) -> str:
     """What is not as it should be; empty if nothing is."""
-    compute, model = job.compute, job.compute.model
-    parameters = list(model.parameters())
-    gradients = [value.grad for value in parameters]
-    weights = [value.detach().clone() for value in parameters] if compute.may_change_weights else []
-    known = {id(value) for value in [*parameters, *model.buffers()]}
-    roots = {"model": model, "forward": compute.forward}
-    compute.buffers.begin()
-    before = Attributes(roots, known)
-    try:
-        with preserve_generators():
-            first = _computed(job, piece, step)
-            between = Attributes(roots, known)
-            _restore_weights(parameters, weights)
-            second = _computed(job, piece, step)
-            after = Attributes(roots, known)
+    with leaving_no_trace(job) as trial:
+        first = _computed(job, piece, step)
+        between = trial.attributes()
+        trial.restore_weights()
+        second = _computed(job, piece, step)
+        after = trial.attributes()
         alike = same if job.settings.exact else _close
-        return _verdict(before, between, after, [key for key, value in first.items() if not alike(value, second[key])])
-    finally:
-        before.put_back()
-        _restore_weights(parameters, weights)
-        compute.buffers.reset()
-        for value, gradient in zip(parameters, gradients, strict=True):
-            value.grad = gradient
+        different = [key for key, value in first.items() if not alike(value, second[key])]
+        return _verdict(trial.before, between, after, different)
 
 
 def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
@@ -89,12 +73,6 @@ def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
     for name, parameter in job.update.parameters.items():
         found[f"the gradient of {name!r}"] = parameter.grad
     return found
-
-
-def _restore_weights(parameters: list[torch.nn.Parameter], weights: list[torch.Tensor]) -> None:
-    for value, kept in zip(parameters, weights, strict=False):
-        if not same(value, kept):
-            value.data.copy_(kept)
 
 
 def _close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:

@@ -1,0 +1,102 @@
+"""Tensors in the containers that a batch may be made of.
+
+Besides what torch's pytree knows (dictionaries, lists, tuples, named tuples, registered classes) these are dataclasses
+and other mappings, such as the ``BatchEncoding`` of Hugging Face. A container comes out as one of its own type.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import fields, is_dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data._utils.collate import collate, default_collate_fn_map
+
+
+def map_leaves(function: Callable[[Any], Any], values: Any) -> Any:
+    """Map the leaves of nested values."""
+    return function(values) if isinstance(values, torch.Tensor) else tree_map(partial(_visit, function), values)
+
+
+def _visit(function: Callable[[Any], Any], leaf: Any) -> Any:
+    if isinstance(leaf, MutableMapping):
+        mapped = copy.copy(leaf)
+        for key in list(leaf):
+            mapped[key] = map_leaves(function, leaf[key])
+        return mapped
+    if isinstance(leaf, Mapping):
+        return {key: map_leaves(function, value) for key, value in leaf.items()}
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return function(leaf)
+    made = copy.copy(leaf)
+    for field in fields(leaf):
+        object.__setattr__(made, field.name, map_leaves(function, getattr(leaf, field.name)))
+    return made
+
+
+def map_tensors(function: Callable[[torch.Tensor], Any], values: Any) -> Any:
+    """Map the tensors in nested values; of what is none nothing becomes."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, values)
+
+
+def leaves_in(values: Any) -> list[Any]:
+    """The leaves of nested values."""
+    found: list[Any] = []
+    map_leaves(found.append, values)
+    return found
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested values."""
+    return [leaf for leaf in leaves_in(values) if isinstance(leaf, torch.Tensor)]
+
+
+def rows(values: Any, start: int, stop: int) -> Any:
+    """Some samples of a batch of tensors."""
+    return map_tensors(lambda tensor: tensor.narrow(0, start, stop - start), values)
+
+
+def concatenated(batches: list[Any]) -> Any | None:
+    """One batch of several; none if they are not made of tensors alike, whose first dimension is that of samples."""
+    outline = map_leaves(lambda _: None, batches[0])
+    if any(map_leaves(lambda _: None, one) != outline for one in batches[1:]):
+        return None
+    columns = list(zip(*map(leaves_in, batches), strict=True))
+    for column in columns:
+        if not all(isinstance(leaf, torch.Tensor) and leaf.ndim > 0 for leaf in column):
+            return None
+        if len({leaf.shape[1:] for leaf in column}) > 1:
+            return None
+    joined = iter([torch.cat(column) for column in columns])
+    return map_leaves(lambda _: next(joined), batches[0])
+
+
+class _Dataclass(type):
+    """Lets ``isinstance`` say whether an object is one of a dataclass."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return is_dataclass(value) and not isinstance(value, type)
+
+
+class _AnyDataclass(metaclass=_Dataclass):
+    pass
+
+
+def _collate_dataclass(items: list[Any], *, collate_fn_map: Any = None) -> Any:
+    made = copy.copy(items[0])
+    for field in fields(made):
+        column = [getattr(item, field.name) for item in items]
+        object.__setattr__(made, field.name, collate(column, collate_fn_map=collate_fn_map))
+    return made
+
+
+_COLLATE = {**default_collate_fn_map, _AnyDataclass: _collate_dataclass}
+
+
+def default_collate(items: list[Any]) -> Any:
+    """torch's default collate function, which also takes dataclasses."""
+    return collate(items, collate_fn_map=_COLLATE)

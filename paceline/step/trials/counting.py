@@ -1,0 +1,186 @@
+"""Whether a loss is what it is taken for: a mean over the samples, or a sum and what it is to be divided by.
+
+::
+
+                             half a microbatch    twice the same    three times
+    mean                                     x                 x              x
+    sum and count                         s, n            2s, 2n         3s, 3n
+    reduction="sum"                          s                2s             3s     taken for a mean
+    loss, accuracy                        x, a              x, a           x, a     taken for a sum and a count
+
+A loss over pairs of samples, such as a contrastive one, does none of this, and is left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from paceline.data.feed import Piece
+from paceline.data.keys import STEP, seed_all
+from paceline.data.nested import concatenated, leaves_in, map_tensors, rows
+from paceline.errors import InputError
+from paceline.step.job import Job
+from paceline.step.loss import is_sum_and_count, sum_and_count
+from paceline.step.trials.trial import leaving_no_trace, warn
+
+_log = logging.getLogger("paceline")
+_CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
+"""Relative differences: by rounding in float32, and in types of half the size; by random numbers."""
+_OTHERS = 3
+_SUM = (
+    "The loss grows with the number of samples, as with reduction='sum': {values} for the same samples once, twice and "
+    "three times. A scalar is taken for the mean over its samples, so gradients would be {parts} times too small for "
+    "a sum over the batch, and too large for a mean. Return a mean, or the pair (sum, count)."
+)
+_MEAN = (
+    "The forward pass returns the pair (loss, count), whose first value must be a sum, but it stays {values} when the "
+    "same samples are given once, twice and three times, while the count grows. Return the mean alone, or the sum with "
+    "its count."
+)
+_NO_COUNT = (
+    "The forward pass returns a pair of scalars, which is taken for (sum, count), but the second value is no count: "
+    "{values} for the same samples once, twice and three times{more}. The loss would be divided by it. Return a metric "
+    "beside the loss by its name, as in (loss, {{'accuracy': value}})."
+)
+
+
+def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
+    """Compute a microbatch in parts and with its samples repeated, and leave no trace.
+
+    Raises:
+        InputError: the loss is certainly no mean; if it only seems so there is a warning.
+    """
+    if job.compute.carried is not None:
+        return
+    try:
+        text, certain = _trial(job, pieces, step)
+    except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
+        _log.debug("a microbatch could not be repeated: %s", error)
+        return
+    if certain:
+        raise InputError(text)
+    if text:
+        warn(job, f"{text} It is not certain, so training goes on.")
+
+
+def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
+    """What is wrong with the loss, if anything, and whether that is certain."""
+    first = pieces[0]
+    if not _has_rows(first):
+        return "", False
+    half = max(min(first.samples, 2), (first.samples + 1) // 2)
+    part = rows(first.data, 0, half)
+    with leaving_no_trace(job) as trial, torch.no_grad(), _without_dropout(job.compute.model):
+
+        def computed(data: Any) -> tuple[float, float, bool]:
+            found = _computed(job, data, step)
+            trial.restore_weights()
+            return found
+
+        values = [computed(concatenated([part] * times)) for times in (1, 2, 3)]
+        totals, counts = [value for value, *_ in values], [count for _, count, _ in values]
+        if not values[0][2]:
+            return _of_scalar(job, totals)
+        if _closeness(job, counts, grows=True):
+            return _of_counted(job, totals, counts)
+        parts = [rows(first.data, half, first.samples)] if first.samples > half else []
+        parts += [piece.data for piece in pieces[1 : 1 + _OTHERS] if _has_rows(piece)]
+        return _of_uncounted(job, totals, counts, [computed(data)[1] for data in parts])
+
+
+def _computed(job: Job, data: Any, step: int) -> tuple[float, float, bool]:
+    """A loss as it was returned, a count, and whether the forward pass has returned one."""
+    compute = job.compute
+    compute.buffers.reset()
+    seed_all(compute.seed(STEP, step, 0))
+    with compute.precision():
+        value = compute.forward(compute.model, map_tensors(torch.clone, data))  # which it may change
+    compute.buffers.collect(1)
+    total, count = sum_and_count(value, 1)
+    return float(total), float(count), is_sum_and_count(value)
+
+
+def _of_scalar(job: Job, totals: list[float]) -> tuple[str, bool]:
+    closeness = _closeness(job, totals, grows=True)
+    if not closeness or job.order.microbatches == 1:  # a sum over all of a batch is what it is in plain PyTorch
+        return "", False
+    return _SUM.format(values=_listed(totals), parts=job.order.microbatches), closeness == _certain(job)
+
+
+def _of_counted(job: Job, totals: list[float], counts: list[float]) -> tuple[str, bool]:
+    """A pair whose second value is a count."""
+    closeness = _closeness(job, totals, grows=False)
+    certain = closeness == _certain(job) == _closeness(job, counts, grows=True)
+    return (_MEAN.format(values=f"{totals[0]:.4g}"), certain) if closeness else ("", False)
+
+
+def _of_uncounted(job: Job, totals: list[float], counts: list[float], others: list[float]) -> tuple[str, bool]:
+    """A pair whose second value does not grow with the samples; ``others``: that of other samples.
+
+    (mean, 1) is a mean over microbatches, and right, as is a count of the classes that occur: whole numbers.
+    """
+    if counts == [0.0] * 3 and not any(others):
+        stays = totals[0] != 0 and bool(_closeness(job, totals, grows=False))
+        return (_NO_COUNT.format(values=_listed(counts), more=""), False) if stays else ("", False)
+    closeness = _closeness(job, counts, grows=False)
+    varies = any(abs(other - counts[0]) > 1e-6 * abs(counts[0]) for other in others)
+    numbers = (*counts, *others)
+    fractional = any(number % 1 for number in numbers)
+    if fractional and max(numbers) <= 1 and counts[2] < 2 * counts[0]:
+        closeness = closeness or _LIKELY  # an accuracy among random numbers
+    if not closeness or not (fractional or (varies and set(numbers) == {0.0, 1.0})):
+        return "", False
+    more = f", and {_listed(others)} for others" if varies else ""
+    return _NO_COUNT.format(values=_listed(counts), more=more), varies and fractional and closeness == _certain(
+        job
+    ) and max(numbers) <= 1
+
+
+def _closeness(job: Job, values: list[float], *, grows: bool) -> float:
+    """How closely values grow with the samples, or stay as they are; 0: not at all."""
+    wanted = [values[0] * (times if grows else 1) for times in (1, 2, 3)]
+    for tolerance in (_certain(job), _LIKELY):
+        if values[0] != 0 and all(
+            abs(value - one) <= tolerance * abs(one) for value, one in zip(values, wanted, strict=True)
+        ):
+            return tolerance
+    return 0.0
+
+
+def _certain(job: Job) -> float:
+    half = job.settings.autocast or any(
+        value.dtype in (torch.float16, torch.bfloat16) for value in job.update.parameters.values()
+    )
+    return _CERTAIN_HALF if half else _CERTAIN
+
+
+def _listed(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.4g}" for value in values)
+
+
+def _has_rows(piece: Piece) -> bool:
+    """Whether the data are tensors whose first dimension is that of the samples."""
+    return all(
+        isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == piece.samples
+        for leaf in leaves_in(piece.data)
+    )
+
+
+@contextmanager
+def _without_dropout(model: nn.Module) -> Iterator[None]:
+    """In which no dropout layer draws: their random numbers would hide what is looked for."""
+    layers = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    for module in layers:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in layers:
+            module.training = True

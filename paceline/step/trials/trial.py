@@ -1,0 +1,57 @@
+"""A trial of the first step leaves nothing behind: no gradient, buffer, weight, random number or attribute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from paceline.data.attributes import Attributes, same
+from paceline.data.keys import preserve_generators
+from paceline.step.job import Job
+
+_log = logging.getLogger("paceline")
+
+
+def warn(job: Job, text: str) -> None:
+    """Tell the user what a trial has found."""
+    _log.warning(text)
+    job.events.mark("note", text=text)
+    job.learned.warnings.append(text)
+
+
+class Trial(NamedTuple):
+    """``attributes``: looks at those of the model and the forward pass; ``restore_weights``: as they were."""
+
+    before: Attributes
+    attributes: Callable[[], Attributes]
+    restore_weights: Callable[[], None]
+
+
+@contextmanager
+def leaving_no_trace(job: Job) -> Iterator[Trial]:
+    """In which the forward pass may be tried; buffers are those at the start of the step."""
+    compute, model = job.compute, job.compute.model
+    parameters = list(model.parameters())
+    gradients = [value.grad for value in parameters]
+    weights = [value.detach().clone() for value in parameters] if compute.may_change_weights else []
+    known = {id(value) for value in [*parameters, *model.buffers()]}
+    roots = {"model": model, "forward": compute.forward}
+
+    def restore_weights() -> None:
+        for value, kept in zip(parameters, weights, strict=False):
+            if not same(value, kept):
+                value.data.copy_(kept)
+
+    compute.buffers.begin()
+    before = Attributes(roots, known)
+    try:
+        with preserve_generators():
+            yield Trial(before, lambda: Attributes(roots, known), restore_weights)
+    finally:
+        before.put_back()
+        restore_weights()
+        compute.buffers.reset()
+        for value, gradient in zip(parameters, gradients, strict=True):
+            value.grad = gradient

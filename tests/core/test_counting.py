@@ -1,0 +1,148 @@
+"""A loss that is no mean over the samples is found in the first step; right ones and the model are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from subjects import classes, mlp
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+
+import paceline
+from paceline.errors import InputError
+
+Loss = Callable[[torch.Tensor, torch.Tensor], Any]
+SUMMED = partial(cross_entropy, reduction="sum")
+
+
+class Noisy(nn.Module):
+    """Batch statistics, dropout of both kinds and random numbers, as of a variational autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(12, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layers(functional.dropout(values, 0.1) + 0.1 * torch.randn_like(values))
+
+
+def accuracy(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output.argmax(1) == target).float().mean()
+
+
+def contrastive(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    keys = functional.normalize(output, dim=1)
+    return cross_entropy(keys @ keys.t() / 0.5, torch.arange(len(keys)))
+
+
+def weighted(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = torch.tensor([0.3, 0.5, 1.7, 0.2])[target]
+    return (cross_entropy(output, target, reduction="none") * weights).sum(), weights.sum()
+
+
+def by_class(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    losses, found = cross_entropy(output, target, reduction="none"), target.unique()
+    return torch.stack([losses[target == one].mean() for one in found]).sum(), len(found)
+
+
+RIGHT: dict[str, Loss] = {
+    "mean": cross_entropy,
+    "counted": lambda output, target: (SUMMED(output, target), len(target)),
+    "some": lambda output, target: (SUMMED(output[target < 2], target[target < 2]), (target < 2).sum()),
+    "weighted": weighted,
+    "drawn": lambda output, target: ((output * (weights := torch.rand(len(output), 1))).sum(), weights.sum()),
+    "contrastive": contrastive,
+    "of microbatches": lambda output, target: (contrastive(output, target), 1),
+    "classes": by_class,
+    "metrics": lambda output, target: (cross_entropy(output, target), {"accuracy": accuracy(output, target)}),
+    "zero": lambda output, target: 0.0 * output.sum(),
+    "spread": lambda output, target: output.var(0).sum() + output.mean().exp(),
+}
+WRONG: dict[str, tuple[Loss, str]] = {
+    "sum": (SUMMED, "reduction='sum'"),
+    "sum and metrics": (lambda output, target: (SUMMED(output, target), {"one": 1.0}), "reduction='sum'"),
+    "accuracy": (lambda output, target: (cross_entropy(output, target), accuracy(output, target)), "is no count"),
+    "sum, accuracy": (lambda output, target: (SUMMED(output, target), accuracy(output, target)), "is no count"),
+    "mean and count": (lambda output, target: (cross_entropy(output, target), len(target)), "must be a sum"),
+}
+
+
+def train(loss: Loss, model: nn.Module | None = None, **more: Any) -> tuple[tuple[str, ...], str]:
+    torch.manual_seed(0)
+    given: dict[str, Any] = {"batch": 32, "microbatches": 4} | more
+    session = paceline.start(
+        model=model or mlp(), optimizer=partial(torch.optim.SGD, lr=0.01), loss=loss, data=classes(64), **given
+    )
+    for batch in session.batches(steps=1):
+        report = session.step(batch)
+    return report.notes, session.fingerprint()
+
+
+def alarms(notes: tuple[str, ...]) -> list[str]:
+    return [note for note in notes if "not certain" in note]
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_loss_is_left_alone(name: str) -> None:
+    for model in (None, Noisy()):
+        assert not alarms(train(RIGHT[name], model)[0])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_loss_is_refused_with_what_it_seems_to_be(name: str) -> None:
+    loss, text = WRONG[name]
+    with pytest.raises(InputError, match=text):
+        train(loss)
+
+
+@pytest.mark.parametrize("name", ["sum", "accuracy", "mean and count"])
+def test_among_random_numbers_there_is_a_warning_at_least(name: str) -> None:
+    loss, text = WRONG[name]
+    try:
+        (found,) = alarms(train(loss, Noisy())[0])
+    except InputError as error:
+        found = str(error)
+    assert text in found
+
+
+@pytest.mark.parametrize("name", ["mean", "contrastive", "weighted"])
+def test_of_small_microbatches_too(name: str) -> None:
+    assert not alarms(train(RIGHT[name], batch=4, microbatches=2)[0])
+
+
+def test_a_sum_over_the_whole_batch_is_what_it_is_in_plain_training() -> None:
+    assert not alarms(train(SUMMED, batch=8, microbatches=1)[0])
+
+
+def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    prints = []
+    for exact in (False, True):
+        torch.manual_seed(0)
+        prints.append(train(cross_entropy, Noisy(), exact=exact)[1])
+        monkeypatch.setattr("paceline.training.steps.check_counting", lambda *_: None)
+        torch.manual_seed(0)
+        assert train(cross_entropy, Noisy(), exact=exact)[1] == prints[-1]
+        monkeypatch.undo()
+
+
+def test_a_pipeline_finds_it_too(printed: Callable[..., list[dict[str, Any]]], tmp_path: Any) -> None:
+    script = """
+from functools import partial
+import torch, paceline
+from subjects import classes, mlp, tell
+try:
+    session = paceline.start(
+        model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.1), data=classes(32), batch=16, strategy="pipeline",
+        loss=partial(torch.nn.functional.cross_entropy, reduction="sum"),
+    )
+    for batch in session.batches(steps=1):
+        session.step(batch)
+except paceline.PacelineError as error:
+    tell(refused=str(error))
+"""
+    assert all("reduction='sum'" in one["refused"] for one in printed(script, 2, tmp_path))
