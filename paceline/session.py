@@ -33,11 +33,11 @@ from paceline.failure import known_errors
 from paceline.recovery.preemption import catch_notices
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.job import Batch, Job
-from paceline.step.loss import loss_of
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.trackers.tracking import Tracking
 from paceline.training import kept_settings
 from paceline.training.loop import TrainingLoop
+from paceline.training.measurements import Measurements
 from paceline.training.report import Report, report_profile
 from paceline.training.script_state import Registered, ScriptState
 
@@ -148,7 +148,7 @@ def _close(log: EventLog) -> None:
     log.close()
 
 
-class Session:
+class Session(Measurements):
     """A training run, as one of its workers sees it. Made by :func:`paceline.start`."""
 
     def __init__(
@@ -260,31 +260,6 @@ class Session:
         self._job.update.averages.check_training()
         result, seconds = self._loop.step(batch, jobs.phase_of(self._job, optimizer))
         return Report.of(self._job, batch, result, seconds, self._notes)
-
-    def evaluate(self, data: Any, metric: Callable[[Any, Any], Any] | None = None) -> float:
-        """The mean of a metric over a data set; every worker must call it, and all get the same value.
-
-        Args:
-            data: a map-style data set like the one trained on. Each sample is visited exactly once.
-            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a
-                number, the mean over the samples given, or a pair (sum, count). None: the loss.
-
-        Raises:
-            InputError: the data set is empty, the metric returns no number, or it changes a weight of the model.
-            DisagreementError: the weights are not the same on all workers; only looked for with ``exact``.
-            WorkerLost: another worker went away or stayed silent.
-        """
-        forward = metric or self._job.compute.forward
-        if metric is not None and self._by_loss:
-            forward = loss_of(metric)
-        value = float(self._loop.evaluate(forward, data))
-        self._tracking.evaluated(metric, value, self._last_step)
-        return value
-
-    @property
-    def _last_step(self) -> int:
-        """The step to which what the script records now belongs."""
-        return max(self.position - 1, 0)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the script at the last step done: numbers, texts and images by name.

@@ -42,6 +42,7 @@ class Progress:
         received_turns: of the last batch in the state that this worker last received.
         compared: the position in the script at which the workers last compared their states; the same on all after
             they have re-formed, as each of them compares then, or none.
+        predictions: where the script asked for predictions, and how often; nobody keeps these.
     """
 
     steps: int = 0
@@ -58,12 +59,13 @@ class Progress:
     results: list[StepResult] = field(default_factory=list)
     received_turns: int = 0
     compared: int = 0
+    predictions: dict[Call, int] = field(default_factory=dict)
 
     @property
     def key(self) -> tuple[int, int, int]:
         """Return what orders workers: the one with the largest key is the furthest."""
         calls = sum(len(results) for made in (self.evaluations, self.once) for results in made.values())
-        asked = calls + sum(self.exports.values())
+        asked = calls + sum(self.exports.values()) + sum(self.predictions.values())
         return self.steps, self.turns * _MOST_ASKED + asked, self.tie_break
 
     def has_received(self, step: int, turn: int = 0) -> bool:

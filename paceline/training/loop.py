@@ -6,25 +6,23 @@ With a coordinator, a lost worker does not end training: what was under way is d
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline import evaluation
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import ConfigError
+from paceline.evaluation.measure import Measure
 from paceline.recovery.progress import Call, Progress
 from paceline.step.job import Batch, Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.training import one_worker
+from paceline.training.evaluations import Evaluations
 from paceline.training.exports import Exports
 from paceline.training.script_state import ScriptState
 from paceline.training.steps import Steps
 from paceline.training.workers import Workers
-
-_log = logging.getLogger("paceline")
 
 
 class TrainingLoop:
@@ -55,7 +53,7 @@ class TrainingLoop:
         self._workers = Workers(job, facts, state, checkpointer, resume, script)
         self._steps = Steps(job, self._workers, state, checkpointer, script)
         self.exports = Exports(job, self._workers, self._steps)
-        self._calls: dict[str, tuple[Call, int]] = {}  # where the script last made a call, and how often there
+        self._evaluations = Evaluations(job, self._workers, self._steps)
 
     @property
     def position(self) -> int:
@@ -100,40 +98,20 @@ class TrainingLoop:
         self._check_open()
         return self._steps.step(batch, phase)
 
-    def evaluate(self, forward: Callable[..., Any], data: Any) -> Any:
-        """Return the mean of a metric; a worker that joined later gets the results of evaluations before that.
-
-        Raises:
-            InputError, DisagreementError: see :func:`paceline.evaluation.evaluate`.
-            WorkerLost: there are not enough workers left.
-        """
+    def evaluate(self, measure: Measure, data: Any) -> Any:
+        """Return the result of a measure; see :meth:`Evaluations.evaluate`."""
         self._check_open()
-        call, number = self._count("evaluate")
-        with self._job.events.span("evaluate", step=self.position):
-            value = self._workers.retry(lambda: self._evaluate(call, number, forward, data))
-        self._steps.position.move_to(self.position)
-        return value
+        return self._evaluations.evaluate(measure, data)
 
-    def _evaluate(self, call: Call, number: int, forward: Callable[..., Any], data: Any) -> Any:
-        workers = self._workers
-        while number >= len(workers.progress.evaluations.get(call, ())):
-            self._steps.meet("evaluating")
-            if call[0] < workers.progress.received and self._job.world.rank == 0:
-                _log.warning(
-                    "evaluate: the checkpoint has no result of this call after step %d, as the script was another one "
-                    "then, or it is of an older version: the model of step %d is evaluated instead.",
-                    *(call[0] - 1, workers.progress.steps - 1),
-                )
-            value, notice = evaluation.evaluate(self._job, workers.progress.steps, forward, data)
-            workers.progress.evaluations.setdefault(call, []).append(value)
-            self._steps.follow(notice)
-        workers.activity.begin("in the script")
-        return workers.progress.evaluations[call][number]
+    def predict(self, measure: Measure, data: Any, everywhere: bool) -> Any:
+        """Return outputs for all samples; see :meth:`Evaluations.predict`."""
+        self._check_open()
+        return self._evaluations.predict(measure, data, everywhere)
 
     def once(self, act: Callable[[], Any]) -> Any:
         """Return what ``act`` gives on rank 0, while all others wait; see :meth:`paceline.Session.once`."""
         self._check_open()
-        call, number = self._count("once")
+        call, number = self._steps.position.count("once")
         value = self._workers.retry(lambda: self._once(call, number, act))
         self._steps.position.move_to(self.position)
         return value
@@ -148,15 +126,6 @@ class TrainingLoop:
             self._steps.follow(notice)
         workers.activity.begin("in the script")
         return workers.progress.once[call][number]
-
-    def _count(self, what: str) -> tuple[Call, int]:
-        """Where in the script this call is, and the how manyth of its kind there, from 0."""
-        position = self._steps.position
-        call = position.asked, -1 if position.epoch is None else position.epoch, int(position.among_batches)
-        before, count = self._calls.get(what, (call, 0))
-        number = count if before == call else 0
-        self._calls[what] = call, number + 1
-        return call, number
 
     def synchronize(self) -> None:
         """Bring all workers to the same state; all call this at the same step.

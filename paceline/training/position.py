@@ -10,6 +10,7 @@ from paceline.data.feed import Piece
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.data.order import UNKNOWN
 from paceline.errors import ConfigError
+from paceline.recovery.progress import Call
 from paceline.step.job import Batch, Job
 from paceline.training.workers import Workers
 
@@ -43,6 +44,7 @@ class Position:
         self._target: Callable[[], int] = lambda: 0
         self.epoch: int | None = None
         self.among_batches = False
+        self._calls: dict[str, tuple[Call, int]] = {}  # where the script last made a call, and how often there
         self._given = -1  # the last step whose batch the script got
         self._running: Generator[Batch, None, None] | None = None
         self.move_to(workers.progress.steps)
@@ -56,6 +58,14 @@ class Position:
     def asked(self) -> int:
         """The position, but none that the script has not asked for yet: a resumed one is behind what is done."""
         return min(self.steps, self.target)
+
+    def count(self, what: str) -> tuple[Call, int]:
+        """Where in the script this call is, and the how manyth of its kind there, from 0."""
+        call = self.asked, -1 if self.epoch is None else self.epoch, int(self.among_batches)
+        before, count = self._calls.get(what, (call, 0))
+        number = count if before == call else 0
+        self._calls[what] = call, number + 1
+        return call, number
 
     def move_to(self, steps: int, before: bool = False, turn: int = 0) -> None:
         """Set the position, and with it the random numbers that the script draws now: after a step, or before one.

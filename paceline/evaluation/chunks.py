@@ -1,0 +1,103 @@
+"""The chunks of a data set for evaluation, which do not depend on the number of workers.
+
+::
+
+    data set     0 1 2 3 │ 4 5 6 7 │ 8 9 10        of known length: chunks of like size, neighbours to one worker
+    stream       0 1 2 3 │ 4 5 6 7 │ 8 9 10 11 │ 12   every worker reads all samples; chunk c is of worker c modulo P
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from paceline.data.feed import KeyedDataset, LoadRequest, collated
+from paceline.data.keys import COLLATE, seed_all, seed_of
+from paceline.data.nested import default_collate
+from paceline.data.prefetch import to_device
+from paceline.data.source import is_stream
+from paceline.data.streams.reader import Stream
+from paceline.errors import InputError
+from paceline.schedule.shares import even
+from paceline.step.job import Job
+
+_LARGEST = 128
+_EPOCH = -1
+
+
+class Chunk(NamedTuple):
+    """Some samples on the device: the number of the chunk, how many samples, and their data."""
+
+    number: int
+    samples: int
+    data: Any
+
+
+class Chunks:
+    """The chunks of a data set or of a stream.
+
+    Args:
+        job: what is trained.
+        data: a map-style data set, or an iterable one.
+        what: the method of the session, for errors.
+
+    Attributes:
+        samples: how many there are; of a stream as soon as it has been read.
+
+    Raises:
+        InputError: it has no samples, or is neither.
+    """
+
+    def __init__(self, job: Job, data: Any, what: str) -> None:
+        self._job = job
+        self._data = data
+        self._is_stream = is_stream(data)
+        self.samples = 0
+        if self._is_stream:
+            return
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
+            raise InputError(
+                f"{what} needs a data set with a length, items by number, and at least one sample, or one that can be "
+                f"iterated over, not this {type(data).__name__}."
+            )
+        self.samples = len(data)
+
+    def of(self, rank: int, size: int) -> Iterator[Chunk]:
+        """Load those of one of so many workers."""
+        return self._of_stream(rank, size) if self._is_stream else self._of_data_set(rank, size)
+
+    def _of_data_set(self, rank: int, size: int) -> Iterator[Chunk]:
+        chunks = even(self.samples, -(-self.samples // self._length))
+        own = even(len(chunks), size)[rank]
+        read = KeyedDataset(self._data, self._job.settings.seed, collates=self._job.collate is not None)
+        for number in own:
+            samples = list(chunks[number])
+            yield self._chunk(number, len(samples), read.__getitems__(LoadRequest(_EPOCH, samples)))
+
+    def _of_stream(self, rank: int, size: int) -> Iterator[Chunk]:
+        data = self._data
+        before = copy.deepcopy(data.state_dict()) if hasattr(data, "load_state_dict") else None
+        stream = Stream(data, self._job.settings.seed, self._length, drop_last=False)
+        number, last = 0, False
+        try:
+            while not last:
+                items, last = stream.batch(0, number)
+                self.samples += len(items)
+                if number % size == rank:
+                    if self._job.collate is not None:
+                        seed_all(seed_of(COLLATE, self._job.settings.seed, _EPOCH, number))
+                    yield self._chunk(number, len(items), items)
+                number += 1
+        finally:
+            if before is not None:
+                data.load_state_dict(before)
+
+    @property
+    def _length(self) -> int:
+        order = self._job.order
+        return max(-(-order.batch // order.microbatches), min(order.batch, _LARGEST))
+
+    def _chunk(self, number: int, samples: int, items: Any) -> Chunk:
+        data = collated(items, self._job.collate or default_collate)
+        return Chunk(number, samples, to_device(data, self._job.world.device))

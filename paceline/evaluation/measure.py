@@ -1,0 +1,124 @@
+"""Compute something for each chunk of a data set on some worker, and combine it on all, in the order of the chunks.
+
+As chunks do not depend on the number of workers, and each is computed by one, the result has the same bits on any
+number of workers (with as many threads each).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from paceline import fault_points
+from paceline.data.nested import tensors_in
+from paceline.errors import DisagreementError
+from paceline.evaluation.chunks import Chunks
+from paceline.step.job import Job
+from paceline.step.replicas import difference, digests, frozen
+
+_PARCEL_BYTES = 64 << 20
+"""What a worker sends at once."""
+
+
+class Measure(Protocol):
+    """What is computed."""
+
+    def compute(self, model: nn.Module, data: Any, samples: int) -> Any:
+        """What some samples contribute: values that can be sent to other workers."""
+
+    def combine(self, contributions: list[Any]) -> Any:
+        """The result, of the contributions of all chunks in their order."""
+
+
+def evaluate(
+    job: Job, steps: int, measure: Measure, data: Any, what: str = "evaluate", *, everywhere: bool = True
+) -> tuple[Any, int]:
+    """Measure the model on a data set; all workers call this together.
+
+    Args:
+        job: what is trained, and with whom.
+        steps: how many steps are done.
+        measure: what is computed.
+        data: see :class:`Chunks`.
+        what: the method of the session.
+        everywhere: false: only rank 0 gets the result.
+
+    Returns:
+        the result, and the notice of the workers (``comm.world``): whether the world is to change.
+
+    Raises:
+        InputError: the data or what is computed cannot be used, or a weight of the model changed.
+        DisagreementError: the bits of the state are to be the same on all workers, and are not; or their streams.
+    """
+    world = job.world
+    chunks = Chunks(job, data, what)
+    sums = digests(job) if job.settings.exact and world.size > 1 else frozen(job)
+    own = _computed(job, measure, chunks, world.rank, world.size)
+    fault_points.reach("in evaluate", steps)
+    parcels = _parcels(own)
+    said = world.gather((parcels[0], len(parcels), chunks.samples, world.notice(), sums), what)
+    differs = difference([sums for *_, sums in said])
+    if differs:
+        raise DisagreementError(differs)
+    lengths = [samples for _, _, samples, *_ in said]
+    if len(set(lengths)) > 1:
+        raise DisagreementError(f"{what}: the data set has other numbers of samples on other ranks: {lengths}.")
+    found = [one for parcel, *_ in said for one in parcel]
+    wanted = everywhere or world.rank == 0
+    for place in range(1, max(count for _, count, *_ in said)):
+        more = world.gather(parcels[place] if place < len(parcels) else [], what)
+        found += [one for parcel in more for one in parcel] if wanted else []
+    notice = max(notice for _, _, _, notice, _ in said)
+    return (_combined(measure, found) if wanted else None), notice
+
+
+def evaluate_alone(job: Job, measure: Measure, data: Any, what: str) -> Any:
+    """The same on this worker alone: the others have done so before."""
+    return _combined(measure, _computed(job, measure, Chunks(job, data, what), 0, 1))
+
+
+def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
+    return measure.combine([value for _, value in sorted(found, key=lambda one: one[0])])
+
+
+def _computed(job: Job, measure: Measure, chunks: Chunks, rank: int, size: int) -> list[tuple[int, Any]]:
+    """What each chunk of this worker contributes, with its number."""
+    compute, found = job.compute, []
+    with _evaluating(job):
+        for number, samples, data in chunks.of(rank, size):
+            with compute.precision(), compute.keeping_weights():
+                found.append((number, measure.compute(compute.model, data, samples)))
+            compute.buffers.put_all_back()
+    return found
+
+
+@contextmanager
+def _evaluating(job: Job) -> Iterator[None]:
+    model = job.compute.model
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    job.compute.buffers.take_all()
+    try:
+        with torch.no_grad(), job.update.averages.in_place():
+            yield
+    finally:
+        for module, mode in training.items():
+            module.training = mode
+
+
+def _parcels(found: list[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
+    """What a worker sends, one parcel after the other."""
+    parcels: list[list[tuple[int, Any]]] = [[]]
+    room = _PARCEL_BYTES
+    for one in found:
+        size = sum(tensor.nbytes for tensor in tensors_in(one[1]))
+        if parcels[-1] and size > room:
+            parcels.append([])
+            room = _PARCEL_BYTES
+        parcels[-1].append(one)
+        room -= size
+    return parcels

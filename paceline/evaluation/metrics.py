@@ -1,0 +1,174 @@
+"""Metrics: means, as functions, and anything else, as objects with ``update``, ``compute`` and ``reset``.
+
+An object gets what all chunks give, in their order and on every worker: so it needs no way to add up states, and what
+it computes does not depend on the number of workers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.values import encode
+from paceline.data.nested import map_tensors
+from paceline.data.prefetch import to_device
+from paceline.errors import InputError
+from paceline.step.job import Job
+from paceline.step.loss import Forward, described, pair_of, sum_and_count
+
+Arguments = Callable[[nn.Module, Any], tuple[Any, ...]]
+
+
+def is_object(metric: Any) -> bool:
+    """Whether a metric has a state, as those of torchmetrics have."""
+    return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
+
+
+class Metrics:
+    """One metric or several, computed from one forward pass.
+
+    Args:
+        job: what is trained.
+        given: a function, an object, None for the loss, or several of these by name.
+        forward: what metrics are called with: ``forward(model, microbatch)`` returns a tuple, or one value; none: with
+            the output and the target, or else with the model and the microbatch.
+        by_loss: whether the data set gives pairs (input, target).
+
+    Raises:
+        InputError: one is no metric, or has nothing to be called with.
+    """
+
+    def __init__(self, job: Job, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
+        self._job = job
+        self._several = isinstance(given, Mapping)
+        self._metrics: dict[str, Any] = dict(given) if self._several else {"": given}
+        if not self._metrics:
+            raise InputError("evaluate: the dictionary of metrics is empty.")
+        self._arguments = _arguments(forward, by_loss)
+        for name, metric in self._metrics.items():
+            if metric is not None and not callable(metric) and not is_object(metric):
+                raise InputError(
+                    f"{_named(name)} must be a function, an object with update, compute and reset, or None for the "
+                    f"loss, but it is {described(metric)}."
+                )
+            if is_object(metric) and forward is None and not by_loss:
+                raise InputError(
+                    f"{_named(name)} is a {type(metric).__name__}, and in a session with forward= nothing says what "
+                    f"its update is called with: give evaluate(..., forward=...), a function of (model, microbatch) "
+                    f"that returns (output, target)."
+                )
+
+    def compute(self, model: nn.Module, data: Any, samples: int) -> list[Any]:
+        """What each metric needs of these samples: a sum and a count; or what an object is updated with."""
+        given = None if all(one is None for one in self._metrics.values()) else self._arguments(model, data)
+        found: list[Any] = []
+        for name, metric in self._metrics.items():
+            if metric is None:
+                total, count = sum_and_count(self._job.compute.forward(model, data), samples)
+                found.append((float(total), float(count)))
+            elif is_object(metric):
+                assert given is not None
+                found.append(map_tensors(lambda tensor: tensor.detach().to("cpu", copy=True), given))
+            else:
+                assert given is not None
+                found.append(_sum_and_count(name, metric(*given), samples))
+        return found
+
+    def combine(self, contributions: list[Any]) -> Any:
+        """The value of the metric, or the values by name."""
+        values = {
+            name: self._value(name, metric, [one[place] for one in contributions])
+            for place, (name, metric) in enumerate(self._metrics.items())
+        }
+        return values if self._several else values[""]
+
+    def _value(self, name: str, metric: Any, found: list[Any]) -> Any:
+        if metric is not None and is_object(metric):
+            return _computed(name, metric, found, self._job.world.device)
+        count = math.fsum(pair[1] for pair in found)
+        if count == 0:
+            raise InputError(f"{_named(name)} counted nothing in the whole data set: the sum of its counts is 0.")
+        return math.fsum(pair[0] for pair in found) / count
+
+
+def _arguments(forward: Forward | None, by_loss: bool) -> Arguments:
+    if forward is not None:
+        given = forward
+
+        def arguments(model: nn.Module, data: Any) -> tuple[Any, ...]:
+            values = given(model, data)
+            return values if isinstance(values, tuple) else (values,)
+
+        return arguments
+    if by_loss:
+
+        def output_and_target(model: nn.Module, data: Any) -> tuple[Any, ...]:
+            features, target = pair_of(data)
+            return model(features), target
+
+        return output_and_target
+    return lambda model, data: (model, data)
+
+
+def _computed(name: str, metric: Any, found: list[Any], device: torch.device) -> Any:
+    """What an object computes of all that it gets."""
+    if hasattr(metric, "sync_on_compute"):  # of torchmetrics: each worker would add up what all have
+        metric.sync_on_compute = False
+    metric.reset()
+    for given in found:
+        metric.update(*to_device(given, device))
+    value = _plain(metric.compute())
+    try:
+        encode(value)
+    except TypeError as error:
+        raise InputError(
+            f"{_named(name)} computes something that cannot be kept in checkpoints: {error}. Let it return numbers, "
+            f"tensors, or containers of these."
+        ) from None
+    return value
+
+
+def _plain(value: Any) -> Any:
+    """Numbers instead of what has one element, tensors on the host, and dictionaries instead of other mappings."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.ndim == 0 else value.detach().cpu()
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
+        return value.item()
+    if type(value).__module__ == "numpy" and hasattr(value, "dtype") and not value.dtype.hasobject:
+        return torch.from_numpy(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_plain, value)) if type(value) in (list, tuple) else tuple(map(_plain, value))
+    return value
+
+
+def numbers_in(value: Any, name: str) -> dict[str, float]:
+    """The numbers in the result of an evaluation, by names for the records."""
+    if isinstance(value, bool | int | float):
+        return {name: float(value)}
+    found: dict[str, float] = {}
+    for key, one in value.items() if isinstance(value, Mapping) else ():
+        found |= numbers_in(one, f"{name}.{key}" if name else str(key))
+    return found
+
+
+def _named(name: str) -> str:
+    return f"The metric {name!r}" if name else "The metric"
+
+
+def _sum_and_count(name: str, value: Any, samples: int) -> tuple[float, float]:
+    try:
+        if isinstance(value, tuple):
+            total, count = value
+            return float(total), float(count)
+        return float(value) * samples, float(samples)
+    except (TypeError, ValueError, RuntimeError):
+        raise InputError(
+            f"{_named(name)} must return a number, the mean over the samples it is given, or a pair (sum, count), "
+            f"but it returned {described(value)}."
+        ) from None

@@ -1,0 +1,74 @@
+"""Outputs of the model for all samples, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import InputError
+from paceline.step.loss import Forward, described, pair_of
+
+
+class Predictions:
+    """The outputs, as tensors on the host whose first dimension is that of the samples.
+
+    Args:
+        forward: ``forward(model, microbatch)``; none: the model of the input in a pair (input, target).
+    """
+
+    def __init__(self, forward: Forward | None) -> None:
+        self._forward = _output if forward is None else forward
+
+    def compute(self, model: nn.Module, data: Any, samples: int) -> Any:
+        """The outputs for some samples."""
+        return _on_host(self._forward(model, data), samples)
+
+    def combine(self, contributions: list[Any]) -> Any:
+        """The outputs for all samples."""
+        return _joined(contributions)
+
+
+def _output(model: nn.Module, data: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return model(data)
+    return model(data[0] if isinstance(data, list | tuple) and len(data) == 1 else pair_of(data)[0])
+
+
+def _on_host(value: Any, samples: int) -> Any:
+    """The output for some samples, of plain containers."""
+    if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == samples:
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, list) and len(value) == samples:
+        return [one.detach().to("cpu", copy=True) if isinstance(one, torch.Tensor) else one for one in value]
+    if isinstance(value, Mapping):
+        return {key: _on_host(one, samples) for key, one in value.items() if one is not None}
+    if is_dataclass(value) and not isinstance(value, type):
+        return _on_host({field.name: getattr(value, field.name) for field in fields(value)}, samples)
+    if isinstance(value, tuple):
+        return tuple(_on_host(one, samples) for one in value)
+    raise InputError(
+        f"The output for {samples} samples is {described(value)}. predict gathers tensors whose first dimension is "
+        f"that of the samples, lists with one entry for each of them, and tuples and dictionaries of these: give "
+        f"predict(..., forward=...), a function of (model, microbatch) that returns what you need."
+    )
+
+
+def _joined(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, torch.Tensor):
+        other = next((one for one in parts if one.shape[1:] != first.shape[1:]), None)
+        if other is not None:
+            raise InputError(
+                f"The outputs have other sizes in other microbatches, {list(first.shape)} and {list(other.shape)}: "
+                f"they cannot become one tensor. Pad them to one size, or return a list with one entry for each sample."
+            )
+        return torch.cat(parts)
+    if isinstance(first, list):
+        return [one for part in parts for one in part]
+    if isinstance(first, dict):
+        return {key: _joined([part[key] for part in parts]) for key in first}
+    return tuple(_joined(list(column)) for column in zip(*parts, strict=True))
