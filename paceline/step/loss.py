@@ -88,7 +88,7 @@ def without_metrics(value: Any) -> Any:
     return value[0] if _is_pair(value) and isinstance(value[1], Mapping) else value
 
 
-def is_sum_and_count(value: Any) -> bool:
+def is_counted(value: Any) -> bool:
     """Whether the loss in the result of a forward pass is a pair (sum, count)."""
     return _is_pair(without_metrics(value))
 

@@ -27,8 +27,8 @@ from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import concatenated, leaves_in, map_tensors, rows
 from paceline.errors import InputError
 from paceline.step.job import Job
-from paceline.step.loss import is_sum_and_count, sum_and_count
-from paceline.step.trials.trial import leaving_no_trace, warn
+from paceline.step.loss import is_counted, sum_and_count
+from paceline.step.trials.trial import warn, without_trace
 
 _log = logging.getLogger("paceline")
 _CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
@@ -77,7 +77,7 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
         return "", False
     half = max(min(first.samples, 2), (first.samples + 1) // 2)
     part = rows(first.data, 0, half)
-    with leaving_no_trace(job) as trial, torch.no_grad(), _without_dropout(job.compute.model):
+    with without_trace(job) as trial, torch.no_grad(), _without_dropout(job.compute.model):
 
         def computed(data: Any) -> tuple[float, float, bool]:
             found = _computed(job, data, step)
@@ -104,7 +104,7 @@ def _computed(job: Job, data: Any, step: int) -> tuple[float, float, bool]:
         value = compute.forward(compute.model, map_tensors(torch.clone, data))  # which it may change
     compute.buffers.collect(1)
     total, count = sum_and_count(value, 1)
-    return float(total), float(count), is_sum_and_count(value)
+    return float(total), float(count), is_counted(value)
 
 
 def _of_scalar(job: Job, totals: list[float]) -> tuple[str, bool]:

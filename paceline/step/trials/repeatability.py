@@ -17,7 +17,7 @@ from paceline.data.attributes import Attributes, same
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.step.job import Job
-from paceline.step.trials.trial import leaving_no_trace, warn
+from paceline.step.trials.trial import warn, without_trace
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = 1e-2
@@ -50,7 +50,7 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> None:
 
 def _trial(job: Job, piece: Piece, step: int) -> str:
     """What is not as it should be; empty if nothing is."""
-    with leaving_no_trace(job) as trial:
+    with without_trace(job) as trial:
         first = _computed(job, piece, step)
         between = trial.attributes()
         trial.restore_weights()

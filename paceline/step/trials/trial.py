@@ -30,7 +30,7 @@ class Trial(NamedTuple):
 
 
 @contextmanager
-def leaving_no_trace(job: Job) -> Iterator[Trial]:
+def without_trace(job: Job) -> Iterator[Trial]:
     """In which the forward pass may be tried; buffers are those at the start of the step."""
     compute, model = job.compute, job.compute.model
     parameters = list(model.parameters())
