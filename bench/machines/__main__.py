@@ -6,6 +6,7 @@ processes of its own, the ways in turns; medians over rounds, and the ratio to D
     python bench/machines                                        # 2 x 8 and 4 x 4, as fast as the links can
     python bench/machines --layouts 2x1,4x1,2x2 --rate 1gbit --rounds 3
     python bench/machines --layouts 8x1 --rate 200mbit --slow 100mbit
+    python bench/machines --layouts 8x1 --rate 200mbit --slow 100mbit --alone    # the sums and nothing else
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from launched import run
 from namespaces import network, obstacle
 
 WAYS = ("ddp", "collective", "fast", "exact")
+ALONE = ("gloo alone", "tree alone")
 
 
 def measure(layout: str, options: argparse.Namespace) -> None:
     """Print the table of one layout."""
     machines, workers = map(int, layout.split("x"))
-    found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
+    ways = ALONE if options.alone else WAYS
+    found: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     with network(machines, options.rate, options.slow) as names, tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
-            for way in WAYS:
+            for way in ways:
                 everyone = run(
                     names, [workers] * machines, Path(folder) / f"{turn}-{way}", way, options.megabytes, options.steps
                 )
@@ -36,11 +39,11 @@ def measure(layout: str, options: argparse.Namespace) -> None:
                 found[way].append((median(slowest), crossed))
     rate = (options.rate or "unlimited") + (f", one {options.slow}" if options.slow else "")
     print(f"\n{machines} machines x {workers} workers, links {rate}, G = {everyone[0]['gradients'] / 1e6:.1f} MB")
-    print(f"{'':10} {'ms a step':>10} {'x DDP':>7} {'sent by a machine / G':>22}")
-    for way in WAYS:
-        ratios = [one[0] / base[0] for one, base in zip(found[way], found["ddp"], strict=True)]
+    print(f"{'':10} {'ms a step':>10} {'x ' + ways[0]:>12} {'sent by a machine / G':>22}")
+    for way in ways:
+        ratios = [one[0] / base[0] for one, base in zip(found[way], found[ways[0]], strict=True)]
         seconds, crossed = median(one[0] for one in found[way]), max(one[1] for one in found[way])
-        print(f"{way:10} {1e3 * seconds:10.1f} {median(ratios):7.2f} {crossed:22.2f}")
+        print(f"{way:10} {1e3 * seconds:10.1f} {median(ratios):12.2f} {crossed:22.2f}")
 
 
 if __name__ == "__main__":
@@ -51,6 +54,7 @@ if __name__ == "__main__":
     parser.add_argument("--megabytes", type=int, default=20, help="of gradients")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--alone", action="store_true", help="time an all-reduce of gloo and the tree without training")
     options = parser.parse_args()
     missing = obstacle()
     if missing:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -38,6 +39,7 @@ def network(count: int, rate: str | None, slow: str | None = None) -> Iterator[l
     """
     hub = f"pace{os.getpid() % 10000}"
     names = [f"{hub}m{place}" for place in range(count)]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left then, either
     with contextlib.ExitStack() as stack:
         call("ip", "netns", "add", hub)  # the bridge, too, is out of the machine's way
         stack.callback(call, "ip", "netns", "del", hub)

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 import paceline
+from paceline.comm.reduction.choice import reduction_for
+from paceline.schedule.tree import Node
 
 WARM = 3
 BITS_BATCH = 16
@@ -64,6 +67,46 @@ def ours(
     return seconds[WARM:], session.fingerprint()
 
 
+def gloo_alone(megabytes: int, steps: int) -> list[float]:
+    """An all-reduce of one tensor, and nothing else."""
+    value = torch.ones(megabytes * 2**18)
+
+    def reduce() -> None:
+        dist.all_reduce(value)
+
+    return timed(reduce, steps)
+
+
+def tree_alone(
+    model: nn.Module, data: torch.utils.data.Dataset[object], megabytes: int, steps: int, workers: int
+) -> list[float]:
+    """The same bytes as tensors of 1 MB through Paceline's reduction, one sum of each worker."""
+    session = paceline.start(model=model, optimizer=OPTIMIZER, loss=mse_loss, data=data, batch=workers)
+    world, events = session._job.world, session._job.events
+    reduction = reduction_for(world, [torch.empty(2**18) for _ in range(megabytes)], events, "gradients")
+    nodes = [[Node(0, rank)] for rank in range(world.size)]
+
+    def reduce() -> None:
+        reduction.begin(nodes, lambda: float(world.size))
+        for member in range(reduction.members):
+            reduction.slots(member)[0].fill_(1.0)
+            reduction.written(member)
+        reduction.finish()
+
+    return timed(reduce, steps)
+
+
+def timed(reduce: Callable[[], None], steps: int) -> list[float]:
+    """The seconds of each reduction."""
+    seconds = []
+    for step in range(WARM + steps):
+        begin = time.perf_counter()
+        reduce()
+        seconds.append(time.perf_counter() - begin)
+        mark(step)
+    return seconds[WARM:]
+
+
 counted = [0, 0]
 
 
@@ -90,6 +133,11 @@ if __name__ == "__main__":
     if way == "ddp":
         dist.init_process_group("gloo")
         seconds = ddp(model, data, steps)
+    elif way == "gloo alone":
+        dist.init_process_group("gloo")
+        seconds = gloo_alone(megabytes, steps)
+    elif way == "tree alone":
+        seconds = tree_alone(model, data, megabytes, steps, size)
     elif way.startswith("bits-"):
         kind = way.removeprefix("bits-")
         seconds, fingerprint = ours(model, data, steps, BITS_BATCH, exact=True if kind == "exact" else kind)
@@ -99,7 +147,7 @@ if __name__ == "__main__":
     found = {
         "seconds": seconds,
         "bytes": (counted[1] - counted[0]) / steps,
-        "gradients": 4 * sum(value.numel() for value in model.parameters()),
+        "gradients": megabytes * 2**20 if "alone" in way else 4 * sum(value.numel() for value in model.parameters()),
         "fingerprint": fingerprint,
     }
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -5,6 +5,9 @@ In a direct reduce-scatter and all-gather of ``n`` bytes a machine that adds up 
 is done in time ``T`` if ``x_i <= (T B_i / n - 1) / (P - 2)``, and the least ``T`` for which these shares reach 1 is
 ``n max(1 / min B, 2 (P - 1) / sum B)``. With one link of eight at half the rate that is 2 n / B, where equal shares,
 as in a ring, take 3.5 n / B.
+
+A slow machine sends all its parts before it gets the last means. Of ``C`` buckets only the last one does not overlap,
+so it all takes ``1 + 1 / C`` times as long: hence small buckets (:func:`bucket_bytes`).
 """
 
 from __future__ import annotations
@@ -14,6 +17,8 @@ from statistics import median
 
 _AS_FAST = 0.75
 """Links not slower than this part of the median count as equal: measurements differ."""
+_BUCKETS = 16
+_LEAST_MESSAGE = 2**16
 
 
 def of_links(rates: Sequence[float]) -> list[float]:
@@ -33,3 +38,12 @@ def of_links(rates: Sequence[float]) -> list[float]:
     seconds = max(1 / min(rates), 2 * (machines - 1) / sum(rates))
     room = [max(seconds * rate - 1, 0.0) for rate in rates]
     return [one / sum(room) for one in room]
+
+
+def bucket_bytes(nbytes: int, machines: int) -> int:
+    """The size of a bucket where shares are unequal: a part of what is reduced, with messages that are not too small.
+
+    >>> bucket_bytes(32 * 2**20, machines=8), bucket_bytes(2**20, machines=8)
+    (2097152, 524288)
+    """
+    return max(nbytes // _BUCKETS, machines * _LEAST_MESSAGE)

@@ -73,10 +73,13 @@ def test_the_bits_do_not_depend_on_the_links(
 
 
 def test_a_machine_with_a_slow_link_sends_less(printed: Printed, tmp_path: Path) -> None:
-    """Of eight, one at half the rate: it adds up nothing, so its parts are all it sends."""
-    told = printed(UNEQUAL + SENT, 8, tmp_path, machines=(1,) * 8, environment={"PACELINE_RUN": str(tmp_path)})
+    """Of eight, one at half the rate: it adds up nothing, so its parts are all it sends; in small buckets."""
+    small = "import paceline.schedule.link_shares as link_shares\nlink_shares._LEAST_MESSAGE = 64\n"
+    told = printed(UNEQUAL + small + SENT, 8, tmp_path, machines=(1,) * 8, environment={"PACELINE_RUN": str(tmp_path)})
     sent = [bytes_sent(tmp_path, rank) / (3 * told[0]["gradients"]) for rank in range(8)]
     assert sent == pytest.approx([13 / 7, 1.0, *[13 / 7] * 6], rel=0.05)  # of (1 + 6 shares); whole cache lines
+    events = map(json.loads, (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines())
+    assert [one["buckets"] for one in events if one["event"] == "reduction"] == [4]  # one would do, of 5 MB
 
 
 SENT = """

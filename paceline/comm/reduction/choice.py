@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.reduction.bucketed import SMALLEST_BUCKET, BucketedReduction
 from paceline.comm.reduction.collective import CollectiveReduction
 from paceline.comm.reduction.hierarchical import HierarchicalReduction
 from paceline.comm.reduction.link_rates import measure_links
 from paceline.comm.reduction.shared_memory import SharedMemoryReduction
 from paceline.comm.world import World
 from paceline.events import EventLog
-from paceline.schedule.link_shares import of_links
+from paceline.schedule.link_shares import bucket_bytes, of_links
 
 _WORTH_MEASURING = 2**23
 """Bytes of what is reduced in each step."""
@@ -46,21 +46,25 @@ def reduction_for(
         return CollectiveReduction(world, tensors, events, name, bucket_bytes=size)
     if world.shared_memory is not None:
         return SharedMemoryReduction(world, world.shared_memory, tensors, events, name, bucket_bytes=size)
+    shares = _link_shares(world, sum(one.nbytes for one in tensors), events)
+    if shares and size is None:
+        size = min(SMALLEST_BUCKET, bucket_bytes(sum(one.nbytes for one in tensors), len(world.hosts)))
     if world.host_memory is not None:
         chosen: BucketedReduction = HierarchicalReduction(
             world, world.host_memory, tensors, events, name, tags, bucket_bytes=size
         )
     else:
         chosen = BucketedReduction(world, tensors, events, name, tags, bucket_bytes=size)
-    _fit_links(chosen, world, sum(one.nbytes for one in tensors), events)
+    if shares:
+        chosen.cut_by(world.hosts, shares)
     return chosen
 
 
-def _fit_links(reduction: BucketedReduction, world: World, nbytes: int, events: EventLog) -> None:
-    """Let a machine with a slow link add up less; between two machines that would change nothing."""
+def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
+    """How much each machine adds up, where one has a slow link; else none. Of two machines both send all they have."""
     if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.transport.capabilities.ordered:
-        return
+        return []
     rates = measure_links(world)
     shares = of_links(rates)
     events.mark("links", megabytes_per_second=[rate / 1e6 for rate in rates], shares=shares)
-    reduction.cut_by(world.hosts, shares)
+    return shares if len({*shares}) > 1 else []
