@@ -29,10 +29,11 @@ USER_COMMAND = "PACELINE_USER_COMMAND"
 END_WITH_PARENT = "PACELINE_END_WITH_PARENT"
 EXIT_CODE_FILE = "PACELINE_EXIT_CODE_FILE"
 LARGEST = "PACELINE_LARGEST"
+ELASTIC = "PACELINE_ELASTIC"
 FAULTS = "PACELINE_FAULTS"
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
 _OF_AGENTS = {SECRET, USER_COMMAND, END_WITH_PARENT, EXIT_CODE_FILE}
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, LARGEST, *_OF_AGENTS, *_ASKED}
+_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, LARGEST, ELASTIC, *_OF_AGENTS, *_ASKED}
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class LaunchInfo:
         worker: the number of this process, which stays while its rank may change.
         spare: whether it was started to take the place of another one.
         largest: how many workers there may ever be.
+        elastic: whether training goes on when a worker is lost.
         name: what its files are called.
         key: by which it proves to the coordinator that it is this worker of this run.
     """
@@ -170,6 +172,7 @@ class LaunchInfo:
     worker: int
     spare: bool
     largest: int
+    elastic: bool
     name: str
     key: bytes = field(repr=False)
 
@@ -183,7 +186,7 @@ def launch_info() -> LaunchInfo | None:
     name = f"rank-{number}" if number < started else f"worker-{number}"
     largest = _number(LARGEST, _number("WORLD_SIZE", 1))
     key = bytes.fromhex(os.environ.get(WORKER_SECRET, ""))
-    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, name, key)
+    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, ELASTIC in os.environ, name, key)
 
 
 def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:

@@ -26,7 +26,7 @@ from paceline.comm.transport.gloo import Gloo
 from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode_call
 from paceline.comm.waiting import Waiting
-from paceline.coordinator.types import Membership
+from paceline.coordinator.types import Membership, neighbours
 from paceline.engines.start import Identity
 from paceline.errors import (
     DisagreementError,
@@ -116,8 +116,8 @@ class World(Waiting):
         self._members, self.generation = membership.members, membership.generation
         self.rank, self.size = membership.rank_of(self.coordinator.number), len(self._members)
         machines = [(one.host, one.address) for one in self._members]
-        neighbours = [rank for rank, machine in enumerate(machines) if machine == machines[self.rank]]
-        self.local_rank, self.local_size = neighbours.index(self.rank), len(neighbours)
+        near = neighbours(self._members, self.rank)
+        self.local_rank, self.local_size = near.index(self.rank), len(near)
         if membership.fenced:  # who was dropped may come back and write into what it knows
             self._arena = None
         if self.size == 1 and self.generation > 0:  # the script may have used a group before

@@ -117,7 +117,7 @@ class MembershipProtocol:
             return
         if worker.state == "gone" and number not in self._ranks:
             worker.state = "starting"  # it was dropped, and is back
-        worker.progress, worker.leaving = progress, leaving
+        worker.progress, worker.leaving, worker.ready_since = progress, leaving, now
         worker.state = "ready"
         if self.over is not None:
             self.advance(now)
@@ -354,10 +354,10 @@ class MembershipProtocol:
 
     def overdue(self, now: float, seconds: float) -> list[int]:
         """Find the members that others have waited for that long, to come together."""
-        states = {number: self.workers[number].state for number in self.members}
-        if not self.changing or self._since is None or now - self._since < seconds or "ready" not in states.values():
-            return []
-        return [number for number, state in states.items() if state == "training"]
+        members = [self.workers[number] for number in self.members]
+        since = min((one.ready_since for one in members if one.state == "ready"), default=now)
+        late = self.changing and now - since >= seconds
+        return [one.number for one in members if one.state == "training" and late]
 
     def _may_grow(self) -> bool:
         """Whether a worker is on the way, or may be started."""

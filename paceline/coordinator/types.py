@@ -96,6 +96,7 @@ class Worker:
         progress: the steps and evaluations whose result it holds, and what distinguishes its state from that of equally
             far workers (``recovery.Progress``); None before it has a state.
         session: how often its script has called ``paceline.start``; all members are in the same session.
+        ready_since: when it reported that it waits for the next generation.
         leaving: it was asked to end.
         ending: its script has ended; how, its agent will say.
         finished: its process has ended with exit code 0.
@@ -112,6 +113,7 @@ class Worker:
     state: str = "starting"
     progress: tuple[int, ...] | None = None
     session: int = 1
+    ready_since: float = 0.0
     leaving: bool = False
     ending: bool = False
     finished: bool = False
@@ -133,6 +135,12 @@ class Member:
     pid: int
     address: str
     arena: tuple[int, str] | None = None
+
+
+def neighbours(members: Sequence[Member], rank: int) -> list[int]:
+    """The ranks of the workers on the machine of one of them."""
+    machines = [(one.host, one.address) for one in members]
+    return [other for other, machine in enumerate(machines) if machine == machines[rank]]
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ class Engine:
         self._closing = False
         self._quiet_since = time.monotonic()
         self._departed = threading.Event()
+        self._interrupted = ""
         self.waits = Waits(rank, settings, links.wake)
         if rank == 0:
             self.record(settings.timeline, settings.mark_cycles)
@@ -135,6 +136,16 @@ class Engine:
         if path and self.rank == 0:
             self.waits.timeline = open_timeline(path, mark_cycles)
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether operations are under way."""
+        return bool(self._pending)
+
+    def interrupt(self, why: str) -> None:
+        """End what is under way, from any thread: another worker was lost."""
+        self._interrupted = why
+        self._links.wake()
+
     def close(self) -> None:
         """Leave the others, who are told; what is under way fails."""
         self._closing = True
@@ -179,6 +190,8 @@ class Engine:
 
     def _turn(self) -> None:
         messages, ended = self._links.receive(self._patience())
+        if self._interrupted:
+            raise HorovodInternalError(f"Rank {self.rank}: {self._interrupted}.")
         if messages or self._submitted:
             self._quiet_since = time.monotonic()
             if (timeline := self.waits.timeline) is not None:

@@ -21,3 +21,15 @@ class NotInitialized(HorovodInternalError, ValueError):
     """``init`` was not called, or ``shutdown`` was."""
 
     exit_code = 2
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Workers come or go: all workers leave the function that ``hvd.elastic.run`` has called, which calls it again.
+
+    Args:
+        skip_sync: whether the state need not be synchronized, as nobody joins.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("Workers come or go; hvd.elastic.run goes on with those that there are then.")
+        self.skip_sync = skip_sync

@@ -11,6 +11,7 @@ import secrets
 import select
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _PROOF_SECONDS = 10.0
+_LOOK_SECONDS = 0.2
 
 
 class Links:
@@ -93,13 +95,16 @@ class Links:
         self._waking.close()
 
 
-def open_links(rank: int, size: int, host: str, store: Store, seconds: float) -> Links:
+def open_links(
+    rank: int, size: int, host: str, store: Store, seconds: float, is_cut_short: Callable[[], bool]
+) -> Links:
     """Connect all workers with rank 0; all call this together.
 
     Args:
         host: by which the others reach rank 0.
         store: to tell the others where rank 0 listens, of this call alone.
         seconds: to wait at most.
+        is_cut_short: whether a worker is known to be lost.
 
     Raises:
         StartError: not all came.
@@ -107,7 +112,7 @@ def open_links(rank: int, size: int, host: str, store: Store, seconds: float) ->
     if size == 1:
         return Links(rank, {})
     if rank == 0:
-        return Links(rank, _accept(size, host, store, seconds))
+        return Links(rank, _accept(size, host, store, seconds, is_cut_short))
     try:
         store.set_timeout(timedelta(seconds=seconds))
         host, port, key = store.get("address").decode().split()
@@ -118,17 +123,21 @@ def open_links(rank: int, size: int, host: str, store: Store, seconds: float) ->
         ) from None
 
 
-def _accept(size: int, host: str, store: Store, seconds: float) -> dict[int, Connection]:
+def _accept(
+    size: int, host: str, store: Store, seconds: float, is_cut_short: Callable[[], bool]
+) -> dict[int, Connection]:
     key = secrets.token_bytes(32)
     found: dict[int, Connection] = {}
     with listen(host, 0) as listener:
         store.set("address", f"{host} {listener.getsockname()[1]} {key.hex()}")
         deadline = time.monotonic() + seconds
         while len(found) < size - 1:
-            listener.settimeout(max(0.001, deadline - time.monotonic()))
+            listener.settimeout(_LOOK_SECONDS)
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
+                if time.monotonic() < deadline and not is_cut_short():
+                    continue
                 missing = [rank for rank in range(1, size) if rank not in found]
                 raise StartError(
                     f"Rank 0 waited {seconds:.0f} s in hvd.init for {name_ranks(missing)}. Do all ranks call it?"

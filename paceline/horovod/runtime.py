@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,21 +11,24 @@ import torch
 import torch.distributed as dist
 
 from paceline import env
-from paceline.comm.rendezvous.env_init import EnvRendezvous
+from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
 from paceline.engines.start import LOOPBACK, Identity
+from paceline.errors import StartError
 from paceline.horovod.engine import Engine
-from paceline.horovod.errors import NotInitialized
+from paceline.horovod.errors import HorovodInternalError, NotInitialized
 from paceline.horovod.links import open_links
 from paceline.horovod.operations import Task, open_group
 from paceline.horovod.process_sets import ProcessSet, fill_in, forget
 from paceline.horovod.requests import GLOBAL, Request
-from paceline.horovod.settings import read_settings
+from paceline.horovod.settings import HorovodSettings, read_settings
+from paceline.recovery.generations import Generations
 
 _engine: Engine | None = None
 _left: list[Engine] = []
 _host = LOOPBACK
 _times = 0
 _all_places: list[tuple[int, int]] = []
+_generations: Generations | None = None
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -40,21 +44,39 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         StartError: not all workers came.
         ValueError: a process set is given twice, or has ranks that there are not.
     """
-    global _engine, _times, _all_places
     if _engine is not None:
         return
-    who, settings = env.identity(), read_settings()
-    if comm is not None and list(comm) not in ([], list(range(who.world_size))):
-        raise ValueError(f"hvd.init(comm={comm!r}): give the ranks as a ProcessSet; all workers call hvd.init().")
+    settings = read_settings()
     wanted = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
+    while True:
+        who = _elastic_identity(settings) or env.identity()
+        if comm is not None and list(comm) not in ([], list(range(who.world_size))):
+            raise ValueError(f"hvd.init(comm={comm!r}): give the ranks as a ProcessSet; all workers call hvd.init().")
+        try:
+            _begin(who, settings, wanted)
+            return
+        except (StartError, HorovodInternalError):
+            if _generations is None or not _generations.alarmed:
+                raise
+
+
+def _begin(who: Identity, settings: HorovodSettings, wanted: list[ProcessSet]) -> None:
+    """Connect to the other workers, and start the engine."""
+    global _engine, _times, _all_places
     env.set_horovod_identity(who)
-    if who.world_size > 1:
+    if who.world_size > 1 and _generations is None:
         _meet(settings.start_seconds)
     _times += 1
     ranks = tuple(range(who.world_size))
-    links = open_links(who.rank, who.world_size, _host, _store(who.world_size), settings.start_seconds)
-    group = open_group(ranks, who.rank, settings.deadline_seconds) if who.world_size > 1 else None
+    links = open_links(who.rank, who.world_size, _host, _store(who.world_size), settings.start_seconds, _is_cut_short)
+    try:
+        group = open_group(ranks, who.rank, settings.deadline_seconds) if who.world_size > 1 else None
+    except RuntimeError as error:
+        links.close()
+        raise StartError(f"Rank {who.rank} could not reach the others in hvd.init: {reason_of(error)}.") from error
     _engine = Engine(who.rank, who.world_size, links, group, settings)
+    if _generations is not None:
+        _watch(_engine, _generations)
     atexit.unregister(_leave)
     atexit.register(_leave)
     try:
@@ -63,6 +85,54 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     except BaseException:
         shutdown()
         raise
+
+
+def _is_cut_short() -> bool:
+    return _generations is not None and _generations.alarmed
+
+
+def _elastic_identity(settings: HorovodSettings) -> Identity | None:
+    """Who this worker is in the next generation of an elastic run; None if the run is none."""
+    global _generations, _host
+    launched = env.launch_info()
+    if launched is None or not launched.elastic:
+        return None
+    if _generations is None:
+        _generations = Generations(launched, settings.deadline_seconds)
+    who = _generations.next()
+    _host = _generations.address
+    env.set_identity(who.rank, who.world_size, who.local_rank, who.local_world_size)
+    return who
+
+
+def _watch(engine: Engine, generations: Generations) -> None:
+    """Let the loss of a worker end the operations of an engine."""
+    generations.is_waiting = lambda: engine.is_waiting
+    generations.on_lost = lambda: engine.interrupt("another worker was lost")
+    if generations.alarmed:
+        generations.on_lost()
+
+
+def generations() -> Generations | None:
+    """The generations of an elastic run; None if the run is none, or ``init`` was not called."""
+    return _generations
+
+
+def re_form(planned: bool) -> None:
+    """Come together anew, in an elastic run with the workers that there are now.
+
+    Args:
+        planned: whether all workers do so at the same place of the script, and none was lost.
+    """
+    if planned and _engine is not None and _engine.size > 1:
+        with contextlib.suppress(HorovodInternalError):  # a closed connection may take with it what others have to read
+            _engine.submit(Request(GLOBAL, "re-form", "barrier"), Task([], [])).wait()
+    if _engine is not None:
+        _engine.interrupt("the workers come together anew")
+    if _generations is not None:
+        _generations.cut()
+    shutdown()
+    init()
 
 
 def _gather_places(engine: Engine, who: Identity) -> list[tuple[int, int]]:
@@ -84,7 +154,8 @@ def _store(size: int) -> Any:
     if size == 1:
         return None
     c10d = dist.distributed_c10d
-    return c10d.PrefixStore(f"paceline/horovod/{_times}", c10d._get_default_store())
+    number = _times if _generations is None else _generations.number  # which those that join know, too
+    return c10d.PrefixStore(f"paceline/horovod/{number}", c10d._get_default_store())
 
 
 def shutdown() -> None:

@@ -299,6 +299,8 @@ def lay_out(
         env.SETTINGS: json.dumps(dict(request.settings)),
         env.LARGEST: str(request.largest),
     }
+    if request.elastic:
+        shared[env.ELASTIC] = "1"
     if settings.threads is not None:
         shared["OMP_NUM_THREADS"] = str(settings.threads)
     if request.plan is not None:

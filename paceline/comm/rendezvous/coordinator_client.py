@@ -49,6 +49,7 @@ class CoordinatorClient:
         self._lost: dict[int, frozenset[int]] = {}
         self.broken = False
         self.on_alarm: Callable[[], None] = lambda: None
+        self.on_change: Callable[[int], None] = lambda generation: None
         self._on_answer: Callable[[Message], None] = lambda answer: None
         self._status: Callable[[], dict[str, Any]] = dict
         self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -192,6 +193,7 @@ class CoordinatorClient:
         if message["type"] == "change":
             self.pending = max(self.pending, message["generation"])
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
+            self.on_change(message["generation"])
             if message["urgent"]:
                 self._alarm = max(self._alarm, message["generation"])
                 self.on_alarm()

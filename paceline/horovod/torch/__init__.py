@@ -1,5 +1,6 @@
 """Horovod's interface for PyTorch: see the page "Coming from Horovod"."""
 
+from paceline.horovod.torch import elastic
 from paceline.horovod.torch.compression import Compression
 from paceline.horovod.torch.functions import (
     allgather_object,
@@ -107,6 +108,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",

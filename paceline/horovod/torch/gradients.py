@@ -61,6 +61,7 @@ class Gradients:
         self, names: dict[torch.Tensor, str], how: Reduces, groups: Sequence[Sequence[torch.Tensor]], passes: int
     ) -> None:
         self._names, self._how = names, how
+        self._running = engine()
         self._group_of = {one: tuple(group) for group in groups for one in group}
         self.passes = passes
         self._left = dict.fromkeys(names, passes)
@@ -73,7 +74,18 @@ class Gradients:
     @property
     def in_flight(self) -> bool:
         """Whether gradients were taken that :meth:`finish` has not given back."""
+        self._renew()
         return bool(self._taken)
+
+    def _renew(self) -> None:
+        """Forget what was under way, and the plan, if the workers have come together anew since."""
+        if (running := engine()) is not self._running:
+            self._running, self._plan = running, None
+            self._finish.clear()
+            self._taken.clear()
+            self._left = dict.fromkeys(self._names, self.passes)
+            self._steps = self._joins = 0
+            self._sparse = False
 
     def reset(self, passes: int) -> None:
         """Expect so many backward passes in each step, from now on."""
@@ -86,6 +98,7 @@ class Gradients:
         Raises:
             AssertionError: there were more passes than expected.
         """
+        self._renew()
         if self._left[parameter] <= 0:
             raise AssertionError(
                 f"The gradient of {self._names[parameter]!r} was computed more than {self.passes} times before step() "
@@ -151,7 +164,8 @@ class Gradients:
         Raises:
             HorovodInternalError: a reduction failed.
         """
-        running = engine()
+        self._renew()
+        running = self._running
         if running.joins != self._joins:
             self._joins, self._steps = running.joins, 0
         plan = self._plan

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.requests import GLOBAL
-from paceline.horovod.runtime import size
+from paceline.horovod.runtime import generations, size
 from paceline.horovod.torch.adasum_optimizer import AdasumReducing
 from paceline.horovod.torch.compression import Compression, Compressor
 from paceline.horovod.torch.gradients import Gradients, Reduces
@@ -144,13 +144,13 @@ def DistributedOptimizer(  # noqa: PLR0913 - the name and the arguments are Horo
         warnings.warn("num_groups is deprecated: give groups.", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     names = _names(optimizer, named_parameters)
-    if op == Adasum and size() > 1:
+    if op == Adasum and (size() > 1 or generations() is not None):
         if process_set.process_set_id != GLOBAL:
             raise NotImplementedError("Adasum is for all workers, not for a process set.")
         return _on_top(optimizer, dict(vars(AdasumReducing)), _parameter_names=names, _compression=compression)
     chosen = _groups(groups, [one for one in names if one.requires_grad])
     gradients = None
-    if size() > 1 and process_set.included():
+    if (size() > 1 or generations() is not None) and process_set.included():
         how = Reduces(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
         trained = {one: name for one, name in names.items() if one.requires_grad}
         gradients = Gradients(trained, how, chosen, backward_passes_per_step)

@@ -1,0 +1,1 @@
+"""What Horovod's interfaces for all frameworks have in common."""

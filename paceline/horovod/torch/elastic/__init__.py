@@ -1,0 +1,62 @@
+"""Training that goes on when workers are lost or come: ``hvd.elastic``.
+
+::
+
+    @hvd.elastic.run
+    def train(state):
+        for state.epoch in range(state.epoch, 10):
+            ...
+            state.commit()
+
+    train(hvd.elastic.TorchState(model, optimizer, epoch=0))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.horovod.common.elastic import ObjectState, State, run_fn
+from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
+from paceline.horovod.runtime import re_form
+from paceline.horovod.torch.elastic.sampler import ElasticSampler
+from paceline.horovod.torch.elastic.state import TorchState
+
+__all__ = [
+    "ElasticSampler",
+    "HorovodInternalError",
+    "HostsUpdatedInterrupt",
+    "ObjectState",
+    "State",
+    "TorchState",
+    "run",
+]
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function whose first argument is a :class:`State`: it goes on when workers are lost or come.
+
+    Whenever the workers change, all take the state of rank 0, and the function is called again. It must go on from
+    the state. Workers that join come to it by the same script, so no operations of Horovod may be before it, but for
+    ``init``.
+
+    Raises:
+        HorovodInternalError: an operation failed, and the run is not elastic, or it failed 10 times without a commit.
+
+    Example:
+        >>> import torch
+        >>> import paceline.horovod.torch as hvd
+        >>> hvd.init()
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        >>> @hvd.elastic.run
+        ... def train(state):
+        ...     for state.step in range(state.step, 3):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 2)).square().sum().backward()
+        ...         optimizer.step()
+        ...         state.commit()
+        >>> train(hvd.elastic.TorchState(model, optimizer, step=0))
+        >>> hvd.shutdown()
+    """
+    return run_fn(func, re_form)

@@ -1,0 +1,148 @@
+"""The workers of an elastic run, one generation after the other, as the coordinator of ``paceline run`` forms them.
+
+::
+
+    survivors      commit 7 ✗ ─ restore ─ ready ─ membership 1 ─ process group ─ sync ─ commit 8
+    lost           commit 7 †
+    replacement    ............. init: ready ...  membership 2 ─ process group ─ sync ─ commit 9
+
+A worker that holds no state yet is never rank 0, if another one holds it: scripts take the state of rank 0.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline import env
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.env_init import reason_of
+from paceline.comm.rendezvous.process_group import ProcessGroup
+from paceline.comm.transport.gloo import Gloo
+from paceline.coordinator.types import Departure, Membership, neighbours
+from paceline.engines.start import Identity
+from paceline.errors import PREEMPTED, WorkerLost
+
+
+class Generations:
+    """Takes this worker from one generation to the next.
+
+    Args:
+        launched: how the launcher has started this worker.
+        seconds: to wait for another worker.
+
+    Attributes:
+        commits: how often the state was committed that this worker holds; None before it has one.
+        furthest: the most commits of a worker when this generation was formed.
+        on_lost: called, on another thread, when a worker was lost.
+        on_change: called, on another thread, with the number of a generation that is about to be formed.
+        is_waiting: whether the script waits for other workers now.
+    """
+
+    def __init__(self, launched: env.LaunchInfo, seconds: float) -> None:
+        self.commits: int | None = None
+        self.furthest = 0
+        self.on_lost: Callable[[], None] = lambda: None
+        self.on_change: Callable[[int], None] = lambda generation: None
+        self.is_waiting: Callable[[], bool] = lambda: False
+        self._client = CoordinatorClient(launched.coordinator, launched.worker, launched.key, seconds)
+        self._group = ProcessGroup(lambda *at: Gloo(same_host=False), seconds)
+        self._began = False
+        self._since = time.monotonic(), False
+        self._client.on_alarm = self._interrupt
+        self._client.on_change = lambda generation: self.on_change(generation)
+        atexit.register(self._end)
+
+    @property
+    def address(self) -> str:
+        """Where the others reach this machine."""
+        return self._client.address
+
+    @property
+    def number(self) -> int:
+        """Of the generation that this worker is in."""
+        return self._client.generation
+
+    @property
+    def alarmed(self) -> bool:
+        """Whether somebody was lost since this generation was formed."""
+        return self._client.alarmed
+
+    @property
+    def pending(self) -> int:
+        """The number of the generation that is about to be formed; this one's if there is none."""
+        return max(self._client.pending, self.number)
+
+    def next(self) -> Identity:
+        """Wait for the next generation, and connect its workers.
+
+        Raises:
+            SystemExit: the run is over.
+            WorkerLost: the run cannot go on, or the coordinator is gone.
+        """
+        if not self._began:
+            self._began = True
+            about = {"host": platform.node(), "pid": os.getpid(), "address": self.address}
+            self._client.report(self._status)
+            self._client.register(about, {"interface": "horovod"}, None, ())
+        planned = not self.alarmed
+        while True:
+            self._group.leave()
+            progress = None if self.commits is None else (self.commits, 0)
+            answer = self._client.await_membership(progress, None, planned=planned)
+            if isinstance(answer, Departure):
+                if answer.code in (0, PREEMPTED):
+                    raise SystemExit(answer.code)
+                raise WorkerLost(f"{answer.reason[:1].upper()}{answer.reason[1:]}.")
+            try:
+                return self._connect(answer)
+            except WorkerLost:
+                planned = False
+
+    def _connect(self, membership: Membership) -> Identity:
+        rank, size = membership.rank_of(self._client.number), len(membership.members)
+        near = neighbours(membership.members, rank)
+        store = self._client.open_store()
+        self._group.enter(store, rank, size)
+        try:
+            store.set(f"generations/commits/{rank}", json.dumps(self.commits))
+            found = [json.loads(one) for one in store.multi_get([f"generations/commits/{one}" for one in range(size)])]
+            first = next((one for one, commits in enumerate(found) if commits is not None), 0)
+            self.furthest = max((commits for commits in found if commits is not None), default=0)
+            rank = (rank - first) % size
+            if size > 1:
+                self._group.enter(store, rank, size)
+                self._group.join()
+            if self.alarmed:  # it came while the connections were made
+                raise WorkerLost(f"Rank {rank}: another worker was lost while all came together.")
+        except RuntimeError as error:
+            raise WorkerLost(f"Rank {rank}: could not reach the others: {reason_of(error)}.") from error
+        return Identity(rank, size, near.index(membership.rank_of(self._client.number)), len(near), self.number)
+
+    def cut(self) -> None:
+        """End every call of torch's process group that waits for others."""
+        self._group.cut()
+
+    def _interrupt(self) -> None:
+        self._group.interrupt()
+        self.on_lost()
+
+    def _status(self) -> dict[str, Any]:
+        waiting = self.is_waiting()
+        if waiting != self._since[1]:
+            self._since = time.monotonic(), waiting
+        doing = "in an operation of Horovod" if waiting else "computing"
+        since = time.monotonic() - self._since[0]
+        step = self.commits or 0
+        return {"step": step, "doing": doing, "waiting": waiting, "busy": True, "since": since, "step_seconds": None}
+
+    def _end(self) -> None:
+        """Report that the script has ended, unless by an error: then the others go on without this worker."""
+        if not hasattr(sys, "last_type"):
+            self._client.end_script()

@@ -1,0 +1,166 @@
+"""An elastic script of Horovod, unmodified: a worker is killed, the others go on, and a replacement joins."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline.horovod.torch as hvd
+from paceline.horovod.common.elastic import ObjectState, run_fn
+from paceline.horovod.torch.elastic.sampler import ElasticSampler
+
+Paceline = Callable[..., Any]
+
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+from torch.nn.functional import mse_loss
+import horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+killed = os.environ["PACELINE_WORKER"] == "1"
+model = torch.nn.Linear(3, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+data = torch.arange(120.0).view(40, 3) / 120
+sampler = hvd.elastic.ElasticSampler(range(40), shuffle=True)
+story = []
+
+@hvd.elastic.run
+def train(state):
+    if state.step == 0:
+        state.begin = [one.tolist() for one in model.parameters()]
+    story.append(("enter", hvd.rank(), hvd.size(), state.step))
+    while state.step < 10 or hvd.size() < 2:
+        for one in list(sampler)[:1]:
+            optimizer.zero_grad()
+            mse_loss(model(data[one]), torch.ones(1)).backward()
+            if killed and state.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+        both = hvd.allgather_object(one)
+        sampler.record_batch(0, 1)
+        sampler.reset()
+        if not len(sampler):
+            sampler.set_epoch(sampler.epoch + 1)
+        state.step += 1
+        state.samples.append(both)
+        if state.step % 2 == 0:
+            state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, step=0, samples=[], begin=None)
+state.register_reset_callbacks([lambda: story.append(("reset", hvd.rank(), hvd.size(), state.step))])
+train(state)
+end = [one.tolist() for one in model.parameters()]
+found = {"story": story, "samples": state.samples, "begin": state.begin, "end": end}
+with open(f"{sys.argv[1]}/{os.environ['PACELINE_WORKER']}.json", "w") as file:
+    json.dump(found, file)
+"""
+
+
+def test_a_script_survives_a_kill_and_a_replacement_joins(paceline: Paceline, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    result = paceline("run", "--horovod", "--elastic", "1:2", "-n", 2, script, tmp_path)
+    assert result.code == 0, result.err
+    first, last = (json.loads((tmp_path / f"{worker}.json").read_text()) for worker in (0, 2))
+    assert not (tmp_path / "1.json").exists()
+    before, lost, alone, joins, together = first["story"]
+    assert before == ["enter", 0, 2, 0]
+    assert lost == ["reset", 0, 1, 4] and alone == ["enter", 0, 1, 4]  # the last commit
+    assert joins[:3] == ["reset", 0, 2] and joins[3] % 2 == 0
+    assert together == ["enter", 0, 2, joins[3]]  # what was done alone is kept
+    assert last["story"] == [["enter", 1, 2, joins[3]]]
+    assert {key: first[key] for key in ("samples", "begin", "end")} == {
+        key: last[key] for key in ("samples", "begin", "end")
+    }
+    samples = first["samples"]
+    assert [len(both) for both in samples] == [2] * 4 + [1] * (joins[3] - 4) + [2] * (len(samples) - joins[3])
+    epoch = [one for both in samples for one in both][:40]
+    assert sorted(epoch) == list(range(40)) or (len(epoch) < 40 and len(set(epoch)) == len(epoch))
+    assert torch.allclose(_train(first["begin"], samples), torch.tensor(first["end"][0]), atol=1e-5)
+
+
+def _train(begin: list[Any], samples: list[list[int]]) -> torch.Tensor:
+    """The same in one process."""
+    model, data = nn.Linear(3, 1), torch.arange(120.0).view(40, 3) / 120
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), begin, strict=True):
+            parameter.copy_(torch.tensor(value))
+    for both in samples:
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(data[both]), torch.ones(len(both), 1)).backward()
+        optimizer.step()
+    return model.weight.detach()
+
+
+def test_a_state_goes_back_to_its_last_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"):
+        monkeypatch.setenv(f"HOROVOD_{name}", "")  # init sets them
+    hvd.init()
+    try:
+        model = nn.Linear(2, 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+        state = hvd.elastic.TorchState(model, optimizer, epoch=1, seen=[1])
+        committed = model.weight.detach().clone()
+        state.commit()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        state.epoch, _ = 2, state.seen.append(2)
+        assert optimizer.state
+        state.restore()
+        assert torch.equal(model.weight, committed) and not optimizer.state
+        assert (state.epoch, state.seen) == (1, [1])
+        other = nn.Linear(2, 1)
+        state.model = other
+        state.sync()
+        assert state.model is other
+    finally:
+        hvd.shutdown()
+
+
+def test_notices_interrupt_and_errors_end_what_is_not_elastic() -> None:
+    resets: list[bool] = []
+    state = ObjectState(lambda value: value, lambda: 0, calls=0)
+
+    def train(state: Any) -> str:
+        state.calls += 1
+        if state.calls == 1:
+            state.on_hosts_updated(1, 2)
+            state.commit()
+        if state.calls == 2:
+            state.on_hosts_updated(2, 1)
+            state.check_host_updates()
+        return f"call {state.calls}"
+
+    assert run_fn(train, resets.append)(state) == "call 3"
+    assert resets == [True, True]
+
+    def fails(state: Any) -> None:
+        raise hvd.HorovodInternalError("lost")
+
+    with pytest.raises(hvd.HorovodInternalError, match="lost"):
+        run_fn(fails, resets.append)(state)
+
+
+def test_what_is_left_of_an_epoch_is_divided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    at = {"rank": 1, "size": 2}
+    monkeypatch.setattr("paceline.horovod.torch.elastic.sampler.rank", lambda: at["rank"])
+    monkeypatch.setattr("paceline.horovod.torch.elastic.sampler.size", lambda: at["size"])
+    sampler = ElasticSampler(range(10), shuffle=False)
+    assert list(sampler) == [1, 3, 5, 7, 9] and sampler.get_indices(1, 2) == [5, 7]
+    sampler.record_batch(0, 2)
+    assert sampler.processed_indices == {0, 1, 2, 3}
+    at.update(rank=2, size=4)
+    sampler.load_state_dict(sampler.state_dict())
+    assert list(sampler) == [6, 4] and len(sampler) == 2  # two of six samples twice
+    sampler.set_epoch(1)
+    assert len(sampler) == 3 and not sampler.processed_indices
