@@ -28,7 +28,7 @@ class CheckpointSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     directory: Path | str | None = Field(
-        None, description="directory of the checkpoints, or a URL; with paceline run by default in that of the run"
+        None, description="directory of the checkpoints, or a URL; none: that of the run, else checkpoints/<script>"
     )
     every: PositiveInt | Literal["auto"] | None = Field(
         None, description="steps between saves; auto: the interval that costs least; none: only session.save()"

@@ -218,7 +218,7 @@ class Checkpointer:
     def _require_storage(self) -> Storage:
         if self._storage is None:
             raise CheckpointError(
-                "There is no directory for checkpoints: set checkpoint.directory, or start with paceline run."
+                "There is no directory for checkpoints: set checkpoint.directory or .every, or start with paceline run."
             )
         return self._storage
 

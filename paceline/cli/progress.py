@@ -18,6 +18,8 @@ from paceline.regular_files import open_regular
 
 _POLL_SECONDS = 0.25
 _LINE_SECONDS = 10.0
+_MOST_METRICS, _LONGEST_NAME = 3, 20
+_MOST_LINES = 100
 _WINDOW = 50  # steps over which the time left is estimated
 
 
@@ -57,6 +59,7 @@ class Progress:
         self.done = 0  # steps
         self.steps: int | None = None
         self._loss: float | None = None
+        self._metrics: dict[str, float] = {}
         self._speed: float | None = None
         self._times: deque[tuple[int, float]] = deque(maxlen=_WINDOW)
 
@@ -69,6 +72,9 @@ class Progress:
         elif record.get("event") == "step":
             self.done = int(_number(record.get("step")) or 0) + 1
             self._loss = _number(record.get("loss"))
+            metrics = record.get("metrics")
+            found = {str(name): _number(value) for name, value in metrics.items()} if isinstance(metrics, dict) else {}
+            self._metrics = {name: value for name, value in found.items() if value is not None}
             self._speed = _number(record.get("samples_per_second"))
             self._times.append((self.done, _number(record.get("time")) or time.time()))
 
@@ -80,15 +86,16 @@ class Progress:
         return (self.steps - last) * (end - begin) / (last - first) if last > first else None
 
     def text(self) -> str:
-        """``step 120/500  loss 0.31  4100 samples/s  time left 0:00:42``."""
+        """``step 120/500  loss 0.31  accuracy 0.9  4100 samples/s  time left 0:00:42``."""
         parts = [f"step {self.done}" + (f"/{self.steps}" if self.steps is not None else "")]
         return "  ".join(parts + self.details())
 
     def details(self) -> list[str]:
-        """The loss, the speed and the time left, as far as they are known."""
+        """The loss, the metrics, the speed and the time left, as far as they are known."""
         parts = []
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
+        parts += [f"{name[:_LONGEST_NAME]} {value:.4g}" for name, value in list(self._metrics.items())[:_MOST_METRICS]]
         if self._speed is not None:
             parts.append(f"{self._speed:.0f} samples/s" if self._speed >= 10 else f"{self._speed:.2g} samples/s")
         left = self.seconds_left()
@@ -109,6 +116,7 @@ class Display:
 
     def __init__(self, events: Path, alerts: Callable[[], list[str]] = list) -> None:
         self.progress = Progress()
+        self.printed: list[str] = []  # by rank 0 on its standard output; the first lines
         self._alerts = alerts
         self._tail = EventTail(events)
         self._starting: tuple[int, float] | None = None  # so many workers, since then
@@ -116,6 +124,12 @@ class Display:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="paceline-progress", daemon=True)
+
+    def relay(self, name: str, line: str) -> None:
+        """Print one line of rank 0, and remember it."""
+        if name == "stdout" and len(self.printed) < _MOST_LINES:
+            self.printed.append(line)
+        self.show(name, line)
 
     def show(self, name: str, line: str) -> None:
         """Print one line of rank 0 where rank 0 printed it: on ``stdout`` or ``stderr``."""

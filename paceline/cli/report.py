@@ -6,7 +6,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
+_LOG_BYTES = 1 << 20
 
 
 def report(
@@ -135,3 +136,29 @@ def say(line: str) -> None:
     """Print one line where messages of the launcher go."""
     encoding = sys.stderr.encoding or "utf-8"
     print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
+
+
+def printed_everywhere(lines: Sequence[str], output: Path, workers: int) -> str:
+    """What to say if the script printed a line of rank 0 on every rank; empty if not.
+
+    Args:
+        lines: what rank 0 printed.
+        output: the folder of the logs.
+        workers: those that were started here.
+    """
+    from paceline.config import quoted
+
+    common = set(filter(str.strip, lines))
+    for rank in range(1, workers):
+        try:
+            with (output / f"rank-{rank}.log").open("rb") as file:
+                common &= set(file.read(_LOG_BYTES).decode(errors="replace").splitlines())
+        except OSError:
+            return ""
+    first = next((line for line in lines if line in common), None)
+    if first is None or workers == 1:
+        return ""
+    return (
+        f"note: all {workers} workers printed {quoted(first.strip())}; the terminal shows rank 0. session.print prints "
+        f"on rank 0 alone, and session.is_main tells which worker that is."
+    )

@@ -34,7 +34,7 @@ from paceline.cli.options import (
     node_range,
     number_range,
 )
-from paceline.cli.report import alerts_of, report, say, summary
+from paceline.cli.report import alerts_of, printed_everywhere, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
 
 if TYPE_CHECKING:
@@ -348,7 +348,7 @@ def _coordinate(
     for _ in range(request.workers):
         coordinator.announce_start()
     try:
-        with Workers(launch, shown.show, agent) as workers, shown, relay.to(shown.show):
+        with Workers(launch, shown.relay, agent) as workers, shown, relay.to(shown.show):
             result = workers.wait()
             coordinator.wait_for_agents()
     finally:
@@ -357,6 +357,8 @@ def _coordinate(
     coordinator_report = coordinator.report(request.elastic)
     code = report(launch, result, request, coordinator_report, seen=agent.shown())
     if code == 0 and closing and not quiet:
+        if hint := printed_everywhere(shown.printed, launch.run / "output", request.workers):
+            say(hint)
         if lost := summary(coordinator_report):
             say(lost)
         say(f"done in {result.seconds:.1f} s; output and checkpoints: {shown_path(launch.run)}")

@@ -155,11 +155,12 @@ def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
     """
     if job.world.size == 1:
         return True
-    everyone = job.world.gather(((samples or {}) | digests(job), numerics(exact=False)), what)
-    text = difference([found for found, _ in everyone])
+    everyone = job.world.gather(((samples or {}) | digests(job), numerics(exact=False), _options(job)), what)
+    text = difference([found for found, _, _ in everyone])
     if not text:
         return True
-    if job.settings.exact or all(one == everyone[0][1] for _, one in everyone):
+    text = _option_that_differs([options for _, _, options in everyone]) or text
+    if job.settings.exact or all(one == everyone[0][1] for _, one, _ in everyone):
         raise DisagreementError(text)
     text += (
         " (The workers have other processors, numbers of threads or precisions, so it may be no more than rounding.)"
@@ -167,6 +168,29 @@ def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
     _log.warning(text)
     job.events.mark("note", text=text)
     return False
+
+
+def _options(job: Job) -> dict[str, str]:
+    """The hyper-parameters of the optimizer, by group."""
+    groups = job.update.optimizer.param_groups
+    return {
+        f"{key} of group {place}": str(float(value) if isinstance(value, torch.Tensor) else value)
+        for place, group in enumerate(groups)
+        for key, value in group.items()
+        if isinstance(value, int | float | tuple) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+    }
+
+
+def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:
+    """The first hyper-parameter that is not the same on all ranks; empty if none differs."""
+    for name, value in everyone[0].items():
+        for rank, found in enumerate(everyone):
+            if found.get(name) != value:
+                return (
+                    f"The optimizer's {name} is {value} on rank 0 and {found.get(name)} on rank {rank}, so the weights "
+                    f"differ. Change hyper-parameters alike on all workers."
+                )
+    return ""
 
 
 def digests(job: Job) -> dict[str, int]:

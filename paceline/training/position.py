@@ -45,6 +45,7 @@ class Position:
         self.epoch: int | None = None
         self.among_batches = False
         self._calls: dict[str, tuple[Call, int]] = {}  # where the script last made a call, and how often there
+        self._epochs = 0  # where the epochs of the script end
         self._given = -1  # the last step whose batch the script got
         self._running: Generator[Batch, None, None] | None = None
         self.move_to(workers.progress.steps)
@@ -78,6 +79,7 @@ class Position:
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the epochs below ``count`` from the present one on."""
         order, epoch = self._job.order, 0
+        self._epochs = count
         try:
             while True:
                 self.epoch = epoch = max(epoch, order.epoch_of(self._next_step()))
@@ -128,7 +130,8 @@ class Position:
         return self._running
 
     def _batches_until(self, end: Callable[[], int]) -> Generator[Batch, None, None]:
-        self._job.events.mark("batches", position=self.steps, steps=None if end() == UNKNOWN else end())
+        final = end() if self.epoch is None else max(end(), self._job.order.first_of(self._epochs))
+        self._job.events.mark("batches", position=self.steps, steps=None if final == UNKNOWN else final)
         while True:
             target = end()
             progress = self._workers.progress

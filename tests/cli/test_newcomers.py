@@ -1,0 +1,188 @@
+"""The mistakes of those who are new to it, under ``paceline run``: each has one message that says what to do."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from fork_server import PACELINE, Command, ForkServer
+
+from paceline.cli.progress import Progress
+
+HEAD = """
+import os
+from functools import partial
+import torch
+import paceline
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+class Samples(torch.utils.data.Dataset):
+    def __init__(self, make):
+        self.make = make
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        return self.make(torch.linspace(0, 1, 8).roll(index), index % 3)
+
+second = os.environ["RANK"] == "1"
+pairs = Samples(lambda x, y: (x, y))
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3))
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+def start(**given):
+    usual = {"model": model, "optimizer": SGD, "loss": cross_entropy, "data": pairs, "batch": 32}
+    return paceline.start(**usual | given)
+
+def train(**given):
+    session = start(**given)
+    for batch in session.batches(steps=2):
+        session.step(batch)
+    return session
+
+def accuracy(output, target):
+    return (output.argmax(1) == target).float().mean()
+"""
+
+# by name: the script, the exit code, what is said once, and no other message
+MISTAKES = {
+    "no seed": (
+        "torch.seed(); train(model=nn.Linear(8, 3))",
+        3,
+        "The workers do not agree on initial value of weight: rank 0: ",
+        "Call torch.manual_seed(...) before the model is built",
+    ),
+    "a DataLoader": (
+        "train(data=torch.utils.data.DataLoader(pairs, batch_size=8))",
+        2,
+        "data is a DataLoader, but Paceline loads the samples itself",
+        "data=loader.dataset (Samples), batch=8",
+    ),
+    "an optimizer": (
+        "train(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))",
+        2,
+        "optimizer must be a factory",
+        "Write, for example, optimizer=partial(torch.optim.AdamW, lr=3e-4).",
+    ),
+    "evaluation mode": (
+        "model.eval(); train()",
+        0,
+        "the model is in evaluation mode: it is trained without dropout",
+        "Call model.train() before paceline.start",
+    ),
+    "evaluation mode on one rank": (
+        "model.train(not second); train()",
+        3,
+        "The model is in evaluation mode on rank 1, and not on rank 0.",
+        "alike on all workers",
+    ),
+    "no scalar": (
+        "train(loss=nn.CrossEntropyLoss(reduction='none'))",
+        2,
+        "but it is a tensor of shape [4]. Reduce it, for example with .mean().",
+        "",
+    ),
+    "no target": (
+        "train(data=Samples(lambda x, y: {'x': x, 'label': y}))",
+        2,
+        "but it gives dictionaries with the keys 'x', 'label', and nothing says which is the target.",
+        "Use forward=",
+    ),
+    "another learning rate on one rank": (
+        "train(optimizer=partial(torch.optim.SGD, lr=0.2 if second else 0.1))",
+        3,
+        "The workers do not agree on optimizer lr of group 0: rank 0: 0.1, rank 1: 0.2.",
+        "must not depend on the rank",
+    ),
+    "another learning rate later": (
+        """
+made = []
+session = start(optimizer=lambda parameters: made.append(SGD(parameters)) or made[0])
+for batch in session.batches(steps=6):
+    session.step(batch)
+    made[0].param_groups[0]["lr"] = 0.2 if second else 0.1
+""",
+        3,
+        "The optimizer's lr of group 0 is 0.1 on rank 0 and 0.2 on rank 1",
+        "Change hyper-parameters alike on all workers.",
+    ),
+    "a metric": (
+        """
+def misspelt(output, target):
+    return output.flaot().mean()
+train().evaluate(pairs, misspelt)
+""",
+        1,
+        "AttributeError: 'Tensor' object has no attribute 'flaot' (train.py:",
+        "",
+    ),
+    "state_dict of a pipeline": (
+        """
+session = start(strategy="pipeline")
+for batch in session.batches(steps=4):
+    session.step(batch)
+    if batch.step == 1:
+        model.state_dict()
+""",
+        2,
+        "was called between two steps of a pipeline, when this worker has the weights of its own stages only.",
+        "Call session.model_state() on every worker",
+    ),
+    "print": (
+        "train(); print(); print('accuracy', 0.5); print('loss', 0.25); print('rank', second)",
+        0,
+        "note: all 2 workers printed 'accuracy 0.5'; the terminal shows rank 0.",
+        "session.print prints on rank 0 alone",
+    ),
+}
+
+
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Callable[[str], tuple[int, str]]:
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+
+    def start(script: str) -> tuple[int, str]:
+        (tmp_path / "train.py").write_text(HEAD + script)
+        words = (*PACELINE, "run", "-n", "2", "train.py")
+        command = Command(words, own, tmp_path / "out", tmp_path / "err", tmp_path)
+        return fork_server.run(command, 100.0), command.err.read_text()
+
+    return start
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_has_one_message(run: Callable[[str], tuple[int, str]], name: str) -> None:
+    script, code, says, cure = MISTAKES[name]
+    ended, said = run(script)
+    assert ended == code, said
+    message = said.partition("Traceback")[0]
+    assert message.count(says) == 1 and cure in message, said
+    assert said.count("Traceback (most recent call last)") == (code != 0), said
+    if code:  # it is the first thing said of the failure
+        first = next(line for line in message.splitlines() if not line.startswith(("2 workers on", "[rank 0]")))
+        assert says in first, said
+
+
+def test_a_script_without_mistakes(run: Callable[[str], tuple[int, str]], tmp_path: Path) -> None:
+    ended, said = run(
+        """
+def loss(output, target):
+    return (cross_entropy(output, target, reduction="sum"), len(target)), {"accuracy": accuracy(output, target)}
+session = start(loss=loss)
+for epoch in session.epochs(3):
+    for batch in session.batches():
+        session.step(batch)
+session.print("done")
+"""
+    )
+    assert ended == 0
+    assert [line for line in said.splitlines() if not line.startswith(("2 workers on", "done in"))] == []
+    seen = Progress()
+    (records,) = tmp_path.glob("runs/*/events/rank-0.jsonl")
+    for number, line in enumerate(records.read_text().splitlines()):
+        seen.take(json.loads(line))
+        if '"batches"' in line:  # of each epoch: the steps of all three
+            assert seen.steps == 6, number
+    assert seen.text().startswith("step 6/6  loss 1.") and "  accuracy 0." in seen.text()
