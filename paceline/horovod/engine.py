@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -71,7 +72,7 @@ class Engine:
         self._pending: dict[Key, Handle] = {}
         self._cache: dict[Key, tuple[int, Request]] = {}
         self._keys: dict[int, Key] = {}
-        self._unnamed = itertools.count()
+        self._unnamed: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
         self._closing = False
         self._quiet_since = time.monotonic()
         self._departed = threading.Event()
@@ -86,7 +87,7 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, task: Task) -> Handle:
-        """Ask for an operation; an empty name is replaced by a number, which all workers count alike.
+        """Ask for an operation; an empty name is replaced by a number, which all members of a set count alike.
 
         Raises:
             InvalidRequest: an operation of this name is under way, or this worker is no member of the process set.
@@ -102,7 +103,7 @@ class Engine:
             if self.failure:
                 raise HorovodInternalError(self.failure)
             if not request.name:
-                request = request._replace(name=f"noname.{next(self._unnamed)}")
+                request = request._replace(name=f"noname.{next(self._unnamed[request.set])}")
             handle = Handle(request, task)
             if request.key in self._pending:
                 raise InvalidRequest(
@@ -345,7 +346,7 @@ class Engine:
     def _change(self, request: Request) -> Any:
         if request.kind == JOIN:
             self.joins += 1
-            self._unnamed = itertools.count()
+            self._unnamed.pop(GLOBAL, None)
             return request.root
         if request.kind == REMOVE_SET:
             members = self.sets.pop(request.root, None)

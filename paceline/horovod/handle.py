@@ -30,6 +30,10 @@ class Handle:
         """Whether :meth:`wait` would return at once."""
         return self._done.is_set()
 
+    def wait_for(self, seconds: float) -> None:
+        """Wait a while, whatever comes of it."""
+        self._done.wait(seconds)
+
     def wait(self) -> list[Any]:
         """Wait for the results.
 

@@ -52,7 +52,9 @@ class Request(NamedTuple):
     def words(self) -> str:
         """Its kind and name, for messages."""
         called, _, name = self.name.partition(".")
-        return f"{called} {name!r}" if called.removeprefix("grouped_") == self.kind else f"{self.kind} {self.name!r}"
+        if name and called.removeprefix("grouped_") == self.kind:
+            return f"{called} {name!r}"
+        return self.kind if self.name in ("", self.kind) else f"{self.kind} {self.name!r}"
 
 
 def from_json(values: list[Any]) -> Request:

@@ -178,14 +178,15 @@ def _leave() -> None:
         one.serve()
 
 
-def engine() -> Engine:
-    """What carries out the operations of this worker.
+def engine(words: str = "") -> Engine:
+    """What carries out the operations of this worker, one of which the words call.
 
     Raises:
         NotInitialized: ``init`` was not called.
     """
     if _engine is None:
-        raise NotInitialized("Horovod is not initialized: call hvd.init() first.")
+        who = f"Rank {env.identity().rank}: " + (f"{words}: " if words else "")
+        raise NotInitialized(f"{who}Horovod is not initialized: call hvd.init() first.")
     return _engine
 
 

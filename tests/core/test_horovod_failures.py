@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+import torch
+
+import paceline.horovod.torch as hvd
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -45,7 +49,12 @@ refused(lambda: hvd.alltoall(ones(size), splits=[2] * size), f"splits {[2] * siz
 refused(lambda: hvd.alltoall(ones(size), splits=torch.ones(size)), "whole numbers", kind=ValueError)
 refused(lambda: hvd.broadcast(ones(2), root_rank=size), "root rank", kind=ValueError)
 refused(lambda: hvd.allreduce(ones(2), process_set=hvd.ProcessSet([0])), "not added", kind=ValueError)
+refused(lambda: hvd.allreduce(ones(2), process_set=[0], name="w"), f"Rank {rank}", "'w'", "ProcessSet", kind=ValueError)
 refused(lambda: hvd.reducescatter(torch.tensor(1.0)), "no dimension", kind=ValueError)
+for _ in range(3):  # the same name again, at once
+    refused(lambda: hvd.allgather("text" if odd else ones(2), name="z"), "rank 1", "'z'" if odd else "z", "a str")
+    refused(lambda: hvd.broadcast_(ones(2).to_sparse() if odd else ones(2), 0, name="z"), "rank 1", "z", "sparse_coo")
+refused(lambda: hvd.add_process_set([rank]), "add_process_set", "[0] on rank 0", "[1] on rank 1")
 first = hvd.allreduce_async(ones(2), name="twice") if rank == 0 else None
 if rank == 0:
     refused(lambda: hvd.allgather_async(ones(2), name="twice") and hvd.allreduce_async(ones(2), name="twice"),
@@ -89,6 +98,18 @@ for step in range(100):
 def test_calls_that_differ_are_named_on_all_ranks(ranks: Run, tmp_path: Path) -> None:
     for one in ranks(HEAD + CALLS, 3, tmp_path, deadline=120):
         assert one.code == 0, one.err
+
+
+def test_calls_before_init_name_rank_and_tensor() -> None:
+    for call in (
+        lambda: hvd.allreduce(torch.ones(1), name="x"),
+        lambda: hvd.broadcast(torch.ones(1), 0, name="x"),
+        lambda: hvd.alltoall(torch.ones(1), name="x"),
+    ):
+        with pytest.raises(
+            hvd.HorovodInternalError, match=r"Rank 0: \w+ 'x': Horovod is not initialized: call hvd.init"
+        ):
+            call()
 
 
 def test_a_missing_tensor_is_named_and_ends_the_wait(ranks: Run, tmp_path: Path) -> None:

@@ -139,6 +139,11 @@ try:
     hvd.add_process_set([0])
 except ValueError as error:
     assert "there is a process set" in str(error)
+for _ in range(1 + rank):  # operations without a name are counted in each set by itself
+    alone = even if rank == 0 else last
+    if alone.size() == 1:
+        hvd.allreduce(torch.ones(1), process_set=alone)
+same(hvd.allreduce(torch.ones(1), op=hvd.Sum), [size])
 assert hvd.remove_process_set(last) and last.process_set_id is None and not hvd.remove_process_set(last)
 assert not hvd.remove_process_set(hvd.global_process_set)
 

@@ -15,9 +15,9 @@ import torch
 from paceline.horovod.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.requests import GLOBAL
-from paceline.horovod.torch.compression import Compression, Compressor
+from paceline.horovod.torch.compression import Compression, Compressor, compress_all
 from paceline.horovod.torch.gathering import allgather_async
-from paceline.horovod.torch.handles import Operation, Tensors, differentiated
+from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
 from paceline.horovod.torch.requests import Adasum, Average, reduction_of, submit
 
 
@@ -36,10 +36,6 @@ def _start(
     return submit("allreduce", tensors, outputs, name, process_set, grouped, **values)
 
 
-def _new(tensors: Tensors) -> list[torch.Tensor]:
-    return [torch.empty_like(one.detach()) for one in tensors]
-
-
 def _reduced(
     tensors: Tensors,
     name: str | None,
@@ -52,12 +48,12 @@ def _reduced(
     """Reduce, differentiably: the gradient of a reduction is the same reduction of the gradients."""
 
     def run(given: Tensors) -> Tensors:
-        small, contexts = zip(*map(compression.compress, given), strict=True) if given else ((), ())
-        found = _start(small, _new(small), name, op, factors, process_set, grouped).wait()
+        small, contexts = compress_all(compression, given)
+        found = _start(small, like(small), name, op, factors, process_set, grouped).wait()
         return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
 
     def back(gradients: Tensors) -> Tensors:
-        return _start(gradients, _new(gradients), None, op, factors, process_set).wait()
+        return _start(gradients, like(gradients), None, op, factors, process_set).wait()
 
     return differentiated(run, back, tensors)
 
@@ -74,7 +70,7 @@ def allreduce_async(
     """Start :func:`allreduce`; the handle is for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
-    return Operation(_start([tensor], _new([tensor]), name, op, factors, process_set), single=True)
+    return Operation(_start([tensor], like([tensor]), name, op, factors, process_set), single=True)
 
 
 def allreduce(  # noqa: PLR0913 - the arguments are Horovod's
@@ -142,7 +138,7 @@ def grouped_allreduce_async(
     """Start :func:`grouped_allreduce`; the handle is for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
-    return Operation(_start(tensors, _new(tensors), name, op, factors, process_set, grouped=True), single=False)
+    return Operation(_start(tensors, like(tensors), name, op, factors, process_set, grouped=True), single=False)
 
 
 def grouped_allreduce(  # noqa: PLR0913 - the arguments are Horovod's

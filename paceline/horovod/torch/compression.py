@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -22,6 +24,14 @@ class Compressor:
     def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
         """Convert it back to the type that it had."""
         return tensor if cls.dtype is None else tensor.to(ctx)
+
+
+def compress_all(
+    compression: type[Compressor], tensors: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+    """Compress tensors; what is no tensor, which is refused later, stays as it is."""
+    pairs = [compression.compress(one) if isinstance(one, torch.Tensor) else (one, torch.float32) for one in tensors]
+    return [small for small, _ in pairs], [context for _, context in pairs]
 
 
 class NoneCompressor(Compressor):

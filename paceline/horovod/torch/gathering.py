@@ -8,10 +8,10 @@ import torch
 
 from paceline.horovod.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.requests import Request
+from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.runtime import engine, rank
-from paceline.horovod.torch.handles import Operation, Tensors, differentiated
-from paceline.horovod.torch.requests import Average, full_name, refuse, submit
+from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
+from paceline.horovod.torch.requests import Average, full_name, number_of, refuse, submit
 
 
 def _start_gather(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> Handle:
@@ -72,9 +72,10 @@ def grouped_allgather(
 def _start_broadcast(
     tensor: torch.Tensor, output: torch.Tensor, root_rank: int, name: str | None, process_set: ProcessSet
 ) -> Handle:
-    if process_set.process_set_id is not None and root_rank not in process_set.ranks:
-        why = f"root rank {root_rank} is none of the ranks {process_set.ranks}."
-        refuse(engine(), Request(process_set.process_set_id, full_name("broadcast", name), "broadcast"), why)
+    asked = Request(GLOBAL, full_name("broadcast", name), "broadcast")
+    asked = asked._replace(set=number_of(process_set, asked.words))
+    if root_rank not in process_set.ranks:
+        refuse(engine(), asked, f"root rank {root_rank} is none of the ranks {process_set.ranks}.")
     return submit("broadcast", [tensor], [output], name, process_set, root=root_rank)
 
 
@@ -82,7 +83,7 @@ def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
     """Start :func:`broadcast`; the handle is for ``poll`` and ``synchronize``."""
-    output = torch.empty_like(tensor.detach())
+    (output,) = like([tensor])
     return Operation(_start_broadcast(tensor, output, root_rank, name, process_set), single=True)
 
 
@@ -92,7 +93,7 @@ def broadcast(
     """Get the tensor of the root rank, a global one; its gradient is the mean of those of all members."""
 
     def run(given: Tensors) -> Tensors:
-        return _start_broadcast(given[0], torch.empty_like(given[0]), root_rank, name, process_set).wait()
+        return _start_broadcast(given[0], like(given)[0], root_rank, name, process_set).wait()
 
     def back(gradients: Tensors) -> Tensors:
         (mean,) = _mean(gradients, process_set)
@@ -105,20 +106,22 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
     """Start :func:`broadcast_`; the handle is for ``poll`` and ``synchronize``."""
-    return Operation(_start_broadcast(tensor, tensor.detach(), root_rank, name, process_set), single=True)
+    return Operation(_start_broadcast(tensor, tensor, root_rank, name, process_set), single=True)
 
 
 def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Overwrite a tensor with that of the root rank."""
-    _start_broadcast(tensor, tensor.detach(), root_rank, name, process_set).wait()
+    _start_broadcast(tensor, tensor, root_rank, name, process_set).wait()
     return tensor
 
 
 def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process_set: ProcessSet) -> Handle:
-    running, members = engine(), len(process_set.ranks)
-    rows = tensor.shape[0] if tensor.dim() else 0
+    asked = Request(GLOBAL, full_name("alltoall", name), "alltoall")
+    asked = asked._replace(set=number_of(process_set, asked.words))
+    members = len(process_set.ranks)
+    rows = tensor.shape[0] if isinstance(tensor, torch.Tensor) and tensor.dim() else 0
     wrong = ""
     if splits is None:
         wrong = f"{rows} rows do not divide evenly among {members} members: give splits." if rows % members else ""
@@ -128,8 +131,8 @@ def _start_alltoall(tensor: torch.Tensor, splits: Any, name: str | None, process
         if splits.dtype.is_floating_point or splits.dtype == torch.bool or splits.dim() != 1:
             wrong = f"splits must be a vector of whole numbers, but have type {splits.dtype}."
         splits = splits.reshape(-1).tolist()
-    if wrong and process_set.process_set_id is not None:
-        refuse(running, Request(process_set.process_set_id, full_name("alltoall", name), "alltoall"), wrong)
+    if wrong:
+        refuse(engine(), asked, wrong)
     return submit("alltoall", [tensor], [None, None], name, process_set, splits=tuple(map(int, splits)))
 
 

@@ -56,6 +56,11 @@ class _Differentiated(torch.autograd.Function):
         return None, None, *ctx.back([one.contiguous() for one in gradients])
 
 
+def like(tensors: Tensors) -> list[torch.Tensor]:
+    """Room for results; what is no tensor, which is refused later, stays as it is."""
+    return [torch.empty_like(one.detach()) if isinstance(one, torch.Tensor) else one for one in tensors]
+
+
 def differentiated(
     run: Callable[[Tensors], Tensors], back: Callable[[Tensors], Tensors], tensors: Tensors
 ) -> list[torch.Tensor]:
@@ -66,6 +71,6 @@ def differentiated(
         back: from the gradients of its results to those of the tensors.
         tensors: given to the operation.
     """
-    if not torch.is_grad_enabled() or not any(one.requires_grad for one in tensors):
+    if not torch.is_grad_enabled() or not any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors):
         return list(run(tensors))
     return list(_Differentiated.apply(run, back, *tensors))  # type: ignore[no-untyped-call]

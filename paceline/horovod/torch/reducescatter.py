@@ -8,7 +8,7 @@ import torch
 
 from paceline.horovod.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.torch.compression import Compression, Compressor
+from paceline.horovod.torch.compression import Compression, Compressor, compress_all
 from paceline.horovod.torch.gathering import grouped_allgather
 from paceline.horovod.torch.handles import Operation, Tensors, differentiated
 from paceline.horovod.torch.requests import Average, Sum, reduction_of, submit
@@ -93,7 +93,7 @@ def _scattered(
     """Reduce, differentiably: the gradients of the rows are those of all members, gathered."""
 
     def run(given: Tensors) -> Tensors:
-        small, contexts = zip(*map(compression.compress, given), strict=True)
+        small, contexts = compress_all(compression, given)
         found = _start(small, name, op, process_set, factors, grouped).wait()
         return [compression.decompress(one, context) for one, context in zip(found, contexts, strict=True)]
 

@@ -13,12 +13,14 @@ from paceline.horovod.errors import InvalidRequest, NotInitialized
 from paceline.horovod.handle import Handle
 from paceline.horovod.operations import Task
 from paceline.horovod.process_sets import ProcessSet
-from paceline.horovod.requests import REFUSED, Request
+from paceline.horovod.requests import GLOBAL, REFUSED, Request
 from paceline.horovod.runtime import engine
 
 DTYPES = frozenset(
     ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"],
 )
+_REFUSED_SECONDS = 5.0
+"""How long a refused request is kept, so that a later one of its name is not taken for it."""
 
 
 class Reduction(str):
@@ -66,13 +68,16 @@ def submit(
         InvalidRequest: the tensors cannot be used; the other members raise an error, too.
         NotInitialized: ``init`` was not called, or the process set is not added.
     """
-    running = engine()
-    number = process_set.process_set_id
-    if number is None:
-        raise NotInitialized(f"{process_set} is not added: give it to hvd.init or hvd.add_process_set.")
+    called = full_name(kind, name, grouped)
+    words = Request(GLOBAL, called, kind).words
+    running = engine(words)
+    number = number_of(process_set, words)
+    strange = [type(one).__name__ for one in tensors if not isinstance(one, torch.Tensor)]
+    if strange:
+        refuse(running, Request(number, called, kind), f"a {strange[0]} was given, not a tensor.")
     request = Request(
         number,
-        full_name(kind, name, grouped),
+        called,
         kind,
         tuple(str(one.dtype).removeprefix("torch.") for one in tensors),
         tuple(tuple(one.shape) for one in tensors),
@@ -83,6 +88,21 @@ def submit(
     return running.submit(request, Task(list(tensors), list(outputs)))
 
 
+def number_of(process_set: Any, words: str) -> int:
+    """The number of a process set, which the operation that the words call is for.
+
+    Raises:
+        InvalidRequest: it is none.
+        NotInitialized: it is not added.
+    """
+    who = f"Rank {engine(words).rank}: {words}: "
+    if not isinstance(process_set, ProcessSet):
+        raise InvalidRequest(f"{who}process_set={process_set!r}: give a ProcessSet, as hvd.add_process_set returns it.")
+    if process_set.process_set_id is None:
+        raise NotInitialized(f"{who}{process_set} is not added: give it to hvd.init or hvd.add_process_set.")
+    return process_set.process_set_id
+
+
 def refuse(running: Engine, request: Request, why: str) -> None:
     """Let the other members know that this request cannot be, and raise.
 
@@ -90,7 +110,7 @@ def refuse(running: Engine, request: Request, why: str) -> None:
         InvalidRequest: always.
     """
     refused = Request(request.set, request.name, REFUSED, detail=why)
-    running.submit(refused, Task([], []))
+    running.submit(refused, Task([], [])).wait_for(_REFUSED_SECONDS)
     raise InvalidRequest(f"Rank {running.rank}: {request.words}: {why}")
 
 
