@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from paceline.data.source import is_stream, order_of
 from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
+from paceline.keras import module as keras_module
 from paceline.settings import Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
@@ -91,7 +92,7 @@ def build(
     forward = _forward(given)
     scaling = scaling_of(settings, who.world_size)
     sparse = largest == 1 or capabilities.sparse_gradients
-    _check_model(given.model, sparse)
+    given = replace(given, model=_checked_model(given.model, sparse))
     _check_capabilities(settings, capabilities, given)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
@@ -186,7 +187,8 @@ def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn
             )
 
 
-def _check_model(model: Any, sparse: bool) -> None:
+def _checked_model(model: Any, sparse: bool) -> nn.Module:
+    model = keras_module.adapted(model)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, but it is a {type(model).__name__}.")
     for name, value in model.named_parameters():
@@ -201,6 +203,7 @@ def _check_model(model: Any, sparse: bool) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
             raise sparse_gradients(f"{name!r} gives")
+    return model
 
 
 def conditions(job: Job) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:

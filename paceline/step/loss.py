@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from paceline.errors import InputError
+from paceline.keras import loss as keras_loss
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -167,6 +168,7 @@ def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
 
 def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
     """The forward pass of ``loss(model(input), target)``; also of a metric."""
+    loss = keras_loss.adapted(loss)
 
     def forward(model: nn.Module, data: Any) -> Any:
         features, target = pair_of(data)

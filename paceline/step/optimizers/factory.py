@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from paceline.errors import InputError
+from paceline.keras import optimizer as keras_optimizer
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, share_state
 
 OptimizerFactory = Callable[..., Any]
@@ -38,6 +39,7 @@ def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
     except TypeError as error:
         given = {"model": "the model", "named_parameters": "pairs of names and parameters"}.get(first, "the parameters")
         raise InputError(f"The optimizer factory could not be called with {given}: {error}.") from error
+    made = keras_optimizer.adapted(made, model)
     if isinstance(made, list | tuple) and all(isinstance(one, Optimizer) for one in made):
         made = {str(place): one for place, one in enumerate(made)}
     if not isinstance(made, dict):
