@@ -40,6 +40,7 @@ from paceline.step.job import Job
 from paceline.step.loss import Forward, loss_of
 from paceline.step.numerics import numerics
 from paceline.step.optimizer import Update, scaling_of
+from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.step.trials.optimizer_probe import probe_optimizer
 from paceline.strategies import registry
@@ -289,6 +290,8 @@ def _phases(forward: object, update: Update, capabilities: Capabilities, setting
     phases = named_forwards(forward, update, capabilities, settings)
     carries = takes_state(forward)
     check_closures(update, settings.strategy, able=capabilities.closures, phases=bool(phases), carries=carries)
+    whole = capabilities.replicated and not (capabilities.divides_update or capabilities.cuts_model)
+    check_modes(update.optimizer, settings.strategy, able=whole)
     return phases
 
 

@@ -103,7 +103,7 @@ def _evaluating(job: Job) -> Iterator[None]:
     model.eval()
     job.compute.buffers.take_all()
     try:
-        with torch.no_grad(), job.update.averages.in_place():
+        with torch.no_grad(), job.update.averages.in_place(), job.update.evaluating():
             yield
     finally:
         for module, mode in training.items():

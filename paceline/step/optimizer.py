@@ -7,6 +7,7 @@ import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Container
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from paceline import fault_points
 from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings, Settings
-from paceline.step.optimizers.calling import closure_users
+from paceline.step.optimizers.calling import begin_training, closure_users, evaluating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.weights.averages import Averages
@@ -126,9 +127,14 @@ class Update:
         for group in self.optimizer.param_groups:
             group["lr"] = group["lr"] * scaling.factor
         self.closure_users = closure_users(self.optimizer)
+        begin_training(self.optimizer)
         self.take: Callable[[Optimizer], None] | None = None
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """In which the parameters are those to evaluate and export, if the optimizer has others for training."""
+        return nullcontext() if self.averages.chosen else evaluating(self.optimizer)
 
     @property
     def kind(self) -> str:

@@ -69,7 +69,8 @@ class Exports:
 
     def _complete(self, dtype: torch.dtype | None = None) -> dict[str, Any]:
         averages = self._job.update.averages
-        return complete_weights(self._job.compute.model, dtype, averages.values() if averages.chosen else None)
+        with self._job.update.evaluating():
+            return complete_weights(self._job.compute.model, dtype, averages.values() if averages.chosen else None)
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
         """Do something with the weights; false if it is in the past of a worker that was resumed or has joined."""
