@@ -160,6 +160,11 @@ def _check_capabilities(settings: Settings, capabilities: Capabilities, given: C
             f"{settings.average.kind!r}), as each worker sees its own updates only: leave it out, or use "
             f"'parameter-server' with server.mode = 'async'."
         )
+    if settings.autocast == "float16" and not capabilities.scales_loss:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot scale losses, which autocast = 'float16' needs: use 'bfloat16', or "
+            f"strategy 'allreduce' or 'stealing'."
+        )
     if settings.fixed_point:
         _check_fixed_point(settings, capabilities, given.model)
     if env.trace() is not None and not capabilities.exact:
@@ -289,7 +294,8 @@ def _phases(forward: object, update: Update, capabilities: Capabilities, setting
     """The forward passes by the names of optimizers, if a batch has several; each optimizer can have what it needs."""
     phases = named_forwards(forward, update, capabilities, settings)
     carries = takes_state(forward)
-    check_closures(update, settings.strategy, able=capabilities.closures, phases=bool(phases), carries=carries)
+    able = capabilities.closures and settings.autocast != "float16"
+    check_closures(update, settings.strategy, able=able, phases=bool(phases), carries=carries)
     whole = capabilities.replicated and not (capabilities.divides_update or capabilities.cuts_model)
     check_modes(update.optimizer, settings.strategy, able=whole)
     return phases

@@ -256,7 +256,9 @@ class Settings(BaseModel):
     clip_norm: Annotated[float, Field(gt=0), BeforeValidator(number)] | None = Field(
         None, description="clip gradients to this global norm"
     )
-    autocast: Literal["bfloat16"] | None = Field(None, description="run the forward pass in this dtype")
+    autocast: Literal["bfloat16", "float16"] | None = Field(
+        None, description="run the forward pass in this dtype; float16: with dynamic loss scaling"
+    )
     recompute: tuple[str, ...] = Field(
         (), description="module classes whose activations are recomputed in the backward pass"
     )
@@ -375,7 +377,7 @@ class Arguments(TypedDict, total=False):
     scale_lr: Literal["linear", "sqrt"] | None
     warmup_steps: int
     clip_norm: float | None
-    autocast: Literal["bfloat16"] | None
+    autocast: Literal["bfloat16", "float16"] | None
     recompute: tuple[str | type, ...] | list[str | type]
     compile: bool
     workers_per_loader: int

@@ -58,7 +58,9 @@ def check_closures(update: Update, strategy: str, *, able: bool, phases: bool, c
     parts, kind = parts_of(update.optimizer), update.closure_users[0]
     what = f"{kind} computes the loss several times in each step (it needs a closure)"
     if not able:
-        raise ConfigError(f"{what}, which strategy {strategy!r} cannot do: use 'allreduce'.")
+        raise ConfigError(
+            f"{what}, which strategy {strategy!r} cannot do, nor float16: use 'allreduce', and 'bfloat16'."
+        )
     if len(parts) > 1 and not phases:
         raise InputError(
             f"{what}, but it is one of {len(parts)} optimizers with the same gradients: use it alone, or give start a "

@@ -73,7 +73,17 @@ def commit(  # noqa: PLR0913 - what is known of a step
         return left_out.result
     if carried is not None:
         carried.accept(step, states)
-    return StepResult(loss, norm, rate, notice=notice, metrics=metrics)
+    return StepResult(loss, norm, rate, _applied(job, step), notice, metrics)
+
+
+def _applied(job: Job, step: int) -> bool:
+    """Whether the update was made: not if a gradient was too large for float16."""
+    scale = job.update.loss_scale
+    if scale is None or not scale.overflowed:
+        return True
+    reason = f"a gradient is too large for float16: the loss scale is {scale.value:g} now"
+    job.events.mark("skipped", step=step, reason=reason)
+    return False
 
 
 def means(job: Job, parts: list[Part]) -> tuple[float, dict[str, float]]:

@@ -19,14 +19,15 @@ from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError
 from paceline.step.buffers import Buffers
 from paceline.step.loss import Forward, check_names, loss_of_result
+from paceline.step.optimizers.loss_scale import LossScale
 
 
 class ForwardResult(NamedTuple):
     """The forward pass of a piece, ready for its backward pass.
 
-    ``total``: the sum of the losses, to be differentiated. ``pair``: float64 tensor of shape [2 + 2 * metrics], the sum
-    and what it is to be divided by, then the same two of each metric. ``buffers``: what the piece made of the buffers,
-    times its samples. ``drew``: whether it drew random numbers, if that was watched.
+    ``total``: the sum of the losses, times the loss scale, to be differentiated. ``pair``: float64 tensor of shape
+    [2 + 2 * metrics], the sum and what it is to be divided by, then the same two of each metric. ``buffers``: what the
+    piece made of the buffers, times its samples. ``drew``: whether it drew random numbers, if that was watched.
     """
 
     total: torch.Tensor
@@ -49,6 +50,7 @@ class Compute:
         metrics: the names of the metrics that each forward pass returns, in alphabetical order; None: not known yet.
         turn: how many phases the batch has had before this one, if a batch has several.
         carried: the states that microbatches hand on, if the forward pass takes one.
+        loss_scale: keeps gradients in the range of float16, if the forward pass is in it.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None, largest: int) -> None:
@@ -62,6 +64,7 @@ class Compute:
         self._weights = dict(model.named_parameters())
         self.metrics: tuple[str, ...] | None = None
         self.carried: CarriedState | None = None
+        self.loss_scale: LossScale | None = None
 
     def of(self, forward: Forward) -> Compute:
         """The same for another forward pass of this model."""
@@ -89,7 +92,12 @@ class Compute:
         buffers = self.buffers.collect(piece.samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        return ForwardResult(total, pair, buffers, drew)
+        return ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)
+
+    @property
+    def scale(self) -> float:
+        """By how much the gradients of a forward pass are larger than those of its loss."""
+        return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
         """The same numbers without keyed random numbers.

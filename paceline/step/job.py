@@ -17,6 +17,7 @@ from paceline.settings import Settings
 from paceline.step.forward import Compute
 from paceline.step.loss import Forward
 from paceline.step.optimizer import Update
+from paceline.step.optimizers.loss_scale import LossScale
 
 
 @dataclass
@@ -63,6 +64,10 @@ class Job:
     replicated: bool = True
     phases: Mapping[str, Forward] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if self.settings.autocast == "float16":
+            self.compute.loss_scale = self.update.loss_scale = LossScale(self.strategy_state)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -92,9 +97,9 @@ class Batch:
 class StepResult:
     """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
 
-    ``applied`` is false for a step that was skipped because its loss was not finite. ``notice`` is about the world,
-    from any worker (``comm.rendezvous.coordinator_client``): it is about to change, or a worker is to leave.
-    ``metrics`` are the means over the batch of the metrics that the forward pass returns, by name.
+    ``applied`` is false for a step that was skipped because its loss, or a gradient in float16, was not finite.
+    ``notice`` is about the world, from any worker (``comm.rendezvous.coordinator_client``): it is about to change, or a
+    worker is to leave. ``metrics`` are the means over the batch of the metrics that the forward pass returns, by name.
     """
 
     loss: float

@@ -21,6 +21,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings, Settings
 from paceline.step.optimizers.calling import begin_training, closure_users, evaluating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
+from paceline.step.optimizers.loss_scale import LossScale
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.weights.averages import Averages
 
@@ -100,6 +101,7 @@ class Update:
         averages: of the weights over the steps.
         closure_users: the classes of its optimizers that need a closure.
         take: calls the optimizer, if it needs a closure; none otherwise.
+        loss_scale: follows the gradients, if the forward pass is in float16; it may leave an update out.
         drew: whether the first update that was made here drew random numbers.
 
     Raises:
@@ -118,6 +120,7 @@ class Update:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.scaling = scaling
         self.drew: bool | None = None
+        self.loss_scale: LossScale | None = None
         self._clip_norm = clip_norm
         self._measured: dict[int, Measured] = {}
         if not self.parameters:
@@ -244,6 +247,8 @@ class Update:
         """
         fault_points.reach("between reduction and update", step)
         norm = self.norm() if norm is None else norm
+        if self.loss_scale is not None and not self.loss_scale.observe(float(norm)):
+            return norm, self.learning_rate
         self.clip(norm)
         groups = self.optimizer.param_groups
         full = [group["lr"] for group in groups]

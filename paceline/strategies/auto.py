@@ -36,7 +36,7 @@ _WORTH = 0.97
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(fixed_point=True, phases=True, reads=("shares",))
+    return Capabilities(fixed_point=True, phases=True, scales_loss=True, reads=("shares",))
 
 
 class Auto(Strategy):

@@ -57,6 +57,7 @@ class Capabilities:
         divides_update: different workers update different parameters.
         phases: a batch may have several losses in turns, each for the parameters of its own optimizer.
         closures: it can compute a step again, for an optimizer that needs a closure.
+        scales_loss: gradients may be those of a scaled loss until they have come together.
         averages: whoever updates a parameter sees all its updates, as an average of weights needs it.
         carries: a step computes all microbatches of its batch, after the update of the step before: so states may go
             from each microbatch to the one in its place in the next batch.
@@ -73,6 +74,7 @@ class Capabilities:
     divides_update: bool = False
     phases: bool = False
     closures: bool = False
+    scales_loss: bool = False
     averages: bool = True
     carries: bool = True
     reads: tuple[str, ...] = ()

@@ -105,6 +105,8 @@ class FullBatch:
         on_host = table.device.type == "cpu"
         numbers: list[list[float]] = table.tolist() if on_host else []
         count = math.fsum(row[1] for row in numbers) if on_host else table[:, 1].sum()
+        if self._job.compute.scale != 1.0:
+            count = count * self._job.compute.scale
         given = [value for value in sums if value is not None]
         if self._fixed is not None:
             sums = self._fixed.decode(sums, count)

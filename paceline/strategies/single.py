@@ -47,7 +47,7 @@ class Single(Strategy):
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(fixed_point=True, phases=True, closures=True)
+    return Capabilities(fixed_point=True, phases=True, closures=True, scales_loss=True)
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:

@@ -32,7 +32,7 @@ class TraceWriter:
                 "samples": None,
                 "learning_rate": None,
                 "gradient": {},
-                "epsilon": torch.finfo(torch.bfloat16).eps if job.settings.autocast else epsilon,
+                "epsilon": torch.finfo(getattr(torch, job.settings.autocast)).eps if job.settings.autocast else epsilon,
                 "exact": job.settings.exact,
                 "threads": torch.get_num_threads(),
                 "batch": job.order.batch,

@@ -42,6 +42,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         fixed_point=True,
         phases=True,
         closures=True,
+        scales_loss=True,
         exact_with='reduction="tree" or exact="fixed-point"',
         reads=("reduction", "bucket_megabytes"),
     )

@@ -149,8 +149,13 @@ class Reducer:
 
     def _begin_reduction(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None) -> None:
         assert self._reduction is not None
-        self._divisor = divisor
-        self._reduction.begin(nodes, divisor, check)
+        self._divisor = self._scaled(divisor)
+        self._reduction.begin(nodes, self._divisor, check)
+
+    def _scaled(self, divisor: Divisor) -> Divisor:
+        """What also takes the loss scale out of gradients."""
+        scale = self._job.compute.scale
+        return divisor if scale == 1.0 else lambda: divisor() * scale
 
     def written(self) -> list[list[int]]:
         """The backward pass of the last microbatch has ended: also send what it gave no gradient to.
@@ -212,6 +217,7 @@ class Reducer:
             divisor: what all are divided by; see :meth:`BucketedReduction.begin`, also for the next.
             check: refuses workers at other steps.
         """
+        divisor = self._scaled(divisor)
         if self._reduction is None:
             self._means = _divided(nodes[0], sums, divisor)
         else:

@@ -39,7 +39,7 @@ from paceline.strategies.data_parallel.results import Results
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(fixed_point=True, phases=True, reads=("shares",))
+    return Capabilities(fixed_point=True, phases=True, scales_loss=True, reads=("shares",))
 
 
 class WorkStealing(Strategy):

@@ -1,0 +1,53 @@
+"""Dynamic loss scaling: keeps small gradients of a float16 forward pass from becoming zero.
+
+::
+
+    loss * scale ─ backward, reduce ─ gradients / scale ─ norm, clip, update
+                                      not finite: no update, scale / 2; 2000 steps without that: scale * 2
+
+Micikevicius et al. 2018 (arXiv 1710.03740); the numbers are those of torch.amp.GradScaler. A scale is a power of two,
+so it changes no bits of a gradient that float16 can hold. All workers see the same mean gradients, and decide alike.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+_STATE = "loss scale"
+_FIRST, _LARGEST = 2.0**16, 2.0**24
+_GOOD_STEPS = 2000
+"""So many steps without an overflow before the scale grows."""
+
+
+class LossScale:
+    """The scale of a run, kept in a state that is in checkpoints and goes to joiners.
+
+    Args:
+        state: of the strategy; see :class:`paceline.step.job.Job`.
+
+    Attributes:
+        overflowed: whether the last step was one.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self._state = state
+        self.overflowed = False
+
+    @property
+    def value(self) -> float:
+        """What losses are multiplied by, and their gradients divided by."""
+        return float(self._state.get(_STATE, (_FIRST, 0))[0])
+
+    def observe(self, norm: float) -> bool:
+        """Take the norm of the gradients of a step, and move the scale; returns whether to make the update."""
+        scale, good = self._state.get(_STATE, (_FIRST, 0))
+        self.overflowed = not math.isfinite(norm)
+        if self.overflowed:
+            scale, good = max(scale / 2, 1.0), 0
+        elif good + 1 == _GOOD_STEPS:
+            scale, good = min(2 * scale, _LARGEST), 0
+        else:
+            good += 1
+        self._state[_STATE] = [scale, good]
+        return not self.overflowed
