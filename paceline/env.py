@@ -231,6 +231,11 @@ def set_default(name: str, value: str) -> None:
     os.environ.setdefault(name, value)
 
 
+def put(name: str, value: str) -> None:
+    """Set a variable of this process, for the workers that it starts."""
+    os.environ[name] = value
+
+
 def trace() -> Trace | None:
     """What ``paceline verify`` asked this run to record."""
     if TRACE_DIRECTORY not in os.environ:

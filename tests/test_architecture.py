@@ -72,8 +72,9 @@ OPTIONS = {
         *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
         *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),
         "--volume",
-        *("--kind", "--address", "--master", "--horovod"),
+        *("--kind", "--address", "--master", "--horovod", "--host-discovery-script"),
     },
+    "horovodrun": set(),  # those of horovodrun: see its own table
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},

@@ -12,6 +12,7 @@ from paceline.errors import PacelineError
 
 COMMANDS = {
     "run": "Train with a script on many workers.",
+    "horovodrun": "Run a script written for Horovod, by the options of horovodrun.",
     "config": "Show each setting of a script and where it came from.",
     "doctor": "Find what would go wrong, before a run starts.",
     "verify": "Check that a script trains the same on any number of workers.",
@@ -20,8 +21,8 @@ COMMANDS = {
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 
-_FILES = {"profile": "profiling"}
-"""Where a command is not in the file of its name: a script in this folder would find it instead of Python's module."""
+_FILES = {"profile": "profiling", "horovodrun": "foreign.horovodrun"}
+"""Where a command is not in the file of its name. A script in this folder would find ``profile`` instead of Python's."""
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -100,6 +100,10 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     address: Address = None,
     master: Master = None,
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
+    host_discovery_script: Annotated[
+        Path | None,
+        typer.Option(help="Prints localhost:WORKERS, asked once a second: workers are added.", metavar="FILE"),
+    ] = None,
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
     ] = False,
@@ -123,6 +127,8 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     machines = node_range(nodes, rendezvous, place == LOCAL)
     if secret_file is not None and rendezvous is None and place == LOCAL:
         raise ConfigError("--secret-file is for runs on several machines: give --rendezvous and --nodes, too.")
+    if host_discovery_script is not None and (elastic is None or place != LOCAL or nodes is not None):
+        raise ConfigError("--host-discovery-script is for this machine alone: give --elastic MIN:MAX, too.")
     request = Request(
         script=script,
         arguments=tuple(arguments or ()),
@@ -143,6 +149,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         secret_file=secret_file,
         launcher=launcher,
         horovod=horovod,
+        discovery=host_discovery_script,
         environment=_for_horovod(quiet) if horovod else {},
     )
     if place != LOCAL or dry_run:
@@ -333,6 +340,7 @@ def _coordinate(
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
     from paceline.launchers.output import Relay
+    from paceline.launchers.places.discovery import Discovery
     from paceline.launchers.workers import Workers
 
     log = EventLog(launch.run / "events", "launcher")
@@ -343,7 +351,8 @@ def _coordinate(
     launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()), secret=secret.of_run(run.id))
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
-    agent = CoordinatorAgent(launch, request, coordinator)
+    found = None if request.discovery is None else Discovery(request.discovery, lambda: coordinator.over is not None)
+    agent = CoordinatorAgent(launch, request, coordinator, found)
     shown.starting(request.workers)
     for _ in range(request.workers):
         coordinator.announce_start()

@@ -16,6 +16,7 @@ from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
 from paceline.failure.worker_report import record_of
 from paceline.launchers.base import Launch, Request, WorkerExit
+from paceline.launchers.places.discovery import Discovery
 
 _RESTARTS = 100
 """Workers started anew in one run, at most."""
@@ -49,29 +50,49 @@ class CoordinatorAgent:
         launch: what was started.
         request: what was asked for.
         coordinator: of the run.
+        discovery: says how many workers there may be on this machine now; None: as many as were asked for.
     """
 
-    def __init__(self, launch: Launch, request: Request, coordinator: Coordinator) -> None:
+    def __init__(
+        self, launch: Launch, request: Request, coordinator: Coordinator, discovery: Discovery | None = None
+    ) -> None:
         self._launch = launch
         self._elastic = request.elastic
         self._coordinator = coordinator
         self._restarts = 0
         self._due = [0.0] * request.standby
+        self._discovery, self._wanted, self._running = discovery, request.workers, 0
+        self._bounds = bounds_of(request)
         self._last = math.inf  # until when to wait for the agents of other machines to leave
 
     def started(self, number: int, pid: int) -> None:
+        self._running += 1
         self._coordinator.started(number, pid)
 
     def ended(self, one: WorkerExit) -> bool:
+        self._running -= 1
         return self._coordinator.ended(one.worker, one.code, record_of(self._launch, one.worker), self._replace)
 
     def _replace(self) -> None:
-        if self._elastic and self._restarts < _RESTARTS and self._coordinator.over is None:
+        wanted = self._discovery is None or self._running + len(self._due) < self._wanted
+        if self._elastic and self._restarts < _RESTARTS and self._coordinator.over is None and wanted:
             self._restarts += 1
             self._due.append(time.monotonic() + _RESTART_DELAY_SECONDS)
             self._coordinator.announce_start()
 
+    def _follow(self, slots: int) -> None:
+        """Start more workers if there is room for more."""
+        wanted = max(self._bounds.least, min(self._bounds.most, slots))
+        more, self._wanted = wanted - self._wanted, wanted
+        if more:
+            self._coordinator.want(wanted)
+        for _ in range(more):
+            self._due.append(time.monotonic())
+            self._coordinator.announce_start()
+
     def to_start(self) -> int:
+        if self._discovery is not None:
+            self._follow(self._discovery.slots)
         now = time.monotonic()
         due = [when for when in self._due if when <= now or self._coordinator.waiting]
         self._due = self._due[len(due) :]

@@ -154,6 +154,12 @@ class Coordinator:
         self.membership.end(code, reason, now, save=True)
         return True
 
+    def want(self, workers: int) -> None:
+        """Change how many workers are wanted on this machine."""
+        with self._lock:
+            self._local_workers = workers
+            self._count_machines()
+
     def report(self, elastic: bool) -> CoordinatorReport:
         """Report how the run ended."""
         with self._lock:

@@ -63,6 +63,7 @@ class Request:
     environment: Mapping[str, str] = field(default_factory=dict)  # more variables for the workers
     launcher: str = "local"  # a name in the registry
     horovod: bool = False  # scripts find Paceline's ``horovod``: see ``environment``
+    discovery: Path | None = None  # a script that says how many workers there may be now
     examination: Examination | None = None  # of the machines, instead of training on them; it has the script
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,11 @@ import torch
 from torch import nn
 
 import paceline.horovod.torch as hvd
+from paceline.cli.foreign.horovodrun import translate
+from paceline.errors import ConfigError
 from paceline.horovod.common.elastic import ObjectState, run_fn
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
+from paceline.launchers.places.discovery import slots_here
 
 Paceline = Callable[..., Any]
 
@@ -164,3 +168,82 @@ def test_what_is_left_of_an_epoch_is_divided_anew(monkeypatch: pytest.MonkeyPatc
     assert list(sampler) == [6, 4] and len(sampler) == 2  # two of six samples twice
     sampler.set_epoch(1)
     assert len(sampler) == 3 and not sampler.processed_indices
+
+
+def test_the_options_of_horovodrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(line: str) -> str:
+        return " ".join(translate(line.split()).words)
+
+    assert run("-np 2 python -u train.py -np 3") == "run --horovod -n 2 train.py -np 3"
+    assert run("-np 6 -H h1:4,h2:4 train.py") == "run --horovod --hosts h1:4,h2:2 train.py"
+    assert run("-H localhost:3 train.py") == "run --horovod -n 3 train.py"
+    assert run("-np 2 --min-np 1 --max-np 3 train.py") == "run --horovod -n 2 --elastic 1:3 train.py"
+    found = "run --horovod -n 2 --elastic 2:3 --host-discovery-script d.sh train.py"
+    assert run("--min-np 2 --max-np 3 --host-discovery-script d.sh train.py") == found
+    file = tmp_path / "hosts"
+    file.write_text("# mine\nh1 slots=2\nh2\n")
+    assert run(f"--hostfile {file} train.py") == "run --horovod --hosts h1:2,h2:1 train.py"
+    line = (
+        "-np 1 --timeline-filename t.json --fusion-threshold-mb 1 --network-interfaces eth0 --no-stall-check train.py"
+    )
+    assert translate(line.split()).environment == {
+        "HOROVOD_TIMELINE": "t.json",
+        "HOROVOD_FUSION_THRESHOLD": str(2**20),
+        "HOROVOD_STALL_CHECK_DISABLE": "1",
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "NCCL_SOCKET_IFNAME": "eth0",
+    }
+    for line, text in (
+        ("-np 2", "name the command"),
+        ("train.py", "as in -np 4"),
+        ("-np 3 -H h1:2 train.py", "the hosts have 2 slots"),
+        ("-np 2 -H h1:x train.py", "as in h1:4"),
+        ("-np 2 ./program", "a script of Python"),
+        ("-np 2 -p 22 python train.py", "set Port in ~/.ssh/config"),
+        ("-np 2 --mpi-args=-x train.py", "--on mpi"),
+        ("-np 2 --unknown train.py", "'--unknown' has no counterpart"),
+        ("--host-discovery-script d.sh train.py", "-np or --min-np"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            translate(line.split())
+
+
+def test_a_script_adds_workers(paceline: Paceline, tmp_path: Path) -> None:
+    hosts, script, discovery = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "discover.sh"
+    hosts.write_text("localhost:1\n")
+    discovery.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    discovery.chmod(0o700)
+    script.write_text(GROWS)
+    words = ["-np", 1, "--min-np", 1, "--max-np", 2, "--host-discovery-script", discovery]
+    result = paceline("horovodrun", *words, "python", script, hosts)
+    assert result.code == 0, result.err
+    assert re.fullmatch(r"\[rank 0\] 0 1\n\[rank 0\] (\d+) 2\n\[rank 0\] end \1\n", result.out), result.out
+
+
+GROWS = """
+import pathlib, sys, time
+import horovod.torch as hvd
+
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    print(state.step, hvd.size(), flush=True)
+    while hvd.size() == 1:
+        pathlib.Path(sys.argv[1]).write_text("localhost:1\\n127.0.0.1:1\\n")
+        state.step += 1
+        state.commit()
+        time.sleep(0.01)
+
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0)
+train(state)
+print("end", state.step, flush=True)
+"""
+
+
+def test_what_a_discovery_script_prints() -> None:
+    assert slots_here("localhost:2\n\n127.0.0.1\n", default=3) == 5
+    with pytest.raises(ConfigError, match="is not this machine"):
+        slots_here("elsewhere:2\n", default=1)
+    with pytest.raises(ConfigError, match="must be host:slots"):
+        slots_here("localhost:two\n", default=1)

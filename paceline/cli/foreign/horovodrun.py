@@ -1,0 +1,225 @@
+"""``paceline horovodrun``: the options of ``horovodrun``, written as those of ``paceline run --horovod``.
+
+:func:`translate` is the one place that knows what becomes of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+
+from paceline.cli.report import say
+
+CONTEXT: dict[str, object] = {
+    "ignore_unknown_options": True,
+    "allow_interspersed_args": False,
+    "token_normalize_func": None,
+}
+MORE_HELP = " Takes the options of Horovod's horovodrun, then the command; `--verbose` shows what is run."
+
+_VARIABLES = {
+    "timeline-filename": "HOROVOD_TIMELINE",
+    "cycle-time-ms": "HOROVOD_CYCLE_TIME",
+    "cache-capacity": "HOROVOD_CACHE_CAPACITY",
+    "stall-check-warning-time-seconds": "HOROVOD_STALL_CHECK_TIME_SECONDS",
+    "stall-check-shutdown-time-seconds": "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+    "start-timeout": "HOROVOD_GLOO_TIMEOUT_SECONDS",
+    "gloo-timeout-seconds": "HOROVOD_GLOO_TIMEOUT_SECONDS",
+    "log-level": "HOROVOD_LOG_LEVEL",
+}
+_FLAG_VARIABLES = {
+    "timeline-mark-cycles": "HOROVOD_TIMELINE_MARK_CYCLES",
+    "no-stall-check": "HOROVOD_STALL_CHECK_DISABLE",
+}
+_INSTEAD = {
+    "check-build": "see `paceline doctor`",
+    "output-filename": "what workers print is in runs/NAME/output",
+    "config-file": "give the options themselves",
+    "ssh-port": "set Port in ~/.ssh/config",
+    "ssh-identity-file": "set IdentityFile in ~/.ssh/config",
+    "mpi": "use `paceline run --horovod --on mpi`",
+    "mpi-args": "use `paceline run --horovod --on mpi`",
+    "jsrun": "use `paceline run --horovod --on mpi`",
+    "reset-limit": "a run ends after ten losses without a commit in between",
+    "blacklist-cooldown-range": "lost workers are replaced on the same machine",
+    "autotune": "set --fusion-threshold-mb and --cycle-time-ms",
+}
+_LONG_OF_SHORT = {"cb": "check-build", "p": "ssh-port", "i": "ssh-identity-file"}
+_HERE = {"localhost", "127.0.0.1", "::1"}
+
+
+class Translated(NamedTuple):
+    """What is run instead.
+
+    Attributes:
+        words: of ``paceline run``.
+        environment: variables of the workers.
+        verbose: whether to show it.
+    """
+
+    words: tuple[str, ...]
+    environment: dict[str, str]
+    verbose: bool
+
+
+def command(
+    words: Annotated[
+        list[str] | None, typer.Argument(help="Options of horovodrun, and the command.", metavar="[OPTIONS] COMMAND...")
+    ] = None,
+) -> None:
+    """Run a script written for Horovod, by the options of horovodrun."""
+    from paceline import env
+    from paceline.cli.main import main
+
+    found = translate(words or [])
+    for name, value in found.environment.items():
+        env.put(name, value)
+    if found.verbose:
+        shown = [f"{name}={shlex.quote(value)}" for name, value in found.environment.items()]
+        say(" ".join([*shown, "paceline", shlex.join(found.words)]))
+    main(list(found.words))
+
+
+def translate(words: Sequence[str]) -> Translated:
+    """Write a command line of ``horovodrun`` as one of ``paceline run``; hosts are read, nothing is started.
+
+    Raises:
+        ConfigError: an option has no counterpart, which names what to use instead, or options do not fit together.
+
+    Example:
+        >>> translate(["-np", "2", "python", "train.py", "--lr", "1"]).words
+        ('run', '--horovod', '-n', '2', 'train.py', '--lr', '1')
+    """
+    from paceline.errors import ConfigError
+
+    given, rest = _parser().parse_known_args(list(words))
+    if not given.command:
+        raise ConfigError("horovodrun: name the command, as in `paceline horovodrun -np 4 python train.py`.")
+    if rest:
+        _refuse(rest[0])
+    out, environment = ["run", "--horovod"], _variables(given)
+    workers, hosts = _hosts(given)
+    least, most = given.min_np, given.max_np
+    if given.host_discovery_script is not None:
+        workers, least = workers or least, least or workers
+        if workers is None:
+            raise ConfigError("--host-discovery-script: give -np or --min-np, the workers to start with.")
+        most = most or 512
+    if workers is None:
+        raise ConfigError("horovodrun: give the number of workers, as in -np 4.")
+    out += hosts or ["-n", str(workers)]
+    if least is not None or most is not None:
+        out += ["--elastic", f"{least or workers}:{most or workers}"]
+    if given.host_discovery_script is not None:
+        out += ["--host-discovery-script", given.host_discovery_script]
+    if given.elastic_timeout is not None:
+        out += ["--patience", given.elastic_timeout]
+    return Translated((*out, *_script(given.command)), environment, given.verbose)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("paceline horovodrun", allow_abbrev=False, add_help=False)
+    parser.add_argument("-np", "--num-proc", dest="np", type=int)
+    parser.add_argument("-H", "--hosts")
+    parser.add_argument("-hostfile", "--hostfile")
+    parser.add_argument("--min-np", "--min-num-proc", dest="min_np", type=int)
+    parser.add_argument("--max-np", "--max-num-proc", dest="max_np", type=int)
+    parser.add_argument("--slots", "--slots-per-host", dest="slots", type=int, default=1)
+    parser.add_argument("--host-discovery-script")
+    parser.add_argument("--elastic-timeout")
+    parser.add_argument("--network-interface", "--network-interfaces", dest="network")
+    parser.add_argument("--fusion-threshold-mb", type=float)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--gloo", action="store_true")
+    for name in _VARIABLES:
+        parser.add_argument(f"--{name}")
+    for name in _FLAG_VARIABLES:
+        parser.add_argument(f"--{name}", action="store_true")
+    parser.add_argument("command", nargs=argparse.REMAINDER)
+    return parser
+
+
+def _refuse(word: str) -> None:
+    from paceline.config import quoted
+    from paceline.errors import ConfigError
+
+    name = word.partition("=")[0].lstrip("-")
+    name = _LONG_OF_SHORT.get(name, name)
+    instead = _INSTEAD.get(name, "`paceline run --help` and docs/horovod.md list what there is")
+    raise ConfigError(f"horovodrun {quoted(word)} has no counterpart here: {instead}.")
+
+
+def _variables(given: argparse.Namespace) -> dict[str, str]:
+    said = vars(given)
+    found = {variable: said[name.replace("-", "_")] for name, variable in _VARIABLES.items()}
+    found |= {variable: "1" for name, variable in _FLAG_VARIABLES.items() if said[name.replace("-", "_")]}
+    if given.fusion_threshold_mb is not None:
+        found["HOROVOD_FUSION_THRESHOLD"] = str(int(given.fusion_threshold_mb * 2**20))
+    if given.network is not None:
+        found |= {"GLOO_SOCKET_IFNAME": given.network, "NCCL_SOCKET_IFNAME": given.network}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _hosts(given: argparse.Namespace) -> tuple[int | None, list[str]]:
+    """The number of workers, and the options for other machines; hosts are filled in their order, as by horovodrun."""
+    from paceline.errors import ConfigError
+
+    hosts = _listed(given)
+    if not hosts:
+        return given.np, []
+    slots = sum(hosts.values())
+    workers = left = given.np or slots
+    if workers > slots:
+        raise ConfigError(f"-np {workers}: the hosts have {slots} slots. Name more hosts, or more slots of a host.")
+    taken = {}
+    for host, count in hosts.items():
+        taken[host], left = min(count, left), left - min(count, left)
+    taken = {host: count for host, count in taken.items() if count}
+    if set(taken) <= _HERE | {socket.gethostname()}:
+        return workers, []
+    return workers, ["--hosts", ",".join(f"{host}:{count}" for host, count in taken.items())]
+
+
+def _listed(given: argparse.Namespace) -> dict[str, int]:
+    """The slots of each host, from ``-H`` or the lines ``host slots=4`` of a file."""
+    from paceline.config import quoted
+    from paceline.errors import ConfigError
+
+    if given.hostfile is not None:
+        try:
+            lines = [line.split("#")[0].strip() for line in Path(given.hostfile).read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--hostfile {quoted(given.hostfile)} cannot be read: {error}.") from None
+        pairs = [line.replace(" slots=", ":").replace(" ", "") for line in lines if line]
+    else:
+        pairs = [pair for pair in (given.hosts or "").split(",") if pair]
+    found: dict[str, int] = {}
+    for pair in pairs:
+        host, colon, slots = pair.partition(":")
+        if not host or (colon and not (slots.isdecimal() and len(slots) < 6)):
+            raise ConfigError(f"horovodrun: {quoted(pair)} is no host with its slots, as in h1:4.")
+        found[host] = found.get(host, 0) + (int(slots) if colon else given.slots)
+    return found
+
+
+def _script(words: Sequence[str]) -> list[str]:
+    """The script and its arguments, of a command ``python train.py ...``."""
+    from paceline.config import quoted
+    from paceline.errors import ConfigError
+
+    rest = list(words)
+    if Path(rest[0]).name.startswith("python"):
+        rest = rest[1:]
+        while rest and rest[0] == "-u":
+            rest = rest[1:]
+    if not rest or rest[0].startswith("-") or not rest[0].endswith(".py"):
+        raise ConfigError(
+            f"horovodrun {quoted(shlex.join(words))}: workers run a script of Python; give it as in `python train.py`."
+        )
+    return rest
