@@ -214,6 +214,7 @@ ALLOWED = {
     "launchers/call_worker.py": {"cloudpickle"},
     "horovod/torch/__init__.py": {"broadcast_object"},  # Horovod's own, of objects among the workers of a run
     "horovod/torch/elastic/state.py": {"broadcast_object"},
+    "horovod/keras/__init__.py": {"broadcast_object"},
     "horovod/torch/functions.py": {"cloudpickle", "broadcast_object"},
     "checkpoint/files.py": {"pickle"},  # writes the index of torch.distributed.checkpoint, and never reads it
     "comm/rendezvous/env_init.py": {"TCPStore"},  # the store that torchrun or the user has asked for

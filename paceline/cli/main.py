@@ -22,7 +22,7 @@ COMMANDS = {
 }
 
 _FILES = {"profile": "profiling", "horovodrun": "foreign.horovodrun"}
-"""Where a command is not in the file of its name. A script in this folder would find ``profile`` instead of Python's."""
+"""Where a command is not in the file of its name; for ``profile`` a script here would find it, not Python's."""
 
 
 def main(arguments: list[str] | None = None) -> None:

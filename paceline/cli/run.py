@@ -39,8 +39,10 @@ from paceline.errors import EXIT_CODES, PREEMPTED
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
+    from paceline.coordinator.server import Coordinator
     from paceline.launchers.base import Launch, Request
     from paceline.launchers.places.base import Options
+    from paceline.launchers.places.discovery import Discovery
     from paceline.launchers.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
@@ -325,6 +327,13 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         say(f"lost the run at {where}; waiting for it to come back")
 
 
+def _discovery(script: Path | None, coordinator: Coordinator) -> Discovery | None:
+    """What asks the script how many workers this machine may have, if there is one."""
+    from paceline.launchers.places.discovery import Discovery
+
+    return None if script is None else Discovery(script, lambda: coordinator.over is not None)
+
+
 def _coordinate(
     request: Request, launch: Launch, listener: socket.socket, secret: Secret, quiet: bool, closing: bool
 ) -> int:
@@ -340,7 +349,6 @@ def _coordinate(
     from paceline.events import EventLog
     from paceline.failure.message import shown_path
     from paceline.launchers.output import Relay
-    from paceline.launchers.places.discovery import Discovery
     from paceline.launchers.workers import Workers
 
     log = EventLog(launch.run / "events", "launcher")
@@ -351,8 +359,7 @@ def _coordinate(
     launch = replace(launch, coordinator="{}:{}".format(*listener.getsockname()), secret=secret.of_run(run.id))
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
-    found = None if request.discovery is None else Discovery(request.discovery, lambda: coordinator.over is not None)
-    agent = CoordinatorAgent(launch, request, coordinator, found)
+    agent = CoordinatorAgent(launch, request, coordinator, _discovery(request.discovery, coordinator))
     shown.starting(request.workers)
     for _ in range(request.workers):
         coordinator.announce_start()

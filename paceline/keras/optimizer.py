@@ -97,13 +97,13 @@ def _recording(optimizer: Any, variables: list[Any], slots: list[dict[str, Any]]
     places = {id(one): place for place, one in enumerate(variables)}
     make = optimizer.add_variable_from_reference
 
-    def noted(reference_variable: Any, name: str | None = None, *rest: Any, **more: Any) -> Any:
+    def make_slot(reference_variable: Any, name: str | None = None, *rest: Any, **more: Any) -> Any:
         made = make(reference_variable, name, *rest, **more)
         place = places[id(reference_variable)]
         slots[place][name or f"slot {len(slots[place])}"] = made
         return made
 
-    optimizer.add_variable_from_reference = noted
+    optimizer.add_variable_from_reference = make_slot
     try:
         optimizer.build(variables)
     finally:

@@ -79,8 +79,8 @@ for name, settings in strategies.items():
     assert all(torch.equal(written[key], value) for key, value in state.items())
     assert all(torch.equal(value, other.get_parameter(key)) for key, value in model.named_parameters())
     moved = not torch.equal(state["0.weight"], build()[0].weight)
-    (batch,) = session.batches(steps=1)
-    session.step(batch)  # training goes on
+    for batch in session.batches(steps=1):
+        session.step(batch)  # training goes on
     found[name] = [fingerprint(state), moved]
 tell(**found)
 tell(said=said)
