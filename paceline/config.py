@@ -31,6 +31,7 @@ OF_ONE_START = frozenset(
 """Settings that a checkpoint does not keep: they say where something is, how long to wait, or what a machine has."""
 _PLAN_BYTES = 1 << 20
 _QUOTED = 80
+_REASON = 400
 
 
 class Resolved(BaseModel):
@@ -281,9 +282,9 @@ def _validated(values: dict[str, Any], sources: Mapping[str, str]) -> Settings:
         first = error.errors()[0]
         key = ".".join(str(part) for part in first["loc"] if isinstance(part, str) and part in _PARTS)
         where = sources.get(key, "script")
+        why = first["msg"] if len(first["msg"]) <= _REASON else f"{first['msg'][:_REASON]}..."
         raise ConfigError(
-            f"{key} = {quoted(first['input'])} (from the {where}) cannot be used: {first['msg']}. It is: "
-            f"{describe(key)}."
+            f"{key} = {quoted(first['input'])} (from the {where}) cannot be used: {why}. It is: {describe(key)}."
         ) from None
     except ValueError as error:  # from inside pydantic: text is wanted, and the number has thousands of digits
         given = ", ".join(key for key, where in sources.items() if where != "default")

@@ -214,7 +214,8 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
 
 def conditions(job: Job) -> tuple[dict[str, int], dict[str, int | str], dict[str, str]]:
     """Return the order, the numerics and the versions for the manifest of a checkpoint."""
-    return job.order.facts(), numerics(bool(job.settings.exact)), agreement.versions()
+    exact = job.settings.exact
+    return job.order.facts(), numerics(bool(exact)) | {"exact": exact}, agreement.versions()
 
 
 def summary(job: Job) -> list[str]:

@@ -52,8 +52,12 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def check_savable(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose state is more than tensors, numbers and lists of these per parameter.
+def check_savable(optimizer: Optimizer, *, lists: bool = False) -> None:
+    """Refuse an optimizer whose state is more than tensors and numbers per parameter.
+
+    Args:
+        optimizer: of this worker.
+        lists: whether lists of these will do, too, as :func:`optimizer_lists` gives them.
 
     Raises:
         CheckpointError: names the first such value.
@@ -61,12 +65,12 @@ def check_savable(optimizer: Optimizer) -> None:
     for owner, values in optimizer.state.items():
         entries = values.items() if isinstance(values, dict) else [("state", values)]
         for key, value in entries:
-            held = value if isinstance(value, list) else [value]
+            held = value if lists and isinstance(value, list) else [value]
             if isinstance(owner, nn.Parameter) and all(isinstance(one, _SAVABLE) for one in held):
                 continue
             raise CheckpointError(
                 f"The state of {type(optimizer).__name__} cannot be saved or sent to another worker: {key!r} is a "
-                f"{type(value).__name__}, neither a tensor nor a number of a parameter, nor a list of such."
+                f"{type(value).__name__}, neither a tensor nor a number of a parameter{', nor a list of such' * lists}."
             )
 
 

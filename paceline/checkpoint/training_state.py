@@ -180,7 +180,7 @@ class TrainingState:
         Raises:
             CheckpointError: the optimizer has a state that cannot be saved.
         """
-        check_savable(self._update.optimizer)
+        check_savable(self._update.optimizer, lists=True)
         inside: dict[str, torch.Tensor] = {}
         try:
             parts = {name: part.state(step) for name, part in self.parts.items()}
@@ -295,7 +295,10 @@ class TrainingState:
             )
         if not self._numerics["exact"]:
             return
-        difference = first_difference(saved.numerics, self._numerics)
+        here = {
+            name: value for name, value in self._numerics.items() if name in saved.numerics
+        }  # older ones have fewer
+        difference = first_difference(saved.numerics, here)
         difference = difference or first_difference(saved.versions, self._versions)
         if difference:
             raise CheckpointError(

@@ -19,7 +19,7 @@ from paceline.comm.world import World
 
 Fill = Callable[[torch.Tensor, int], None]
 """Writes into a chunk what the state has from this byte on."""
-_TAG = 1 << 29
+_TAG = 3 << 26
 _CHUNK_BYTES = 1 << 26
 _WINDOW_BYTES = 1 << 22
 

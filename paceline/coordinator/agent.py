@@ -61,6 +61,7 @@ class CoordinatorAgent:
         self._coordinator = coordinator
         self._restarts = 0
         self._due = [0.0] * request.standby
+        self._standby = request.standby
         self._discovery, self._wanted, self._running = discovery, request.workers, 0
         self._bounds = bounds_of(request)
         self._last = math.inf  # until when to wait for the agents of other machines to leave
@@ -83,8 +84,10 @@ class CoordinatorAgent:
     def _follow(self, slots: int) -> None:
         """Start more workers if there is room for more."""
         wanted = max(self._bounds.least, min(self._bounds.most, slots))
-        more, self._wanted = wanted - self._wanted, wanted
-        if more:
+        here = self._running + len(self._due) - self._standby  # none is ended where the script wants fewer
+        more = wanted - max(self._wanted, here)
+        if wanted != self._wanted:
+            self._wanted = wanted
             self._coordinator.want(wanted)
         for _ in range(more):
             self._due.append(time.monotonic())

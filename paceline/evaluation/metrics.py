@@ -17,6 +17,8 @@ from paceline.comm.values import encode
 from paceline.data.nested import map_tensors
 from paceline.data.prefetch import to_device
 from paceline.errors import InputError
+from paceline.keras import loss as keras_loss
+from paceline.keras.kinds import is_keras
 from paceline.step.job import Job
 from paceline.step.loss import Forward, described, pair_of, sum_and_count
 
@@ -45,11 +47,17 @@ class Metrics:
     def __init__(self, job: Job, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
         self._job = job
         self._several = isinstance(given, Mapping)
-        self._metrics: dict[str, Any] = dict(given) if self._several else {"": given}
+        named = dict(given) if self._several else {"": given}
+        self._metrics: dict[str, Any] = {name: keras_loss.adapted(metric) for name, metric in named.items()}
         if not self._metrics:
             raise InputError("evaluate: the dictionary of metrics is empty.")
         self._arguments = _arguments(forward, by_loss)
         for name, metric in self._metrics.items():
+            if is_keras(metric, "Metric"):
+                raise InputError(
+                    f"{_named(name)} is a {type(metric).__name__} of Keras, which gets the target first and keeps a "
+                    f"running mean: give a function of (output, target), or an object with update, compute and reset."
+                )
             if metric is not None and not callable(metric) and not is_object(metric):
                 raise InputError(
                     f"{_named(name)} must be a function, an object with update, compute and reset, or None for the "

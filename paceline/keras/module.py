@@ -45,6 +45,9 @@ class KerasModule(nn.Module):
     Args:
         model: with weights.
 
+    Raises:
+        InputError: two of its weights have the same path.
+
     Attributes:
         keras_model: the same model. What this module does not have itself is looked up there.
     """
@@ -53,6 +56,10 @@ class KerasModule(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
+        names = [_name(variable) for variable in model.weights]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"Two weights of the Keras model have the path {twice!r}: give their layers other names.")
         object.__setattr__(self, "keras_model", model)  # not as a module of its own: it says its parameters otherwise
         for variable in model.trainable_weights:
             self.register_parameter(_name(variable), variable.value)

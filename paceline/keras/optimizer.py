@@ -18,7 +18,7 @@ def adapted(made: Any, model: nn.Module) -> Any:
     """The optimizer of torch that stands for one of Keras; any other one as it is.
 
     Raises:
-        InputError: the model is not one of Keras, or the optimizer scales the loss.
+        InputError: the model is not one of Keras, or the optimizer cannot be used.
     """
     if not is_keras(made, "BaseOptimizer"):
         return made
@@ -80,6 +80,11 @@ class KerasOptimizer(Optimizer):
         """Update the variables that have a gradient."""
         assert closure is None
         self._take()
+        if self._scheduled and self.param_groups[0]["lr"] != self._rate():
+            raise InputError(
+                f"{type(self._optimizer).__name__} of Keras has a learning-rate schedule of its own, so scale_lr, "
+                f"warmup_steps and schedule= would have no effect: give it a number, or leave them out."
+            )
         ready = [one for one in self._variables if one.value.grad is not None]
         self._optimizer.apply([one.value.grad for one in ready], ready)
         if self._scheduled:
@@ -92,8 +97,11 @@ class KerasOptimizer(Optimizer):
 
 def _recording(optimizer: Any, variables: list[Any], slots: list[dict[str, Any]]) -> None:
     """Build the optimizer, and note which of its variables it makes for which of the model's."""
+    kind = type(optimizer).__name__
     if optimizer.built:
-        raise InputError(f"{type(optimizer).__name__} has been used before: let the factory make a new one.")
+        raise InputError(f"{kind} has been used before: let the factory make a new one.")
+    if optimizer.gradient_accumulation_steps:
+        raise InputError(f"{kind} has gradient_accumulation_steps: set batch and microbatches of the session instead.")
     places = {id(one): place for place, one in enumerate(variables)}
     make = optimizer.add_variable_from_reference
 
@@ -108,3 +116,11 @@ def _recording(optimizer: Any, variables: list[Any], slots: list[dict[str, Any]]
         optimizer.build(variables)
     finally:
         del optimizer.add_variable_from_reference
+    slot_variables = [one for slot in slots for one in slot.values()]
+    known = {id(one) for one in (*variables, *slot_variables, optimizer.iterations, optimizer._learning_rate)}
+    held = [one for value in vars(optimizer).values() for one in (value if isinstance(value, list) else [value])]
+    if any(is_keras(one, "Variable") and id(one) not in known for one in held):
+        raise InputError(
+            f"{kind} of Keras has a state that belongs to no parameter, or has another shape than its parameter, and "
+            f"cannot be saved: use another optimizer, or one of torch."
+        )

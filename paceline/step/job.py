@@ -66,7 +66,7 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.settings.autocast == "float16":
-            self.compute.loss_scale = self.update.loss_scale = LossScale(self.strategy_state)
+            self.compute.loss_scale = self.update.loss_scale = LossScale(self.strategy_state, self.order.batch)
 
 
 @dataclass(frozen=True)

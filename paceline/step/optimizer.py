@@ -261,8 +261,9 @@ class Update:
             self.averages.around(step, self._step)
         if made is not None:
             made()
-        for group, rate in zip(groups, full, strict=True):
-            group["lr"] = rate
+        if now != 1.0:
+            for group, rate in zip(groups, full, strict=True):
+                group["lr"] = rate
         if here:
             self.advance()
         else:

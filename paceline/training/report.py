@@ -26,7 +26,7 @@ class Report:
         samples_per_second: samples of this batch, over all workers, per second.
         gradient_norm: the global 2-norm of the mean gradient, before clipping.
         learning_rate: what the update used (first parameter group).
-        applied: false if the step was skipped because its loss was not finite.
+        applied: false if no update was made, because the loss, or a gradient in float16, was not finite.
         metrics: the means over the whole batch of the metrics that ``forward`` or ``loss`` returns, by name.
         notes: what was applied that the script did not spell out, such as a scaled learning rate, and why.
     """

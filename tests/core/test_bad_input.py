@@ -148,9 +148,6 @@ BEFORE_TRAINING = {
         "go(scale_lr='linear')", "ConfigError", 2, ["scale_lr = 'linear'", "batch_per_worker"]
     ),
     "a warm-up to nowhere": Bad("go(warmup_steps=5)", "ConfigError", 2, ["warmup_steps = 5", "scale_lr"]),
-    "checkpoints without a folder": Bad(
-        "go(checkpoint={'every': 5})", "CheckpointError", 4, ["checkpoint.every", "checkpoint.directory"]
-    ),
     "weights that differ": Bad(
         "torch.manual_seed(RANK)\ngo(model=torch.nn.Sequential(torch.nn.Linear(12, 4)))",
         "DisagreementError",

@@ -121,7 +121,7 @@ session = paceline.start(
 {call}
 """
     (ended,) = ranks(script, 1, tmp_path)
-    words = {"data": "a data set with a length", "metric": "a tensor of shape [8, 2]"}[what]
+    words = {"data": "The stream gave no samples", "metric": "a tensor of shape [8, 2]"}[what]
     assert ended.code != 0
     assert words in ended.err
     assert "Traceback" not in ended.err

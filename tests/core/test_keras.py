@@ -77,7 +77,7 @@ def made():
     return keras.Sequential([keras.Input((8, 8, 1)), layers.Flatten(), layers.Dense(5, "tanh"), layers.Dense(2)])
 
 data, loss = dataset(), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-for name in ("SGD", "Adam", "RMSprop", "Adagrad", "Lion", "Nadam"):
+for name in ("SGD", "Adam", "RMSprop", "Adagrad", "Lion"):
     new = lambda parameters=None: getattr(keras.optimizers, name)(
         0.01, clipnorm=1.0, **({"momentum": 0.9, "nesterov": True} if name == "SGD" else {})
     )
@@ -104,8 +104,42 @@ def refused(text, **given):
 
 refused("has no weights yet", model=keras.Sequential([layers.Dense(2)]))
 refused("use an optimizer of torch", model=torch.nn.Linear(8, 2))
+for kind in ("Nadam", "Adafactor"):
+    refused("cannot be saved", optimizer=lambda parameters: getattr(keras.optimizers, kind)(0.01))
+refused("microbatches of the session", optimizer=lambda parameters: keras.optimizers.SGD(gradient_accumulation_steps=2))
+source = keras.Input((8, 8, 1))
+twins = []
+for _ in range(2):
+    inside = keras.Input((8, 8, 1))
+    twins.append(keras.Model(inside, layers.Dense(2, name="same")(layers.Flatten()(inside))))
+refused("have the path 'same/kernel'", model=keras.Model(source, twins[0](source) + twins[1](source)))
 refused("has been used before", optimizer=lambda parameters: optimizer)
 refused("scales the loss", optimizer=lambda parameters: keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+
+falling = lambda parameters: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5))
+session = paceline.start(model=made(), data=data, batch=32, optimizer=falling, loss=loss)
+rates = [session.step(batch).learning_rate for batch in session.batches(epochs=1)]
+assert [round(rate, 6) for rate in rates] == [0.1, 0.05, 0.025], rates
+whole = data.tensors
+wanted = float(loss(whole[1], session._job.compute.model(whole[0], training=False)))
+assert abs(session.evaluate(data, loss) - wanted) < 1e-6
+try:
+    session.evaluate(data, keras.metrics.SparseCategoricalAccuracy())
+except paceline.InputError as error:
+    assert "gets the target first" in str(error)
+else:
+    raise AssertionError("a metric of Keras was taken")
+session = paceline.start(
+    model=made(), data=data, batch=32, optimizer=falling, loss=loss,
+    schedule=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1),
+)
+try:
+    for batch in session.batches(epochs=1):
+        session.step(batch)
+except paceline.InputError as error:
+    assert "schedule of its own" in str(error)
+else:
+    raise AssertionError("two schedules were taken")
 """
 
 

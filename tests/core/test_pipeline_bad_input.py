@@ -367,7 +367,8 @@ def test_an_update_that_counts_nothing(ranks: Run, tmp_path: Path) -> None:
     body = """
 calls = []
 def loss(output, target):
-    calls.append(1)
+    if output.requires_grad:
+        calls.append(1)
     counts = len(calls) != 5
     return functional.cross_entropy(output, target, reduction="sum") * counts, len(target) * counts
 small(layers(nn.Tanh()), loss=loss, pipeline={"schedule": "pipedream", "update_every": 1, "cut": ["1"]})

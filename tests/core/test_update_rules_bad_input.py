@@ -70,10 +70,13 @@ REFUSED = {
         ["checkpoint.every = 'auto'", "'local-sgd'", "checkpoint.every = 100"],
     ),
     "an optimizer with closures": Bad(
-        "go(strategy='backup', optimizer=torch.optim.LBFGS)", "InputError", 2, ["LBFGS", "closure"]
+        "go(strategy='backup', optimizer=torch.optim.LBFGS)", "ConfigError", 2, ["LBFGS", "'backup'", "'allreduce'"]
     ),
     "an optimizer with closures and averages": Bad(
-        "go(strategy='local-sgd', optimizer=torch.optim.LBFGS)", "InputError", 2, ["LBFGS", "closure"]
+        "go(strategy='local-sgd', optimizer=torch.optim.LBFGS)",
+        "ConfigError",
+        2,
+        ["LBFGS", "'local-sgd'", "'allreduce'"],
     ),
 }
 

@@ -107,6 +107,8 @@ def translate(words: Sequence[str]) -> Translated:
     workers, hosts = _hosts(given)
     least, most = given.min_np, given.max_np
     if given.host_discovery_script is not None:
+        if given.slots != 1:
+            raise ConfigError("--slots with --host-discovery-script: let the script print host:slots.")
         workers, least = workers or least, least or workers
         if workers is None:
             raise ConfigError("--host-discovery-script: give -np or --min-np, the workers to start with.")
@@ -157,13 +159,14 @@ def _refuse(word: str) -> None:
 
 def _variables(given: argparse.Namespace) -> dict[str, str]:
     said = vars(given)
-    found = {variable: said[name.replace("-", "_")] for name, variable in _VARIABLES.items()}
+    values = {name: said[name.replace("-", "_")] for name in _VARIABLES}
+    found = {_VARIABLES[name]: value for name, value in values.items() if value is not None}
     found |= {variable: "1" for name, variable in _FLAG_VARIABLES.items() if said[name.replace("-", "_")]}
     if given.fusion_threshold_mb is not None:
         found["HOROVOD_FUSION_THRESHOLD"] = str(int(given.fusion_threshold_mb * 2**20))
     if given.network is not None:
         found |= {"GLOO_SOCKET_IFNAME": given.network, "NCCL_SOCKET_IFNAME": given.network}
-    return {name: value for name, value in found.items() if value is not None}
+    return found
 
 
 def _hosts(given: argparse.Namespace) -> tuple[int | None, list[str]]:

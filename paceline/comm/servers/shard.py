@@ -115,7 +115,7 @@ class Shard:
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]
-        self._entries: tuple[bytes, list[_Entry]] = b"", []  # as bytes too: they hardly ever change
+        self._entries: tuple[bytes, list[_Entry]] = encode([]), []  # as bytes too: they hardly ever change
         self._taken = -1
         self.check_states()
 

@@ -25,19 +25,21 @@ class LossScale:
 
     Args:
         state: of the strategy; see :class:`paceline.step.job.Job`.
+        samples: of a batch; a loss is a sum over samples, not a mean, so it is multiplied by so much less.
 
     Attributes:
         overflowed: whether the last step was one.
     """
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: dict[str, Any], samples: int = 1) -> None:
         self._state = state
+        self._unit = 2.0 ** -(samples - 1).bit_length()
         self.overflowed = False
 
     @property
     def value(self) -> float:
         """What losses are multiplied by, and their gradients divided by."""
-        return float(self._state.get(_STATE, (_FIRST, 0))[0])
+        return float(self._state.get(_STATE, (_FIRST, 0))[0]) * self._unit
 
     def observe(self, norm: float) -> bool:
         """Take the norm of the gradients of a step, and move the scale; returns whether to make the update."""

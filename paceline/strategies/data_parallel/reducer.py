@@ -32,7 +32,7 @@ from paceline.step.checks import check_dense
 from paceline.step.fixed_point import FixedPoint
 from paceline.step.job import Job
 
-_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 28
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the end of MPICH's
 _NOT_HERE = -1.0
 """In place of the norm of a gradient that this worker does not have."""
 

@@ -71,10 +71,11 @@ class SamplerStateHandler(StateHandler):
     """Of a sampler."""
 
     def sync(self) -> None:
-        """Take the epoch of rank 0, and what any worker has processed."""
-        processed: set[int] = set().union(*allgather_object(self.value.processed_indices))
-        state = {**broadcast_object(self.value.state_dict()), "processed_indices": processed}
-        self.value.load_state_dict(state)
+        """Take the epoch of rank 0, and what any worker has processed of it."""
+        state = broadcast_object(self.value.state_dict())
+        everyone = allgather_object((self.value.epoch, self.value.processed_indices))
+        processed: set[int] = set().union(*(seen for epoch, seen in everyone if epoch == state["epoch"]))
+        self.value.load_state_dict({**state, "processed_indices": processed})
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [
