@@ -6,7 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from torch import nn
 
 import paceline.horovod.torch as hvd
 from paceline.cli.foreign.horovodrun import translate
+from paceline.coordinator.agent import CoordinatorAgent
 from paceline.errors import ConfigError
 from paceline.horovod.common.elastic import ObjectState, run_fn
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
@@ -247,3 +250,21 @@ def test_what_a_discovery_script_prints() -> None:
         slots_here("elsewhere:2\n", default=1)
     with pytest.raises(ConfigError, match="must be host:slots"):
         slots_here("localhost:two\n", default=1)
+
+
+def test_a_script_that_wants_fewer_for_a_moment_starts_no_more() -> None:
+    coordinator, discovery = MagicMock(over=None, waiting=False), SimpleNamespace(slots=4)
+    request = SimpleNamespace(
+        workers=2, nodes=None, least=2, most=8, elastic=True, patience_seconds=0.0, standby=0, discovery=None
+    )
+    agent: Any = CoordinatorAgent(MagicMock(), request, coordinator, discovery)  # type: ignore[arg-type]
+    for number in range(2):
+        agent.started(number, 0)
+    running = 2
+    for slots in (4, 0, 4, 5, 0, 5):
+        discovery.slots = slots
+        more = agent.to_start()
+        for number in range(running, running + more):
+            agent.started(number, 0)
+        running += more
+    assert running == 5
