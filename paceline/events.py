@@ -39,6 +39,7 @@ class EventLog:
         self.lost = 0
         self._records: deque[dict[str, object]] = deque()
         self._closed = threading.Event()
+        self._writing = threading.Lock()
         self._listener: Listener | None = None
         self._thread: threading.Thread | None = None
         if directory is not None:
@@ -87,6 +88,11 @@ class EventLog:
             self._listener.close()
             self._listener = None
 
+    def flush(self) -> None:
+        """Write what is waiting now: what nobody could tell in place of this worker."""
+        if self._thread is not None:
+            self._write_waiting()
+
     def _write_until_closed(self) -> None:
         while not self._closed.wait(_FLUSH_SECONDS):
             self._write_waiting()
@@ -95,14 +101,15 @@ class EventLog:
         self._write_waiting()
 
     def _write_waiting(self) -> None:
-        lines: dict[object, list[str]] = {}
-        while self._records:
-            record = self._records.popleft()
-            lines.setdefault(record["rank"], []).append(_ENCODE(record) + "\n")
-        for rank, written in lines.items():
-            name = f"rank-{rank}" if isinstance(rank, int) else rank
-            try:
-                with (self._directory / f"{name}.jsonl").open("a") as file:
-                    file.write("".join(written))
-            except OSError:
-                self.lost += len(written)
+        with self._writing:
+            lines: dict[object, list[str]] = {}
+            while self._records:
+                record = self._records.popleft()
+                lines.setdefault(record["rank"], []).append(_ENCODE(record) + "\n")
+            for rank, written in lines.items():
+                name = f"rank-{rank}" if isinstance(rank, int) else rank
+                try:
+                    with (self._directory / f"{name}.jsonl").open("a") as file:
+                        file.write("".join(written))
+                except OSError:
+                    self.lost += len(written)

@@ -96,6 +96,8 @@ class Tracking:
             except OSError as error:
                 self._warn(f"session.log could not write to {self._media}: {error}")
         self._events.mark("metrics", step=step, metrics=logged.scalars, **paths)
+        if paths:
+            self._events.flush()  # unlike numbers, no other worker keeps these in case this one is killed
 
     def evaluated(self, metric: object, value: float | Mapping[str, float], step: int) -> None:
         """Record the result of an evaluation under the name of its metric; none: the loss."""

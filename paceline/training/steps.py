@@ -66,6 +66,7 @@ class Steps:
         workers, position = self._workers, self.position
         turn = self._turn_of(batch) if phase else 0
         begin = time.perf_counter()
+        others_did = workers.progress.has_received(batch.step, turn)  # it is in their records
         result = workers.retry(lambda: self._take(batch, phase, turn))
         if not turn:  # all phases of the last batch come once more in a resumed script
             self._script.keep()
@@ -73,7 +74,7 @@ class Steps:
         position.move_to(batch.step + 1, turn=turn)
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
-        if not workers.progress.has_received(batch.step, turn):  # else it is in the records of those that took it
+        if not others_did and workers.progress.steps == batch.step + 1:  # else the result is that of a later step
             self._record(batch.step, result, seconds, waited, phase, turn)
             if self._trace is not None and not turn:
                 samples = self._job.order.samples_before(batch.step + 1)

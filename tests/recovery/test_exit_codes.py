@@ -232,9 +232,16 @@ def script(case: Case) -> str:
     if place in ("data", "loader"):
         place, what = "data", f"if index == 30: {WAYS[case.way]}"
     text = TRAIN.replace(f"# {place}\n", f"{what}\n")
+    text = BOTH_MACHINES + text if case.start == "machines" else text
     return text.replace("WHO", repr(case.who)).replace("LOADERS", str(int(case.place == "loader")))
 
 
+BOTH_MACHINES = """
+import pathlib, time
+deadline = time.monotonic() + 60
+while not list(pathlib.Path().glob("runs*/*/launch-*.json")) and time.monotonic() < deadline:
+    time.sleep(0.01)  # else the run may be over before the second one has come
+"""
 TORCHRUN = """
 import os, sys
 os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *sys.argv[1:], "train.py"])

@@ -88,3 +88,42 @@ def test_one_run_after_two_losses_and_a_resume(run: Run) -> None:
     logged = [one for one in after.events("rank-0") if one["event"] == "metrics" and one.get("images")]
     assert all(Path(one["images"]["picture"]).read_bytes().startswith(b"\x89PNG") for one in logged)
     assert all(Path(one["texts"]["said"]).read_text().startswith("epoch") for one in logged)
+
+
+# rank 0 has its sums of step 6, and hears of a loss before its update; rank 1 does that update, and says so
+BEHIND = f"""
+import os
+from pathlib import Path
+import scripted
+from paceline import fault_points
+from paceline.errors import WorkerLost
+
+number, done, reach = os.environ["PACELINE_WORKER"], Path(os.environ["PACELINE_RUN"], "done"), fault_points.reach
+
+def reach_or_lose(point, step=None):
+    if (number, point) == ("0", "between reduction and update") and session.position == 6 and session.workers == 3:
+        scripted.wait_until(done.exists, "rank 1")
+        raise WorkerLost("lost before the update")
+    reach(point, step)
+
+fault_points.reach = reach_or_lose
+session = scripted.begin(trackers="csv")
+for batch in session.batches(steps={STEPS}):
+    report = session.step(batch)
+    scripted.say(session, report)
+    session.log({{"twice": 2 * report.loss}})
+    if (number, report.step) == ("1", 6):
+        done.touch()
+scripted.end(session)
+"""
+
+
+def test_a_step_that_rank_0_took_over_from_another_one(run: Run) -> None:
+    ran = run(BEHIND, "-n", 3, "--elastic", "2:3", faults=faults.kill(rank=2, step=6, point="after update"))
+    assert ran.code == 0, ran.report()
+    assert ran.survivors() == [0, 1], ran.report()
+    of_rank_0 = [event for event in ran.events("rank-0") if event["event"] == "step"]
+    assert [event["step"] for event in of_rank_0] == list(range(STEPS))
+    found = rows(folder_of(ran))
+    assert [found["loss", step] for step in range(STEPS)] == [[repr(event["loss"])] for event in of_rank_0]
+    assert all(float(found["twice", step][0]) == 2 * float(found["loss", step][0]) for step in range(STEPS))
