@@ -17,6 +17,8 @@ from paceline.schedule.link_shares import bucket_bytes, of_links
 
 _WORTH_MEASURING = 2**23
 """Bytes of what is reduced in each step."""
+_MEASUREMENTS = 3
+"""After which a link that seems slow is: on a busy machine one may be late by chance."""
 
 
 class Wanted(NamedTuple):
@@ -64,7 +66,11 @@ def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
     """How much each machine adds up, where one has a slow link; else none. Of two machines both send all they have."""
     if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.transport.capabilities.ordered:
         return []
-    rates = measure_links(world)
-    shares = of_links(rates)
+    rates = [0.0] * len(world.hosts)
+    for _ in range(_MEASUREMENTS):
+        rates = [max(pair) for pair in zip(rates, measure_links(world), strict=True)]
+        shares = of_links(rates)
+        if equal := len({*shares}) == 1:
+            break
     events.mark("links", megabytes_per_second=[rate / 1e6 for rate in rates], shares=shares)
-    return shares if len({*shares}) > 1 else []
+    return [] if equal else shares
