@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,7 +22,7 @@ from paceline.coordinator.agent import CoordinatorAgent
 from paceline.errors import ConfigError
 from paceline.horovod.common.elastic import ObjectState, run_fn
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
-from paceline.launchers.places.discovery import slots_here
+from paceline.launchers.places.discovery import Discovery, slots_here
 
 Paceline = Callable[..., Any]
 
@@ -158,6 +160,26 @@ def test_notices_interrupt_and_errors_end_what_is_not_elastic() -> None:
         run_fn(fails, resets.append)(state)
 
 
+def test_what_fails_again_and_again_ends_unless_it_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(commits=0, furthest=0, number=0, pending=0, on_change=None)
+    monkeypatch.setattr("paceline.horovod.common.elastic.generations", lambda: found)
+    calls = 0
+
+    def fails(state: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 8:
+            state.commit()
+        raise (hvd.HorovodInternalError if calls < 50 else AssertionError)("lost")
+
+    def reset(planned: bool) -> None:
+        found.furthest = found.commits
+
+    with pytest.raises(hvd.HorovodInternalError, match="lost"):
+        run_fn(fails, reset)(ObjectState(lambda value: value, lambda: 0))
+    assert calls == 8 + 10
+
+
 def test_what_is_left_of_an_epoch_is_divided_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     at = {"rank": 1, "size": 2}
     monkeypatch.setattr("paceline.horovod.torch.elastic.sampler.rank", lambda: at["rank"])
@@ -171,6 +193,12 @@ def test_what_is_left_of_an_epoch_is_divided_anew(monkeypatch: pytest.MonkeyPatc
     assert list(sampler) == [6, 4] and len(sampler) == 2  # two of six samples twice
     sampler.set_epoch(1)
     assert len(sampler) == 3 and not sampler.processed_indices
+    shuffled = ElasticSampler(range(100))
+    first = list(shuffled)
+    shuffled.set_epoch(1)
+    assert list(shuffled) != first
+    shuffled.set_epoch(0)
+    assert list(shuffled) == first
 
 
 def test_the_options_of_horovodrun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,6 +278,32 @@ def test_what_a_discovery_script_prints() -> None:
         slots_here("elsewhere:2\n", default=1)
     with pytest.raises(ConfigError, match="must be host:slots"):
         slots_here("localhost:two\n", default=1)
+
+
+def test_a_discovery_script_may_fail_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.launchers.places.discovery._EVERY_SECONDS", 0.01)
+    said, asked, script = tmp_path / "said", tmp_path / "asked", tmp_path / "discover.sh"
+    script.write_text(f"#!/bin/sh\necho >> {asked}\ncat {said}\n")
+    script.chmod(0o700)
+    said.write_text("localhost:1\n")
+    over = Event()
+    try:
+        found = Discovery(script, over.is_set)
+        said.unlink()
+        failing = len(asked.read_text())
+        _await(lambda: len(asked.read_text()) > failing + 2)
+        assert found.slots == 1
+        said.write_text("localhost:2\n")
+        _await(lambda: found.slots == 2)
+    finally:
+        over.set()
+
+
+def _await(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_script_that_wants_fewer_for_a_moment_starts_no_more() -> None:

@@ -172,6 +172,13 @@ except ValueError as error:
 hvd.init(process_sets=[hvd.ProcessSet([0])])
 same(hvd.allreduce(torch.ones(1), op=hvd.Sum), [size])
 
+# of what is processed each worker knows its own
+sampler = hvd.elastic.ElasticSampler(range(4 * size), shuffle=False)
+state = hvd.elastic.TorchState(sampler=sampler)
+sampler.record_indices([4 * rank])
+state.sync()
+assert sampler.processed_indices == {4 * r for r in all_} and len(sampler) == 3
+
 # batch norm over all workers is that of the whole batch, with batches of different sizes
 torch.manual_seed(0)
 whole = torch.randn(2 * size + 1, 4, 3, dtype=torch.float64)
@@ -202,3 +209,4 @@ def test_adasum_of_parallel_and_of_orthogonal_vectors() -> None:
     assert torch.equal(adasum([x, torch.zeros(2)]), x)
     assert torch.equal(adasum([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])]), torch.tensor([1.0, 2.0]))
     assert torch.equal(adasum([x, x, x, x]), x)
+    assert torch.equal(adasum([x, x, torch.tensor([-4.0, 3.0])]), torch.tensor([-1.0, 7.0]))  # one without a partner

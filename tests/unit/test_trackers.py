@@ -276,8 +276,15 @@ def test_a_missing_library_is_named_before_the_start(monkeypatch: pytest.MonkeyP
         )
 
 
-def test_secrets_are_masked() -> None:
-    assert tracking.masked("s3://me:secret@bucket/data") == "s3://***@bucket/data"
+def test_secrets_are_masked(tmp_path: Path) -> None:
+    given = {"directory": "s3://me:hunter2@bucket/data"}
+    found = config.resolve({"checkpoint": given, "trackers": "csv", "tracking": {"directory": tmp_path}})
+    events = EventLog(None, 0)
+    tracking.Tracking(found.settings, found.sources, events, None, 1).begin("0123456789abcdef", 0, {})
+    events.close()
+    (about,) = tmp_path.glob("*/run.json")
+    assert json.loads(about.read_text())["settings"]["checkpoint.directory"] == "s3://***@bucket/data"
+    assert "hunter2" not in about.read_text()
 
 
 def test_values_that_nothing_records_are_noted_once(caplog: pytest.LogCaptureFixture) -> None:
