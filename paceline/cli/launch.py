@@ -162,7 +162,8 @@ def _results(run: Path, folder: Path) -> list[Any]:
 
     found = {int(path.name.rpartition("-")[2]): path for path in folder.glob(f"{RESULT}-*")}
     ranks: list[int] = []
-    for line in (run / "events" / "launcher.jsonl").read_text().splitlines():
+    records = run / "events" / "launcher.jsonl"
+    for line in records.read_text().splitlines() if records.exists() else ():
         if (record := json.loads(line))["event"] == "membership":
             ranks = record["workers"]
     order = [*ranks, *sorted(found.keys() - set(ranks))]

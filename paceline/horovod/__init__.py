@@ -11,5 +11,9 @@ The coordinator and the response cache follow Sergeev and Del Balso (2018, arXiv
 Maleki et al. (2020, arXiv 2006.02924).
 """
 
+from paceline.horovod.runner import run
+
+__all__ = ["__version__", "run"]
+
 __version__ = "0.28.1"
 """Of the interface, for scripts that ask."""

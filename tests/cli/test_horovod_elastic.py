@@ -228,7 +228,7 @@ def test_the_options_of_horovodrun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("-np 2", "name the command"),
         ("train.py", "as in -np 4"),
         ("-np 3 -H h1:2 train.py", "the hosts have 2 slots"),
-        ("-np 2 -H h1:x train.py", "as in h1:4"),
+        ("-np 2 -H h1:x train.py", "as in -H host1:4"),
         ("-np 2 ./program", "a script of Python"),
         ("-np 2 -p 22 python train.py", "set Port in ~/.ssh/config"),
         ("-np 2 --mpi-args=-x train.py", "--on mpi"),

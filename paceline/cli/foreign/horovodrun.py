@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import shlex
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -15,6 +14,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from paceline.cli.report import say
+from paceline.horovod.runner.hosts import INSTEAD, fill, of_interfaces
 
 CONTEXT: dict[str, object] = {
     "ignore_unknown_options": True,
@@ -38,20 +38,13 @@ _FLAG_VARIABLES = {
     "no-stall-check": "HOROVOD_STALL_CHECK_DISABLE",
 }
 _INSTEAD = {
+    **INSTEAD,
     "check-build": "see `paceline doctor`",
-    "output-filename": "what workers print is in runs/NAME/output",
     "config-file": "give the options themselves",
-    "ssh-port": "set Port in ~/.ssh/config",
-    "ssh-identity-file": "set IdentityFile in ~/.ssh/config",
-    "mpi": "use `paceline run --horovod --on mpi`",
-    "mpi-args": "use `paceline run --horovod --on mpi`",
-    "jsrun": "use `paceline run --horovod --on mpi`",
-    "reset-limit": "a run ends after ten losses without a commit in between",
-    "blacklist-cooldown-range": "lost workers are replaced on the same machine",
+    "jsrun": INSTEAD["mpi"],
     "autotune": "set --fusion-threshold-mb and --cycle-time-ms",
 }
 _LONG_OF_SHORT = {"cb": "check-build", "p": "ssh-port", "i": "ssh-identity-file"}
-_HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 class Translated(NamedTuple):
@@ -104,7 +97,7 @@ def translate(words: Sequence[str]) -> Translated:
     if rest:
         _refuse(rest[0])
     out, environment = ["run", "--horovod"], _variables(given)
-    workers, hosts = _hosts(given)
+    workers, hosts = fill(given.hosts, given.hostfile, given.slots, given.np)
     least, most = given.min_np, given.max_np
     if given.host_discovery_script is not None:
         if given.slots != 1:
@@ -115,7 +108,7 @@ def translate(words: Sequence[str]) -> Translated:
         most = most or 512
     if workers is None:
         raise ConfigError("horovodrun: give the number of workers, as in -np 4.")
-    out += hosts or ["-n", str(workers)]
+    out += ["-n", str(workers)] if hosts is None else ["--hosts", hosts]
     if least is not None or most is not None:
         out += ["--elastic", f"{least or workers}:{most or workers}"]
     if given.host_discovery_script is not None:
@@ -165,49 +158,7 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
     if given.fusion_threshold_mb is not None:
         found["HOROVOD_FUSION_THRESHOLD"] = str(int(given.fusion_threshold_mb * 2**20))
     if given.network is not None:
-        found |= {"GLOO_SOCKET_IFNAME": given.network, "NCCL_SOCKET_IFNAME": given.network}
-    return found
-
-
-def _hosts(given: argparse.Namespace) -> tuple[int | None, list[str]]:
-    """The number of workers, and the options for other machines; hosts are filled in their order, as by horovodrun."""
-    from paceline.errors import ConfigError
-
-    hosts = _listed(given)
-    if not hosts:
-        return given.np, []
-    slots = sum(hosts.values())
-    workers = left = given.np or slots
-    if workers > slots:
-        raise ConfigError(f"-np {workers}: the hosts have {slots} slots. Name more hosts, or more slots of a host.")
-    taken = {}
-    for host, count in hosts.items():
-        taken[host], left = min(count, left), left - min(count, left)
-    taken = {host: count for host, count in taken.items() if count}
-    if set(taken) <= _HERE | {socket.gethostname()}:
-        return workers, []
-    return workers, ["--hosts", ",".join(f"{host}:{count}" for host, count in taken.items())]
-
-
-def _listed(given: argparse.Namespace) -> dict[str, int]:
-    """The slots of each host, from ``-H`` or the lines ``host slots=4`` of a file."""
-    from paceline.config import quoted
-    from paceline.errors import ConfigError
-
-    if given.hostfile is not None:
-        try:
-            lines = [line.split("#")[0].strip() for line in Path(given.hostfile).read_text().splitlines()]
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"--hostfile {quoted(given.hostfile)} cannot be read: {error}.") from None
-        pairs = [line.replace(" slots=", ":").replace(" ", "") for line in lines if line]
-    else:
-        pairs = [pair for pair in (given.hosts or "").split(",") if pair]
-    found: dict[str, int] = {}
-    for pair in pairs:
-        host, colon, slots = pair.partition(":")
-        if not host or (colon and not (slots.isdecimal() and len(slots) < 6)):
-            raise ConfigError(f"horovodrun: {quoted(pair)} is no host with its slots, as in h1:4.")
-        found[host] = found.get(host, 0) + (int(slots) if colon else given.slots)
+        found |= of_interfaces(given.network)
     return found
 
 

@@ -1,0 +1,52 @@
+"""A function of a script for Horovod, as :func:`paceline.launch` calls it on each worker."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, update_wrapper
+from typing import Any
+
+import paceline
+from paceline import env
+from paceline.errors import ConfigError
+from paceline.horovod import unchanged
+
+
+def call_on_workers(
+    name: str,
+    function: Callable[..., Any],
+    arguments: Sequence[Any] | None,
+    named: Mapping[str, Any] | None,
+    variables: Mapping[str, str],
+    **where: Any,
+) -> list[Any]:
+    """Call a function on workers, which find ``horovod``, and return the results by rank.
+
+    Args:
+        name: of what the user has called, for errors.
+        function: what each worker calls.
+        arguments: of the function.
+        named: more of them.
+        variables: of the environment, set before the call.
+        **where: what :func:`paceline.launch` takes.
+
+    Raises:
+        ConfigError: the arguments cannot be used, or this process is one of several workers itself.
+        RunFailed: the run failed without an exception of the function; one of the function is raised itself.
+    """
+    if (size := env.identity().world_size) > 1:
+        raise ConfigError(
+            f"{name} starts its own workers, and this process is one of {size}: start the script as one process."
+        )
+    call = update_wrapper(partial(_call, function, dict(named or {}), dict(variables)), function, ("__name__",), ())
+    return paceline.launch(call, *(arguments or ()), **where)
+
+
+def _call(function: Callable[..., Any], named: dict[str, Any], variables: dict[str, str], *arguments: Any) -> Any:
+    """In a worker: prepare the process, and call the function."""
+    for name, value in variables.items():
+        env.put(name, value)
+    if not unchanged.is_installed() and unchanged.FOLDER not in sys.path:
+        sys.path.insert(0, unchanged.FOLDER)
+    return function(*arguments, **named)

@@ -1,0 +1,59 @@
+"""Which workers run on which host, as ``horovodrun`` decides it; what its launcher can do and this one cannot."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.launchers.places.base import parse_hosts, read_hostfile
+
+INSTEAD = {
+    "output-filename": "what workers print is in runs/NAME/output",
+    "ssh-port": "set Port in ~/.ssh/config",
+    "ssh-identity-file": "set IdentityFile in ~/.ssh/config",
+    "mpi": "use `paceline run --horovod --on mpi`",
+    "mpi-args": "use `paceline run --horovod --on mpi`",
+    "reset-limit": "a run ends after ten losses without a commit in between",
+    "blacklist-cooldown-range": "lost workers are replaced on the same machine",
+}
+"""What there is in the place of an option, by its name on the command line."""
+_HERE = {"localhost", "127.0.0.1", "::1"}
+
+
+def fill(hosts: str | None, hostfile: str | None, slots: int, workers: int | None) -> tuple[int | None, str | None]:
+    """Fill hosts in their order.
+
+    Args:
+        hosts: as in ``h1:4,h2:2``.
+        hostfile: a file of lines such as ``h1 slots=4``, instead.
+        slots: workers of a host without a number.
+        workers: how many are wanted; None: as many as the hosts have slots.
+
+    Returns:
+        the number of workers, None if nothing says it; and the hosts with the workers of each, None if this machine is
+        the only one.
+
+    Raises:
+        ConfigError: the hosts cannot be read, or have fewer slots.
+    """
+    listed = read_hostfile(Path(hostfile), slots) if hostfile else parse_hosts(hosts, slots) if hosts else []
+    if not listed:
+        return workers, None
+    there = sum(count for _, count in listed)
+    wanted = left = workers or there
+    if wanted > there:
+        raise ConfigError(f"-np {wanted}: the hosts have {there} slots. Name more hosts, or more slots of a host.")
+    taken: dict[str, int] = {}
+    for host, count in listed:
+        if left:
+            taken[host] = min(count, left)
+            left -= taken[host]
+    if taken.keys() <= _HERE | {socket.gethostname()}:
+        return wanted, None
+    return wanted, ",".join(f"{host}:{count}" for host, count in taken.items())
+
+
+def of_interfaces(names: str) -> dict[str, str]:
+    """The variables by which gloo and NCCL use these network interfaces, separated by commas."""
+    return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}

@@ -1,0 +1,83 @@
+"""``horovod.run``: a function on many workers, with the arguments of Horovod."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paceline.horovod.torch as hvd
+from paceline.errors import ConfigError
+from paceline.horovod import run
+
+Script = Callable[..., Path]
+Paceline = Callable[..., Any]
+
+UNCHANGED = """
+    import horovod
+    import torch
+
+    def total(start, step=1):
+        import horovod.torch as hvd
+        hvd.init()
+        return hvd.rank(), hvd.allreduce(torch.tensor(start + step * hvd.rank()), op=hvd.Sum).item()
+
+    print(horovod.run(total, (1,), {"step": 5}, num_proc=2))
+"""
+
+
+def test_an_unchanged_script(paceline: Paceline, script: Script) -> None:
+    result = paceline("run", "--horovod", script(UNCHANGED))
+    assert "[rank 0] [(0, 7), (1, 7)]" in result.out.splitlines(), result.err
+
+
+def fail(rank: int) -> None:
+    hvd.init()
+    if hvd.rank() == rank:
+        raise LookupError(f"rank {rank} has no such thing, and waits {os.environ['HOROVOD_GLOO_TIMEOUT_SECONDS']} s")
+    hvd.allreduce(torch.ones(2), name="never")
+
+
+def test_an_exception_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with (
+        pytest.warns(DeprecationWarning, match="np is deprecated, use num_proc"),
+        pytest.warns(UserWarning, match="without effect here: output_filename, reset_limit"),
+        pytest.raises(LookupError, match="rank 1 has no such thing, and waits 50 s") as caught,
+    ):
+        run(fail, (1,), np=2, hosts="localhost:4", start_timeout=50, output_filename="out", reset_limit=3)
+    (note,) = caught.value.__notes__
+    assert note.startswith("rank 1: LookupError: ") and 'raise LookupError(f"rank' in note
+    assert "rank 0 failed too: HorovodInternalError: allreduce 'never': rank 1 has called shutdown" in note
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"ssh_port": 22}, "ssh_port=22 has no counterpart here: set Port in ~/.ssh/config"),
+        ({"use_mpi": True}, "use_mpi=True has no counterpart here: use `paceline run --horovod --on mpi`"),
+        ({"executable": "python2"}, "executable='python2': workers run"),
+        ({"hosts": "h1:2", "hostfile": "hosts"}, "hosts or hostfile, not both"),
+        ({"num_proc": 3, "hosts": "h1:2"}, "-np 3: the hosts have 2 slots"),
+        ({"min_num_proc": 3, "max_num_proc": 2}, "3:2"),
+        ({"num_proc": 0}, "workers"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_arguments_that_cannot_be_used(
+    given: dict[str, Any], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        run(fail, (0,), **given)
+
+
+def test_not_on_each_of_several_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="this process is one of 2: start the script as one process"):
+        run(fail, (0,))
