@@ -157,3 +157,31 @@ def test_the_page(spark: SparkCluster, tmp_path: Path) -> None:
     assert code == 0, said
     losses = re.findall(r"\((\d), ([\d.e-]+)\)", said)
     assert [rank for rank, _ in losses] == ["0", "1"] and losses[0][1] == losses[1][1], said
+
+
+HOROVOD = """
+import horovod.spark
+
+def total(start, step=1):
+    import horovod.torch as hvd
+    hvd.init()
+    if start < 0 and hvd.rank() == 1:
+        raise LookupError(f"rank 1 has no {os.environ['MINE']}")
+    return hvd.rank(), hvd.allreduce(torch.tensor(start + step * hvd.rank()), op=hvd.Sum).item()
+
+FOUND["results"] = horovod.spark.run(total, (1,), {"step": 5}, num_proc=2)
+FOUND["cause"] = raised(lambda: horovod.spark.run(total, (-1,), num_proc=2, env={**os.environ, "MINE": "such thing"}))
+FOUND["mpi"] = raised(lambda: horovod.spark.run(total, (1,), use_mpi=True))
+spark.stop()
+FOUND["nothing"] = raised(lambda: horovod.spark.run(total, (1,)))
+"""
+
+
+def test_a_function_for_horovod(spark: SparkCluster, tmp_path: Path) -> None:
+    found = driven(
+        spark, tmp_path, f"from paceline.horovod.unchanged import FOLDER\nsys.path.append(FOLDER)\n{HOROVOD}"
+    )
+    assert found["results"] == [[0, 7], [1, 7]]
+    assert found["cause"] == "LookupError: rank 1 has no such thing"
+    assert "use_mpi=True has no counterpart here" in found["mpi"]
+    assert "there is no SparkContext here" in found["nothing"]

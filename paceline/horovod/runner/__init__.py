@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import INSTEAD, fill, of_interfaces
+from paceline.horovod.runner.hosts import fill, of_interfaces, refuse, warn_of
 
 _T = TypeVar("_T")
 
@@ -81,19 +81,19 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     num_proc = 1 if given is None else given
     min_num_proc = _renamed("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _renamed("max_np", max_np, "max_num_proc", max_num_proc)
-    _refuse({"ssh-port": ssh_port, "ssh-identity-file": ssh_identity_file, "mpi": use_mpi, "mpi-args": mpi_args})
+    refused = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file, "use_mpi": use_mpi, "mpi_args": mpi_args}
+    refuse("horovod.run", refused)
     if executable not in (None, sys.executable):
         raise ConfigError(f"horovod.run: executable={executable!r}: workers run {sys.executable}; leave it out.")
     if hosts is not None and hostfile is not None:
         raise ConfigError("horovod.run: give hosts or hostfile, not both.")
-    _name_those_without_effect(
-        {
-            "output-filename": output_filename,
-            "reset-limit": reset_limit,
-            "blacklist-cooldown-range": cooldown_range,
-            "disable-cache": disable_cache,
-        }
-    )
+    without = {
+        "output_filename": output_filename,
+        "reset_limit": reset_limit,
+        "cooldown_range": cooldown_range,
+        "disable_cache": disable_cache,
+    }
+    warn_of("horovod.run", without)
     num_proc = max(num_proc, min_num_proc or 0)
     workers, there = fill(hosts, hostfile, slots or 1, num_proc)
     variables = {} if start_timeout is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(start_timeout)}
@@ -110,20 +110,3 @@ def _renamed(old: str, given: int | None, new: str, value: int | None) -> int | 
     if given is not None:
         warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
     return given if value is None else value
-
-
-def _refuse(given: Mapping[str, Any]) -> None:
-    for option, value in given.items():
-        if value:
-            raise ConfigError(f"horovod.run: {_written(option)}={value!r} has no counterpart here: {INSTEAD[option]}.")
-
-
-def _name_those_without_effect(given: Mapping[str, Any]) -> None:
-    without = [_written(option) for option, value in given.items() if value is not None]
-    if without:
-        warnings.warn(f"horovod.run: without effect here: {', '.join(without)}.", stacklevel=3)
-
-
-def _written(option: str) -> str:
-    """How an option of the command line is written in Python."""
-    return {"mpi": "use_mpi", "blacklist-cooldown-range": "cooldown_range"}.get(option, option.replace("-", "_"))

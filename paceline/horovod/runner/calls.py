@@ -28,7 +28,8 @@ def call_on_workers(
         function: what each worker calls.
         arguments: of the function.
         named: more of them.
-        variables: of the environment, set before the call.
+        variables: of the environment, set before the call; those that this process has, too, only where they are not
+            set: they may say who it is.
         **where: what :func:`paceline.launch` takes.
 
     Raises:
@@ -39,14 +40,24 @@ def call_on_workers(
         raise ConfigError(
             f"{name} starts its own workers, and this process is one of {size}: start the script as one process."
         )
-    call = update_wrapper(partial(_call, function, dict(named or {}), dict(variables)), function, ("__name__",), ())
-    return paceline.launch(call, *(arguments or ()), **where)
+    here = env.inherited()
+    others = {variable: value for variable, value in variables.items() if here.get(variable) != value}
+    call = partial(_call, function, dict(named or {}), others, dict(variables))
+    return paceline.launch(update_wrapper(call, function, ("__name__",), ()), *(arguments or ()), **where)
 
 
-def _call(function: Callable[..., Any], named: dict[str, Any], variables: dict[str, str], *arguments: Any) -> Any:
+def _call(
+    function: Callable[..., Any],
+    named: dict[str, Any],
+    variables: dict[str, str],
+    defaults: dict[str, str],
+    *arguments: Any,
+) -> Any:
     """In a worker: prepare the process, and call the function."""
     for name, value in variables.items():
         env.put(name, value)
+    for name, value in defaults.items():
+        env.set_default(name, value)
     if not unchanged.is_installed() and unchanged.FOLDER not in sys.path:
         sys.path.insert(0, unchanged.FOLDER)
     return function(*arguments, **named)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.launchers.places.base import parse_hosts, read_hostfile
@@ -18,6 +21,8 @@ INSTEAD = {
     "blacklist-cooldown-range": "lost workers are replaced on the same machine",
 }
 """What there is in the place of an option, by its name on the command line."""
+_OPTIONS = {"use_mpi": "mpi", "extra_mpi_args": "mpi-args", "cooldown_range": "blacklist-cooldown-range"}
+"""Arguments of functions that are not spelt as the option."""
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
@@ -57,3 +62,21 @@ def fill(hosts: str | None, hostfile: str | None, slots: int, workers: int | Non
 def of_interfaces(names: str) -> dict[str, str]:
     """The variables by which gloo and NCCL use these network interfaces, separated by commas."""
     return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
+
+
+def refuse(function: str, given: Mapping[str, Any]) -> None:
+    """Refuse arguments without a counterpart, if they are given.
+
+    Raises:
+        ConfigError: one is, and says what to use instead.
+    """
+    for name, value in given.items():
+        if value:
+            instead = INSTEAD[_OPTIONS.get(name, name.replace("_", "-"))]
+            raise ConfigError(f"{function}: {name}={value!r} has no counterpart here: {instead}.")
+
+
+def warn_of(function: str, given: Mapping[str, Any]) -> None:
+    """Name the arguments without effect, if they are given, to who has called that function."""
+    if without := [name for name, value in given.items() if value is not None]:
+        warnings.warn(f"{function}: without effect here: {', '.join(without)}.", stacklevel=3)
