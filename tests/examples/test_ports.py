@@ -42,7 +42,14 @@ class Port:
 PORTS = {
     "images": Port(most=12),
     "vae": Port(most=12),
+    "recurrent": Port(most=15),
+    "bert": Port(most=10),
+    "dcgan": Port(most=20),
+    "muon": Port(most=10),
 }
+
+needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+TRAINED = [pytest.param(name, marks=[needs_muon] if name == "muon" else []) for name in PORTS]
 
 
 def code(name: str) -> list[str]:
@@ -64,6 +71,13 @@ def test_few_lines_change(name: str) -> None:
     added, removed = changes(name)
     assert len(added) <= PORTS[name].most, added
     assert f"| `{name}.py` | {len(added)} | {len(removed)} |" in re.sub(r"  +", " ", PAGE.read_text(encoding="utf-8"))
+
+
+def test_muon_beside_adamw_needs_few_more_lines() -> None:
+    """Than the script that trains the same model with AdamW alone; without imports, printing and saving."""
+    other = r"import |from |print|session\.(print|export|rank)|if session|fingerprint"
+    muon, adamw = ([line for line in changes(name)[0] if not re.match(other, line)] for name in ("muon", "mlp"))
+    assert len(muon) - len(adamw) <= 3, (muon, adamw)
 
 
 class Runs:
@@ -102,7 +116,7 @@ def numbers(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.\d+", output)]
 
 
-@pytest.mark.parametrize("name", PORTS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_losses_are_those_of_the_original(name: str, runs: Runs) -> None:
     """With its samples and random numbers; so that these are the same, a batch is one microbatch."""
     plain = runs.output_of(IN_ORDER, *runs.words(f"{name}_plain", "plain.pt"))
@@ -113,7 +127,7 @@ def test_the_losses_are_those_of_the_original(name: str, runs: Runs) -> None:
     assert trained.keys() == expected.keys()
 
 
-@pytest.mark.parametrize("name", PORTS)
+@pytest.mark.parametrize("name", TRAINED)
 def test_one_result_however_it_is_started(name: str, runs: Runs) -> None:
     """By Python, with the variables of torchrun, and by ``paceline run``: the same lines and weights."""
     alone = runs.output_of(*runs.words(name, "alone.pt"), PACELINE_EXACT="true")
