@@ -84,6 +84,9 @@ BEFORE_TRAINING = {
         3,
         ["data first sample", "whole data set"],
     ),
+    "another sampler on each rank": Bad(
+        "go(sampler=lambda seed, epoch: [RANK, *range(1, 20)])", "DisagreementError", 3, ["data order by the sampler"]
+    ),
     "a loader": Bad(
         "go(data=torch.utils.data.DataLoader(classes(9), batch_size=3, drop_last=True, num_workers=2))",
         "InputError",

@@ -4,6 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from paceline.data.recurrent.carried import CarriedState
+from paceline.data.sampler import SampledOrder
+
 Printed = Callable[..., list[dict[str, Any]]]
 
 RECURRENT = """
@@ -159,3 +164,15 @@ def test_a_sampler_gives_the_same_on_any_number_of_workers(printed: Printed, tmp
         # of 3 steps done the last batch comes once more, as the lines behind its step may not have run
         assert one["resumed"] == [one["bucketed"][0][2:], *one["bucketed"][1:]]
         assert "another order of samples: sampler" in one["refused"]
+
+
+def test_a_forward_pass_may_change_its_state() -> None:
+    """It may be computed again, by whoever repeats the step."""
+
+    def forward(model: torch.nn.Module, data: Any, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return state.add_(1).sum(), state
+
+    order = SampledOrder(lambda seed, epoch: range(8), 8, 4, 1, 0, False)
+    carried = CarriedState(forward, order, torch.device("cpu"))
+    carried.accept(0, {0: torch.zeros(1)})
+    assert [carried.forward(torch.nn.Identity(), None, 1, 0).item() for _ in range(2)] == [1.0, 1.0]

@@ -66,6 +66,7 @@ session = start()
 train(session)
 seen = Seen()
 def outputs(model, microbatch):
+    torch.rand(int(microbatch[1][0]) + 1)
     return {"logits": model(microbatch[0]), "text": [f"sample {int(one)}" for one in microbatch[1]]}
 found = {}
 for name, given in {"set": test, "stream": Stream(test), "list": list(test)}.items():
@@ -74,8 +75,9 @@ for name, given in {"set": test, "stream": Stream(test), "list": list(test)}.ite
     predicted = session.predict(given, outputs)
     hidden = session.predict(given, everywhere=False)
     assert (hidden is None) == (session.rank > 0)
+    drawn = torch.rand(()).item()
     assert hidden is None or torch.equal(hidden, predicted["logits"])
-    found[name] = [values, session.evaluate(given, accuracy), predicted["logits"].tolist(), predicted["text"]]
+    found[name] = [values, session.evaluate(given, accuracy), predicted["logits"].tolist(), predicted["text"], drawn]
 with torch.no_grad():
     plain = session.model_state()
     model = mlp()
@@ -129,7 +131,7 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         stream = found["stream"]  # its chunks have other sizes
         assert stream[3] == found["set"][3] and stream[0]["seen"]["counts"] == found["set"][0]["seen"]["counts"]
         assert abs(stream[1] - found["set"][1]) < 1e-6
-        values, accuracy, _, text = found["set"]
+        values, accuracy, _, text, _ = found["set"]
         assert values["accuracy"] == accuracy and abs(accuracy - one["plain"]) < 1e-6
         assert one["near"] and text == one["targets"] and sum(values["seen"]["counts"]) == 301
         wrong = one["wrong"]

@@ -9,6 +9,9 @@ import pytest
 import torch
 
 from paceline.horovod.adasum import adasum
+from paceline.horovod.negotiation import Negotiation
+from paceline.horovod.process_sets import ProcessSet
+from paceline.horovod.requests import GLOBAL, Request
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -210,3 +213,15 @@ def test_adasum_of_parallel_and_of_orthogonal_vectors() -> None:
     assert torch.equal(adasum([torch.tensor([1.0, 0.0]), torch.tensor([0.0, 2.0])]), torch.tensor([1.0, 2.0]))
     assert torch.equal(adasum([x, x, x, x]), x)
     assert torch.equal(adasum([x, x, torch.tensor([-4.0, 3.0])]), torch.tensor([-1.0, 7.0]))  # one without a partner
+
+
+def test_what_is_fused_has_no_more_bytes_than_the_threshold() -> None:
+    table = Negotiation(1, threshold=16, capacity=8)
+    for number in range(5):
+        request = Request(GLOBAL, f"n{number}", "allreduce", op="Sum", dtypes=("float32",), shapes=((2,),))
+        table.submit(0, request, 0.0)
+    assert [len(one.items) for one in table.take_ready()] == [2, 2, 1]
+
+
+def test_the_members_of_a_process_set_are_in_order() -> None:
+    assert ProcessSet([2, 0, 1]).ranks == [0, 1, 2]

@@ -11,6 +11,7 @@ import torch
 from subjects import classes, mlp
 
 import paceline
+from paceline.training.script_state import ScriptState
 
 LENGTH, BATCH, EPOCHS = 60, 16, 4  # an epoch has 4 steps
 
@@ -149,3 +150,34 @@ def test_interrupted_anywhere(form: str, ends: list[tuple[int, int]], tmp_path: 
         if every == 1:
             assert script.evaluated == whole.evaluated, "each evaluation is made once"
     assert script.run(form, None, resume=True) == wanted, "of a run that had come to its end"
+
+
+def test_containers_that_the_script_holds_get_their_old_content() -> None:
+    before, after = ScriptState(), ScriptState()
+    before.register({"list": [1, [2]], "dict": {"a": 3}, "set": {4}})
+    held: dict[str, Any] = {"list": [], "dict": {"b": 0}, "set": set()}
+    after.load(before.saved())
+    after.register(held)
+    assert all(after.values[name] is value for name, value in held.items())
+    assert held == before.values
+    after.values["list"].append(5)
+    assert before.values["list"] == [1, [2]]
+
+
+def test_a_result_that_no_checkpoint_has_is_of_a_later_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def train(resume: bool, asks: bool) -> list[float]:
+        session = start(tmp_path / "saved", 100, resume)
+        values = []
+        for _ in range(2):
+            for batch in session.batches(epochs=1):
+                session.step(batch)
+            if asks:
+                values += [session.evaluate(classes(40))]
+        session.save()
+        return values
+
+    train(resume=False, asks=False)
+    first, last = train(resume=True, asks=True)
+    assert first == last
+    (said,) = [one.message for one in caplog.records if "evaluate:" in one.message]
+    assert "no result of this call after step 3" in said and "the model of step 7" in said

@@ -19,3 +19,9 @@ def test_it_falls_at_an_overflow_and_grows_after_2000_good_steps() -> None:
         assert one.value == 32768
         assert all(one.observe(1.0) for _ in range(1999)) and not one.observe(math.inf)
         assert one.value == 16384
+
+
+def test_it_has_a_least_and_a_largest() -> None:
+    scale = LossScale({})
+    assert not any(scale.observe(math.inf) for _ in range(40)) and scale.value == 1
+    assert all(scale.observe(1.0) for _ in range(40 * 2000)) and scale.value == 2**24

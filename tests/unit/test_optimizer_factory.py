@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, AdamW, Muon
+from torch.optim import SGD, Adagrad, AdamW, Muon
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR, StepLR
 
 from paceline.errors import InputError
@@ -71,6 +71,12 @@ def test_several_are_seen_as_one() -> None:
     assert all(not torch.equal(value, before[name]) for name, value in made.parameters.items())
     assert set(optimizer.state) == set(made.parameters.values())
     assert all(one.state is optimizer.state for one in optimizer.optimizers.values())
+
+
+def test_a_state_that_one_has_from_the_start_is_kept() -> None:
+    adagrad = partial(Adagrad, initial_accumulator_value=2.0)
+    made = update(lambda model: [adagrad([value]) for value in model.parameters() if value.requires_grad])
+    assert [made.optimizer.state[value]["sum"].mean() for value in made.parameters.values()] == [2, 2, 2]
 
 
 def test_each_has_a_schedule() -> None:

@@ -197,6 +197,24 @@ def test_csv_goes_back_to_the_position_of_a_resume(tmp_path: Path, feeds: Any) -
     assert losses == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5), (4, -1.0), (5, -1.0), (6, -1.0), (7, -1.0)]
 
 
+def test_csv_goes_back_to_where_the_workers_recovered(tmp_path: Path, feeds: Any) -> None:
+    before, after = feeds("csv"), feeds("csv")
+    before.begin(run_in(tmp_path), True)
+    for number in range(6):
+        before.offer(step(number))
+    before.close()
+    after.begin(run_in(tmp_path), False)
+    for number in (2, 3):  # it has joined late
+        after.offer(step(number))
+    after.offer({"event": "recovered", "time": 1.0, "rank": 0, "step": 4})
+    for number in range(4, 7):
+        after.offer(step(number, loss=-1.0))
+    after.close()
+    rows = list(csv.DictReader((tmp_path / "one" / "metrics.csv").read_text().splitlines()))
+    losses = [(int(row["step"]), float(row["value"])) for row in rows if row["name"] == "loss"]
+    assert losses == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5), (4, -1.0), (5, -1.0), (6, -1.0)]
+
+
 def test_values_of_killed_workers_are_in_the_event_files(tmp_path: Path) -> None:
     lines = [
         step(7, loss=9.0),
