@@ -52,8 +52,5 @@ for batch in session.batches(epochs=arguments.epochs):
     loss = session.step(batch).loss
     if batch.last:
         share = session.evaluate(test, accuracy)
-        if session.rank == 0:
-            print(f"epoch {batch.epoch + 1}  loss {loss:.4f}  test accuracy {share:.2%}")
-fingerprint = session.fingerprint()
-if session.rank == 0:
-    print(f"fingerprint {fingerprint}")
+        session.print(f"epoch {batch.epoch + 1}  loss {loss:.4f}  test accuracy {share:.2%}")
+session.print(f"fingerprint {session.fingerprint()}")

@@ -123,8 +123,5 @@ for batch in session.batches(epochs=arguments.epochs):
     loss = session.step(batch).loss
     if batch.last:
         nats = session.evaluate(valid)  # no metric: the loss
-        if session.rank == 0:
-            print(f"epoch {batch.epoch + 1}  loss {loss:.4f}  validation loss {nats:.4f}")
-fingerprint = session.fingerprint()
-if session.rank == 0:
-    print(f"fingerprint {fingerprint}")
+        session.print(f"epoch {batch.epoch + 1}  loss {loss:.4f}  validation loss {nats:.4f}")
+session.print(f"fingerprint {session.fingerprint()}")
