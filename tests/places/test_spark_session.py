@@ -183,5 +183,6 @@ def test_a_function_for_horovod(spark: SparkCluster, tmp_path: Path) -> None:
     )
     assert found["results"] == [[0, 7], [1, 7]]
     assert found["cause"] == "LookupError: rank 1 has no such thing"
+    assert len(list(tmp_path.glob("runs/*/output/*.log"))) == 4  # none was replaced
     assert "use_mpi=True has no counterpart here" in found["mpi"]
     assert "there is no SparkContext here" in found["nothing"]

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from typing import Any
 
 import paceline
-from paceline import env
+from paceline import env, excepthook
 from paceline.errors import ConfigError
 from paceline.horovod import unchanged
+from paceline.horovod.errors import HorovodInternalError
+
+_CAUSE_SECONDS = 5.0
+"""For the worker that has failed to say why, before others say that they lost it."""
 
 
 def call_on_workers(
@@ -42,7 +47,8 @@ def call_on_workers(
         )
     here = env.inherited()
     others = {variable: value for variable, value in variables.items() if here.get(variable) != value}
-    call = partial(_call, function, dict(named or {}), others, dict(variables))
+    once = where.get("elastic") is None
+    call = partial(_call, function, dict(named or {}), others, dict(variables), once)
     return paceline.launch(update_wrapper(call, function, ("__name__",), ()), *(arguments or ()), **where)
 
 
@@ -51,6 +57,7 @@ def _call(
     named: dict[str, Any],
     variables: dict[str, str],
     defaults: dict[str, str],
+    once: bool,
     *arguments: Any,
 ) -> Any:
     """In a worker: prepare the process, and call the function."""
@@ -60,4 +67,20 @@ def _call(
         env.set_default(name, value)
     if not unchanged.is_installed() and unchanged.FOLDER not in sys.path:
         sys.path.insert(0, unchanged.FOLDER)
-    return function(*arguments, **named)
+    try:
+        return function(*arguments, **named)
+    except Exception as error:
+        if once:
+            _end_the_run(error)
+        raise
+
+
+def _end_the_run(error: Exception) -> None:
+    """Let this exception end the run, also where workers are replaced; the first cause is that of the run."""
+    launched, run = env.launch_info(), env.run_directory()
+    if launched is None or run is None:
+        return
+    if type(error) is HorovodInternalError:
+        time.sleep(_CAUSE_SECONDS)
+    who, path = env.identity(), run / "errors" / f"{launched.name}.json"
+    excepthook.install(lambda: (who.rank, who.world_size), path, lambda: 0, lambda: None, lambda text: "")
