@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fork_server import PACELINE, Command, ForkServer
 
+import paceline
 from paceline import config
 from paceline.settings import Settings
+from paceline.training import kept_settings
 
 SCRIPT = """
 import json, sys
@@ -95,3 +98,29 @@ def test_a_checkpoint_of_others_sets_nothing_else() -> None:
     assert config.outside(saved) == {"seed": 3}
     with pytest.raises(config.ConfigError, match=r"seed = \[\] \(from the checkpoint\)"):
         config.resolve({}, checkpoint={"seed": []})
+
+
+def test_a_checkpoint_without_the_signature_sets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [tmp_path / name for name in ("ab", "cd")]
+    for key in keys:
+        key.touch(0o600)
+        key.write_text(32 * key.name)
+
+    def keyed(key: Path) -> dict[str, Any]:
+        return {"batch": 4, "checkpoint": {"directory": str(tmp_path / "saved"), "key_file": str(key)}}
+
+    monkeypatch.setenv("PACELINE_SEED", "3")
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 1), torch.ones(8, 1))
+    session = paceline.start(
+        model=torch.nn.Linear(1, 1),
+        optimizer=torch.optim.SGD,
+        loss=torch.nn.functional.mse_loss,
+        data=rows,
+        **keyed(keys[0]),
+    )
+    for batch in session.batches(steps=1):
+        session.step(batch)
+    session.save()
+    monkeypatch.delenv("PACELINE_SEED")
+    seeds = [kept_settings.resolve({**keyed(key), "resume": "auto"}, None, 1, 0).settings.seed for key in keys]
+    assert seeds == [3, Settings().seed]

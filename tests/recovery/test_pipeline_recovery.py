@@ -72,6 +72,14 @@ def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undi
         assert all(found.measured.busy) and all(found.predicted.busy)
 
 
+def test_a_step_that_the_script_left_out_is_not_taken_later(run: Run, undisturbed: Any) -> None:
+    """After going back to step 3, in step 5."""
+    script = SCRIPT.replace("    scripted.say", "    if batch.step == 4:\n        continue\n    scripted.say")
+    ran = run(TWO_GO_ON + script, *SAVED, faults=faults.kill(rank=1, step=5))
+    assert ran.code == 0 and went_back(ran) == [3, 3], ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(script)["fingerprint"]}, ran.report()
+
+
 def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
     stop = faults.stop(rank=1, step=5)
     ran = run(SCRIPT, *HYBRID, "--grace", 1, "--set", "hang_seconds=2", faults=stop)
