@@ -49,7 +49,12 @@ PORTS = {
 }
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
+SLOW = "images", "vae", "muon"  # what they show of a start, the others show too
 TRAINED = [pytest.param(name, marks=[needs_muon] if name == "muon" else []) for name in PORTS]
+STARTED = [
+    pytest.param(one.values[0], marks=[*one.marks, *([pytest.mark.slow] if one.values[0] in SLOW else [])])
+    for one in TRAINED
+]
 
 
 def code(name: str) -> list[str]:
@@ -141,7 +146,7 @@ def test_losses_with_random_samples(name: str, runs: Runs) -> None:
     assert numbers("\n".join(ours)) == pytest.approx(numbers(plain), rel=3e-4)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", STARTED)
 def test_one_result_however_it_is_started(name: str, runs: Runs) -> None:
     """By Python, with the variables of torchrun, and by ``paceline run``: the same lines and weights."""
     alone = runs.output_of(*runs.words(name, "alone.pt"), PACELINE_EXACT="true")
