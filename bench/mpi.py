@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-import paceline.comm.mpi.register  # noqa: F401 - first: chooses the library of mpiexec, and makes the back end known
+import paceline.comm.mpi.register  # noqa: F401 - makes the back end known
+from paceline.comm.mpi.library import initialized
 
-from mpi4py import MPI  # isort: skip
-
+MPI = initialized()
 SIZES = "8,4096,65536,1048576,16777216"
 _WARM_UP = 3
 

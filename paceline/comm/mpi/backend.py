@@ -129,11 +129,10 @@ class MpiBackend(dist.ProcessGroup):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> MpiWork:
         opts = opts or dist.AllreduceOptions()
         own, mpi = Reduction(tensors, opts.reduceOp), self._mpi
-        total = own.room(own.flat.numel())
         return self._give(
             "an all-reduce",
-            lambda: [self._comm.Iallreduce(own.block(mpi), _whole(mpi, total), own.op(mpi))],
-            lambda: own.deliver(total, tensors, self.size()),
+            lambda: [self._comm.Iallreduce(mpi.IN_PLACE, own.block(mpi), own.op(mpi))],
+            lambda: own.deliver(own.flat, tensors, self.size()),
             tensors,
             opts.timeout,
         )

@@ -97,7 +97,7 @@ class Reduction:
             raise ValueError(f"MPI does not reduce {dtype} by {self.operation}")
         parts = [_one_after_another(one).to(self._dtype) for one in tensors]
         self.counts = [one.numel() for one in parts]
-        self.flat = torch.cat(parts)  # a copy: the result may go elsewhere
+        self.flat = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._truth = dtype == torch.bool
 
     def block(self, mpi: Any) -> list[Any]:
@@ -114,12 +114,14 @@ class Reduction:
         return torch.empty(elements, dtype=self._dtype)
 
     def deliver(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], workers: int) -> None:
-        """Put the results into tensors, one after the other."""
+        """Put the results into tensors, one after the other, where they are not there already."""
         if self.operation == "AVG":
             result.div_(workers)
         start = 0
         for tensor in tensors:
-            tensor.detach().copy_(result[start : start + tensor.numel()].view(tensor.shape))
+            part = result[start : start + tensor.numel()]
+            if part.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(part.view(tensor.shape))
             start += tensor.numel()
 
 

@@ -41,10 +41,13 @@ def initialized() -> Any:
     try:
         mpi = load()
     except (ImportError, RuntimeError) as error:
-        raise StartError(
-            f"The back end mpi needs mpi4py, which cannot be imported: {error}. Install it with "
-            f"`pip install 'paceline[mpi]'`."
-        ) from None
+        fix = "Install it with `pip install 'paceline[mpi]'`."
+        if "libmpi" in str(error):
+            fix = (
+                "Install an MPI; where its library has another name, as libmpich.so.12 of Debian, put a link with this "
+                "name into a folder of LD_LIBRARY_PATH."
+            )
+        raise StartError(f"The back end mpi needs mpi4py, which cannot be imported: {error}. {fix}") from None
     if mpi.Is_finalized():
         raise StartError("MPI has been finalized in this process, and cannot be initialized again.")
     if not mpi.Is_initialized():
