@@ -316,6 +316,18 @@ def test_values_that_nothing_records_are_noted_once(caplog: pytest.LogCaptureFix
     ]
 
 
+def test_images_and_texts_are_in_the_event_file_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other worker has them, if this one is killed before the thread would write."""
+    monkeypatch.setattr("paceline.events._FLUSH_SECONDS", 60.0)
+    settings = config.resolve({"batch": 8})
+    events = EventLog(tmp_path / "events", 0)
+    tracking.Tracking(settings.settings, settings.sources, events, tmp_path, 1).log({"said": "epoch 1", "a": 1.0}, 3)
+    (record,) = map(json.loads, (tmp_path / "events" / "rank-0.jsonl").read_text().splitlines())
+    events.close()
+    assert (record["step"], record["metrics"]) == (3, {"a": 1.0})
+    assert Path(record["texts"]["said"]).read_text() == "epoch 1"
+
+
 def test_the_log_and_its_listener(tmp_path: Path, opens: Any, feeds: Any) -> None:
     """Also without a folder for the event files; the log closes what listens to it."""
     kept = Kept()

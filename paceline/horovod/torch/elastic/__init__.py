@@ -41,7 +41,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     ``init``.
 
     Raises:
-        HorovodInternalError: an operation failed, and the run is not elastic, or it failed 10 times without a commit.
+        HorovodInternalError: an operation failed, in a run that is not elastic or more than 10 times without a commit.
 
     Example:
         >>> import torch
