@@ -64,7 +64,8 @@ def test_an_exception_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"hosts": "h1:2", "hostfile": "hosts"}, "hosts or hostfile, not both"),
         ({"num_proc": 3, "hosts": "h1:2"}, "-np 3: the hosts have 2 slots"),
         ({"min_num_proc": 3, "max_num_proc": 2}, "3:2"),
-        ({"num_proc": 0}, "workers"),
+        ({"num_proc": 0}, "horovod.run: num_proc=0: give a whole number from 1 on"),
+        ({"num_proc": "2"}, "num_proc='2': give a whole number from 1 on"),
     ],
     ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
 )
@@ -87,6 +88,7 @@ def test_an_executor_that_cannot_be_used() -> None:
     for given, text in (
         ({}, "give one of the two"),
         ({"num_workers": 2, "num_hosts": 2}, "give one of the two"),
+        ({"num_workers": -1}, "num_workers=-1: give a whole number from 1 on"),
         ({"min_workers": 2}, "--on ray --elastic MIN:MAX"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "give use_gpu=True"),
     ):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import of_interfaces, warn_of
+from paceline.horovod.runner.hosts import check_counts, of_interfaces, warn_of
 
 __all__ = ["MiniSettings", "RayExecutor"]
 
@@ -97,7 +97,9 @@ class RayExecutor:
                 f"RayExecutor: min_workers={min_workers}, max_workers={max_workers}: for an elastic run use "
                 f"`paceline run --horovod --on ray --elastic MIN:MAX`."
             )
-        if bool(num_workers) == bool(num_hosts):
+        counts = {"num_workers": num_workers, "num_hosts": num_hosts, "num_workers_per_host": num_workers_per_host}
+        check_counts("RayExecutor", counts)
+        if (num_workers is None) == (num_hosts is None):
             raise ConfigError(
                 f"RayExecutor: num_workers={num_workers}, num_hosts={num_hosts}: give one of the two, not both."
             )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import fill, of_interfaces, refuse, warn_of
+from paceline.horovod.runner.hosts import check_counts, fill, of_interfaces, refuse, warn_of
 
 _T = TypeVar("_T")
 
@@ -81,6 +81,8 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     num_proc = 1 if given is None else given
     min_num_proc = _renamed("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _renamed("max_np", max_np, "max_num_proc", max_num_proc)
+    counts = {"num_proc": num_proc, "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "slots": slots}
+    check_counts("horovod.run", counts)
     refused = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file, "use_mpi": use_mpi, "mpi_args": mpi_args}
     refuse("horovod.run", refused)
     if executable not in (None, sys.executable):

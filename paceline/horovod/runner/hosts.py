@@ -64,6 +64,17 @@ def of_interfaces(names: str) -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
 
 
+def check_counts(function: str, given: Mapping[str, Any]) -> None:
+    """Refuse numbers of workers or hosts, if they are given, that are none.
+
+    Raises:
+        ConfigError: one is not a whole number from 1 on.
+    """
+    for name, value in given.items():
+        if value is not None and (not isinstance(value, int) or value < 1):
+            raise ConfigError(f"{function}: {name}={value!r}: give a whole number from 1 on.")
+
+
 def refuse(function: str, given: Mapping[str, Any]) -> None:
     """Refuse arguments without a counterpart, if they are given.
 

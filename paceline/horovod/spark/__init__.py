@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import of_interfaces, refuse, warn_of
+from paceline.horovod.runner.hosts import check_counts, of_interfaces, refuse, warn_of
 
 __all__ = ["run"]
 
@@ -59,6 +59,7 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
         StartError: Spark has too few slots for the tasks.
         RunFailed: a worker was lost. An exception of the function is raised itself, with rank and traceback added.
     """
+    check_counts("horovod.spark.run", {"num_proc": num_proc})
     refuse("horovod.spark.run", {"use_mpi": use_mpi, "extra_mpi_args": extra_mpi_args})
     if executable not in (None, sys.executable):
         raise ConfigError(
