@@ -40,7 +40,7 @@ PENDING, LEAVING = 1, 2
 """Notices in step headers: the world is about to change; this worker is to leave."""
 
 _POLL_SECONDS = 0.02
-_PROBE_TAG = (1 << 28) - 1
+_PROBE_TAG = (1 << 28) - 8  # the back end for MPI has those above
 _WITHIN = ("start", "step")
 """Gathers inside something else that is recorded."""
 _LARGEST_MESSAGE = 1 << 32

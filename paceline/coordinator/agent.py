@@ -16,7 +16,7 @@ from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
 from paceline.failure.worker_report import record_of
 from paceline.launchers.base import Launch, Request, WorkerExit
-from paceline.launchers.places.discovery import Discovery
+from paceline.launchers.places.discovery import SlotsHere
 
 _RESTARTS = 100
 """Workers started anew in one run, at most."""
@@ -54,7 +54,7 @@ class CoordinatorAgent:
     """
 
     def __init__(
-        self, launch: Launch, request: Request, coordinator: Coordinator, discovery: Discovery | None = None
+        self, launch: Launch, request: Request, coordinator: Coordinator, discovery: SlotsHere | None = None
     ) -> None:
         self._launch = launch
         self._elastic = request.elastic

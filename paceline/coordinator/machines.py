@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,7 +158,7 @@ class AgentClient:
         not_joined: whether a worker of this machine has failed before it took part.
     """
 
-    def __init__(self, connection: Connection, run_info: Message) -> None:
+    def __init__(self, connection: Connection, run_info: Message, more: Sequence[bytes]) -> None:
         self._connection = connection
         self.first = int(run_info["first"])
         self.name = str(run_info["name"])
@@ -169,6 +170,7 @@ class AgentClient:
         self.over: Message | None = None
         self.not_joined = False
         self._sending = threading.Lock()
+        self._take(more)
 
     @property
     def broken(self) -> bool:
@@ -190,15 +192,18 @@ class AgentClient:
             self._connection.flush()
         try:
             while lines := self._connection.receive():
-                for message in map(decode, lines):
-                    if message["type"] == "end":
-                        self.over = message
-                    elif message["type"] == "not-joined":
-                        self.not_joined = True
-                    elif message["type"] == "shown":
-                        self.shown = int(message["worker"])
+                self._take(lines)
         except ValueError:  # it has proven that it is the coordinator; so it is a broken one
             self._connection.broken = True
+
+    def _take(self, lines: Sequence[bytes]) -> None:
+        for message in map(decode, lines):
+            if message["type"] == "end":
+                self.over = message
+            elif message["type"] == "not-joined":
+                self.not_joined = True
+            elif message["type"] == "shown":
+                self.shown = int(message["worker"])
 
     def await_end(self) -> None:
         """Wait until the coordinator has said how the run ended, or is gone."""
@@ -252,7 +257,7 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
                 raise FileNotFoundError(f"there is no secret file {shared.file} here; copy it from there")
             connection = connect((where.address, where.port), AGENT, secret.key(AGENT), min(_ANSWER_SECONDS, seconds))
             try:
-                return AgentClient(connection, _register(connection, applicant, where)), secret
+                return AgentClient(connection, *_register(connection, applicant, where)), secret
             except BaseException:
                 connection.close()
                 raise
@@ -277,8 +282,8 @@ def join(where: Rendezvous, applicant: Applicant, shared: Shared, seconds: float
     )
 
 
-def _register(connection: Connection, applicant: Applicant, where: Rendezvous) -> Message:
-    """Ask to join; gives what the coordinator says of the run."""
+def _register(connection: Connection, applicant: Applicant, where: Rendezvous) -> tuple[Message, list[bytes]]:
+    """Ask to join; gives what the coordinator says of the run, and what has come with it."""
     about = {**applicant.about, "time": time.time()}
     connection.send(encode({"type": "agent", "host": socket.gethostname(), **vars(applicant), "about": about}))
     deadline = time.monotonic() + _ANSWER_SECONDS
@@ -293,4 +298,4 @@ def _register(connection: Connection, applicant: Applicant, where: Rendezvous) -
         raise StartError(
             f"Another run is at {where}: {answer['reason']}. Choose another port, or give the same script and --name."
         )
-    return answer
+    return answer, lines[1:]

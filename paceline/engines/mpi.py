@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from paceline.engines.start import LOOPBACK, Identity, Start, number, read_identity
 from paceline.errors import ConfigError
 
 
 def open_mpi(environment: Mapping[str, str]) -> Start | None:
-    """By mpiexec of Open MPI 4 or 5."""
+    """By mpiexec of Open MPI 4 or 5; ``--with-ft ulfm`` lets processes go on when one is lost."""
     rank, size, local_rank, local_size = (
         f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
     )
     if not {rank, size} <= environment.keys():
         return None
     parts = [environment.get(name, "") for name in ("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "PMIX_SERVER_TMPDIR")]
-    return _of_mpi(
-        "Open MPI", read_identity(environment, rank, size, local_rank, local_size), " ".join(filter(None, parts))
-    )
+    who = read_identity(environment, rank, size, local_rank, local_size)
+    survives = environment.get("OMPI_MCA_mpi_ft_enable") in ("1", "true")
+    return replace(_of_mpi("Open MPI", who, " ".join(filter(None, parts))), survives=survives)
 
 
 def hydra(environment: Mapping[str, str]) -> Start | None:

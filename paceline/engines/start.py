@@ -35,6 +35,7 @@ class Start:
         job: a text that all processes of this start on this machine have, and no others; empty if there is none.
         manager: the descriptor of a connection to the engine's process on this machine, of which that is true, too.
         cores: of this machine that all processes of this start have; None if the engine does not say.
+        survives: the engine lets the other processes go on when one is lost.
     """
 
     engine: str
@@ -44,6 +45,7 @@ class Start:
     job: str = ""
     manager: int | None = None
     cores: int | None = None
+    survives: bool = False
 
 
 def threads_of(own: int, machine: int, workers: int) -> int:

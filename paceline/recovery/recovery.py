@@ -14,6 +14,7 @@ that is one step behind gets the state after it, so no step is lost, and none is
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import platform
 import time
@@ -34,6 +35,8 @@ from paceline.recovery.state_shards import assemble, go_back
 from paceline.recovery.state_transfer import StateBytes, transfer
 from paceline.step.job import Job
 from paceline.strategies.registry import worker_counts
+
+_log = logging.getLogger("paceline")
 
 
 class Recovery:
@@ -139,6 +142,11 @@ class Recovery:
             return progress
 
     def _record(self, membership: Membership, step: int, seconds: dict[str, float]) -> None:
+        launched, count = env.launch_info(), len(membership.lost)
+        if count and launched is not None and launched.ulfm and self._job.world.rank == 0:
+            # there is no launcher to say it
+            left = len(membership.members)
+            _log.warning("lost %d of %d workers; %d go on from step %d", count, left + count, left, step)
         self._job.events.mark(
             "recovered" if membership.generation > 0 else "gathered",
             step=step,

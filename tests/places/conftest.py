@@ -3,6 +3,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ray_cluster import RayCluster
+from ray_cluster import missing as ray_is_missing
 from slurm_cluster import SlurmCluster, missing
 from spark_cluster import SparkCluster
 from spark_cluster import missing as spark_is_missing
@@ -44,3 +46,30 @@ def spark() -> Iterator[SparkCluster]:
             yield cluster
         finally:
             cluster.down()
+
+
+@pytest.fixture
+def ray_folder() -> Iterator[Path]:
+    """Where a cluster keeps its files: a short path, as those of sockets must be."""
+    if reason := ray_is_missing():
+        pytest.skip(reason)
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as made:
+        yield Path(made)
+
+
+@pytest.fixture
+def cluster(ray_folder: Path) -> Iterator[RayCluster]:
+    """One of the head alone."""
+    made = RayCluster(ray_folder)
+    try:
+        yield made
+        assert made.left() == []
+    finally:
+        made.down()
+
+
+@pytest.fixture
+def ray(cluster: RayCluster) -> RayCluster:
+    """One of two nodes."""
+    cluster.add()
+    return cluster

@@ -1,6 +1,5 @@
 """MPI as a back end of torch.distributed, and as the transport of sessions, under each mpiexec."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mpi_engines import CLEAN, run
 from training import SCRIPT, alone, fingerprints, write_script
 
 pytest.importorskip("mpi4py", reason="needs mpi4py: pip install 'paceline[mpi]'")
@@ -17,7 +17,6 @@ ENGINES = {
     "MPICH": ("mpiexec.hydra",),
 }
 DEBIAN_MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")
-CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "SLURM_"))}
 RUNS = ((2, "allreduce"), (3, "allreduce"), (3, "stealing"), (3, "pipeline"))
 
 
@@ -32,25 +31,6 @@ def mpiexec(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             (links / "libmpi.so.12").symlink_to(DEBIAN_MPICH)
             patch.setitem(CLEAN, "LD_LIBRARY_PATH", str(links))
         yield command
-
-
-def run(mpiexec: tuple[str, ...], count: int, script: Path, *arguments: str) -> tuple[int, str]:
-    process = subprocess.Popen(
-        [*mpiexec, "-n", str(count), sys.executable, script, *arguments],
-        cwd=script.parent,
-        env=CLEAN,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        said, _ = process.communicate(timeout=250)
-    except BaseException:
-        process.terminate()  # it ends its processes; killed, it would leave them
-        process.communicate(timeout=60)
-        raise
-    return process.returncode, said
 
 
 def test_every_operation(mpiexec: tuple[str, ...]) -> None:
@@ -85,6 +65,33 @@ def test_a_rank_that_fails_ends_the_others(mpiexec: tuple[str, ...], tmp_path: P
     )
     code, said = run(mpiexec, 3, script)
     assert code != 0 and "of rank 1" in said, said
+
+
+def test_a_rank_that_enters_no_operation_is_named(mpiexec: tuple[str, ...], tmp_path: Path) -> None:
+    """Within the timeout; one that waits as long for a message is not in the collective either."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, time\n"
+        "from datetime import timedelta\n"
+        "from pathlib import Path\n"
+        "import torch, torch.distributed as dist\n"
+        "import paceline.comm.mpi.register\n"
+        "dist.init_process_group('mpi')\n"
+        "rank, end = dist.get_rank(), time.monotonic() + 60\n"
+        "dist.barrier()\n"
+        "if rank == 0: dist.irecv(torch.ones(1), 1, tag=7)\n"
+        "if rank != 1:\n"
+        "    work = dist.all_reduce(torch.ones(1000), async_op=True)\n"
+        "    if rank == 2: dist.irecv(torch.ones(1), 1, tag=7)\n"
+        "    try: work.wait(timedelta(seconds=4))\n"
+        "    except RuntimeError as error: Path(f'said-{rank}').write_text(str(error))\n"
+        "while len(list(Path().glob('said-*'))) < 2 and time.monotonic() < end: time.sleep(0.05)\n"
+        "os._exit(0)\n"
+    )
+    _, said = run(mpiexec, 3, script)
+    texts = {path.name: path.read_text() for path in tmp_path.glob("said-*")}
+    late = "Timed out waiting 4 s for an all-reduce over MPI: rank 1 did not enter it"
+    assert texts == {"said-0": late, "said-2": late}, said
 
 
 def test_other_launchers_are_refused(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def test_a_batch_script_is_one_worker() -> None:
     assert find_start(batch).identity == Identity()
 
 
+def test_open_mpi_lets_processes_go_on_with_ulfm() -> None:
+    assert not find_start(OPEN_MPI).survives
+    assert find_start({**OPEN_MPI, "OMPI_MCA_mpi_ft_enable": "1"}).survives
+
+
 def test_open_mpi() -> None:
     start = find_start({**STEP, **OPEN_MPI})  # its daemons are started by srun
     assert (start.engine, start.identity) == ("Open MPI", Identity(1, 2, 1, 2))

@@ -8,6 +8,8 @@ Each method reads its tensors, gives an operation to the communication thread (`
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeAlias
@@ -17,12 +19,15 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from paceline.comm.mpi.buffers import Move, Operator, Reduction, mpi_type
-from paceline.comm.mpi.library import initialized
+from paceline.comm.mpi.communicators import at_store, of_ranks
+from paceline.comm.mpi.library import initialized, survives
+from paceline.comm.mpi.presence import TAGS, Presence
 from paceline.comm.mpi.progress import MpiWork, progress
-from paceline.errors import StartError
 
 REGISTERED = "mpi4py"
 """The name of the back end with a store."""
+
+_groups: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
 _Call: TypeAlias = "tuple[Callable[[], Any], Callable[[], None]]"
 """Starts an operation, and puts its results where they are wanted."""
@@ -43,15 +48,20 @@ class MpiBackend(dist.ProcessGroup):
     Args:
         comm: of MPI.
         timeout: after which an operation fails.
+        ranks: its members in torch's default group; none: it is that.
     """
 
-    def __init__(self, comm: Any, timeout: timedelta) -> None:
+    def __init__(self, comm: Any, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
         super().__init__(comm.Get_rank(), comm.Get_size())  # type: ignore[call-arg]
         self._mpi = initialized()
         self._comm = comm
         self._comm.Set_errhandler(self._mpi.ERRORS_RETURN)
         self._seconds = timeout.total_seconds()
-        self._largest_tag = comm.Get_attr(self._mpi.TAG_UB)
+        self._largest_tag = comm.Get_attr(self._mpi.TAG_UB) - TAGS
+        self.presence = Presence(comm, [*ranks] or range(comm.Get_size()))
+        _groups.add(self)
+        if survives():
+            atexit.register(self.presence.leave)
         self._name = self._description = ""
 
     def getBackendName(self) -> str:
@@ -88,9 +98,11 @@ class MpiBackend(dist.ProcessGroup):
         finish: Callable[[], None] = lambda: None,
         outputs: Sequence[torch.Tensor] = (),
         timeout: timedelta | None = None,
+        collective: bool = True,
     ) -> MpiWork:
+        number = self.presence.enter() if collective else None
         seconds = timeout.total_seconds() if timeout is not None and timeout > timedelta() else self._seconds
-        return progress().give(MpiWork(f"{what} over MPI", start, finish, [*outputs], seconds))
+        return progress().give(MpiWork(f"{what} over MPI", start, finish, [*outputs], seconds, self.presence, number))
 
     def _give_all(self, what: str, calls: Sequence[_Call], outputs: Sequence[torch.Tensor], opts: Any) -> MpiWork:
         """One work of several operations."""
@@ -106,7 +118,9 @@ class MpiBackend(dist.ProcessGroup):
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> MpiWork:
         sent, mpi = Move(tensors), self._mpi
         tag = self._checked(tag)
-        return self._give(f"a send to rank {dst}", lambda: [self._comm.Isend(sent.block(mpi), dst, tag)])
+        return self._give(
+            f"a send to rank {dst}", lambda: [self._comm.Isend(sent.block(mpi), dst, tag)], collective=False
+        )
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> MpiWork:
         return self._receive(tensors, src, tag, f"a receive from rank {src}")
@@ -117,11 +131,13 @@ class MpiBackend(dist.ProcessGroup):
     def _receive(self, tensors: list[torch.Tensor], source: int, tag: int, what: str) -> MpiWork:
         room, mpi = Move(tensors, written=True), self._mpi
         tag = self._checked(tag)
-        return self._give(what, lambda: [self._comm.Irecv(room.block(mpi), source, tag)], room.deliver, tensors)
+        return self._give(
+            what, lambda: [self._comm.Irecv(room.block(mpi), source, tag)], room.deliver, tensors, collective=False
+        )
 
     def _checked(self, tag: int) -> int:
         if tag > self._largest_tag:
-            raise RuntimeError(f"tag {tag} is larger than {self._largest_tag}, the largest of this MPI")
+            raise ValueError(f"tag {tag} is larger than {self._largest_tag}, the largest of this MPI on this network")
         return tag
 
     # reductions
@@ -296,31 +312,24 @@ class MpiBackend(dist.ProcessGroup):
         return self._give("a barrier", lambda: [self._comm.Ibarrier()], timeout=opts and opts.timeout)
 
 
+def abort() -> None:
+    """Let all that is under way fail, on all ranks, and what is given to these groups later."""
+    for group in [*_groups]:
+        progress().abort(group.presence)
+
+
 class _WithoutStore:
     """What torch asks of the MPI that it is built with."""
 
     @staticmethod
     def create(ranks: Sequence[int]) -> MpiBackend:
         """The group of these ranks; of all if there are none."""
-        return MpiBackend(_communicator(ranks), c10d.default_pg_timeout)
+        return MpiBackend(of_ranks(ranks), c10d.default_pg_timeout, ranks)
 
 
 def _with_store(options: Any, _: object) -> MpiBackend:
-    ranks, world = options.global_ranks_in_group, initialized().COMM_WORLD
-    if not ranks and (options.group_rank, options.group_size) != (world.Get_rank(), world.Get_size()):
-        raise StartError(
-            f"This is rank {options.group_rank} of {options.group_size}, but rank {world.Get_rank()} of "
-            f"{world.Get_size()} for MPI ({initialized().Get_library_version().splitlines()[0]}). Start the script "
-            f"with the mpiexec of that MPI, and with no other ranks in the environment."
-        )
-    return MpiBackend(_communicator(ranks), options.timeout)
-
-
-def _communicator(ranks: Sequence[int]) -> Any:
-    world = initialized().COMM_WORLD
-    if not ranks:
-        return world.Dup()
-    return world.Create_group(world.Get_group().Incl([*ranks]))  # only its members call this
+    comm = at_store(options.store, options.group_rank, options.group_size, options.timeout.total_seconds())
+    return MpiBackend(comm, options.timeout, options.global_ranks_in_group)
 
 
 def _whole(mpi: Any, tensor: torch.Tensor) -> list[Any]:

@@ -52,13 +52,20 @@ def initialized() -> Any:
         raise StartError("MPI has been finalized in this process, and cannot be initialized again.")
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        atexit.register(_finalize)
+        if not survives():  # else that may wait for who is lost, and mpiexec does not ask for it
+            atexit.register(_finalize)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise StartError(
             "MPI was initialized for calls from one thread only. Let mpi4py do it as by default, or call "
             "MPI.Init_thread(MPI.THREAD_MULTIPLE)."
         )
     return mpi
+
+
+@functools.cache
+def survives() -> bool:
+    """Whether MPI lets the other processes go on when one is lost (ULFM)."""
+    return env.started_by().survives
 
 
 def leave_open() -> None:

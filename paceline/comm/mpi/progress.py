@@ -20,12 +20,15 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from paceline.comm.mpi.library import initialized, leave_open
+from paceline.comm.mpi.presence import Presence
 
 _EAGER_LOOKS = 200
 """So often the thread asks without a pause, then it leaves the core to others."""
 _PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 _END_SECONDS = 5.0
+_ANSWER_SECONDS = 1.0
+"""For an answer of a rank that is in an operation; of a short timeout a quarter."""
 _FAILURES = (RuntimeError, ValueError, TypeError, OverflowError, BufferError)
 """Of mpi4py, whose own are RuntimeErrors, and of tensors that it cannot read; whoever waits gets them."""
 
@@ -39,6 +42,8 @@ class MpiWork(Work):
         finish: once these are done, in the thread: puts results where they are wanted.
         outputs: the tensors that it writes.
         seconds: after which it fails.
+        presence: of the ranks that it is about.
+        number: of the collective operation among those of these ranks; None if it is none.
     """
 
     def __init__(
@@ -48,9 +53,12 @@ class MpiWork(Work):
         finish: Callable[[], None],
         outputs: list[torch.Tensor],
         seconds: float,
+        presence: Presence,
+        number: int | None,
     ) -> None:
         super().__init__()
         self.what, self.start, self.finish, self.seconds = what, start, finish, seconds
+        self.presence, self.number, self.asked = presence, number, False
         self.requests: list[Any] = []
         self.statuses: list[Any] = []
         self.deadline = time.monotonic() + seconds
@@ -69,13 +77,14 @@ class MpiWork(Work):
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until it is done; for at most the timeout, if there is one.
+        """Wait until it is done; a timeout goes before that of the group if it is shorter.
 
         Raises:
             RuntimeError: it failed, or is not done in time.
         """
-        if not self._done.wait(timeout.total_seconds() or None):
-            raise RuntimeError(f"Timed out waiting {timeout.total_seconds():g} s for {self.what}")
+        if timeout and timeout.total_seconds() < self.seconds:
+            self.seconds, self.deadline = timeout.total_seconds(), time.monotonic() + timeout.total_seconds()
+        self._done.wait()
         if self._error is not None:
             raise self._error
         return True
@@ -122,6 +131,15 @@ class Progress:
         self._thread.start()
         atexit.register(self._end)
 
+    def abort(self, presence: Presence) -> None:
+        """Let what these ranks do fail, on all of them."""
+
+        def revoke() -> Sequence[Any]:
+            presence.revoke()
+            return ()
+
+        self.give(MpiWork("an abort", revoke, lambda: None, [], _END_SECONDS, presence, None))
+
     def give(self, work: MpiWork) -> MpiWork:
         """Carry out a work."""
         self._given.put(work)
@@ -137,6 +155,9 @@ class Progress:
                 over = [one for one in active if self._is_over(one)]
                 active = [one for one in active if one not in over]
                 looks = 0 if over else looks + 1
+                if looks % _EAGER_LOOKS == _EAGER_LOOKS - 1:
+                    for one in {work.presence for work in active}:
+                        one.look()
             else:
                 looks = 0
                 if work is None:
@@ -162,10 +183,15 @@ class Progress:
         except _FAILURES as error:
             work.complete(_named(error, work))
             return True
-        if time.monotonic() < work.deadline:
+        left = work.deadline - time.monotonic()
+        if work.number is not None and not work.asked and left < min(_ANSWER_SECONDS, work.seconds / 4):
+            work.asked = True
+            work.presence.ask()
+        if left > 0:
             return False
         self._late.append(work)  # MPI still has its memory
-        work.complete(RuntimeError(f"Timed out waiting {work.seconds:g} s for {work.what}"))
+        who = "" if work.number is None else f": {work.presence.late(work.number)}"
+        work.complete(RuntimeError(f"Timed out waiting {work.seconds:g} s for {work.what}{who}"))
         return True
 
     def _end(self) -> None:
@@ -188,4 +214,9 @@ def _pause(looks: int) -> float:
 
 
 def _named(error: Exception, work: MpiWork) -> RuntimeError:
-    return RuntimeError(f"{work.what}: {error}")
+    codes = [code for status in work.statuses if (code := status.Get_error())]
+    said = initialized().Get_error_string(codes[0]) if codes else str(error)
+    if lost := work.presence.lost():
+        work.presence.revoke()  # others may wait for this rank, which does no more
+        return RuntimeError(f"{work.what}: {lost} [{said}]")
+    return RuntimeError(f"{work.what}: {said}")

@@ -51,7 +51,7 @@ def find_address(start: Start, seconds: float) -> Iterator[Address]:
         with _told_here(start, job, seconds) as address:
             yield address
     elif start.host is None and start.engine in ("Open MPI", "MPICH", "Intel MPI"):
-        yield _by_mpi(start, seconds)
+        yield exchange_by_mpi(start, seconds)
     else:
         missing = "MASTER_ADDR" if start.host is None else "MASTER_PORT"
         size = start.identity.world_size
@@ -137,7 +137,16 @@ def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
     yield Address(LOOPBACK, port)
 
 
-def _by_mpi(start: Start, seconds: float) -> Address:
+def exchange_by_mpi(start: Start, seconds: float) -> Address:
+    """Let rank 0 choose where it listens, and say it to the others by MPI.
+
+    Args:
+        start: how mpiexec has started this process.
+        seconds: to wait for the others.
+
+    Raises:
+        StartError: they did not come, or mpi4py is missing.
+    """
     who = start.identity
     late = (
         f"Rank {who.rank} waited {seconds:.0f} s in MPI for the other {who.world_size - 1} ranks, to learn where rank "
@@ -145,7 +154,7 @@ def _by_mpi(start: Start, seconds: float) -> Address:
     )
     try:
         host, port, listener = within(
-            seconds, late, lambda: exchange(start.engine, who.world_size, lambda host: listen(host, start.port or 0))
+            seconds, late, lambda: exchange(start, lambda host: listen(host, start.port or 0))
         )
     except ValueError as error:
         raise StartError(str(error)) from None

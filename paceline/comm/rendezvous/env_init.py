@@ -23,6 +23,13 @@ _LOOKS_PER_SECOND = 5000
 _NO_ANSWER = "what listens there does not answer as rank 0 would; is the port used by another program?"
 
 
+def hold_store(host: str) -> tuple[Store, int]:
+    """Hold the store of workers that come later, as torchrun does for its own; gives it, and its port."""
+    listener = listen(host, 0)
+    port = int(listener.getsockname()[1])
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
+
+
 class EnvRendezvous:
     """The way of one worker into torch's default process group.
 

@@ -13,23 +13,24 @@ from typing import Any
 
 from paceline.comm.mpi.library import load
 from paceline.comm.rendezvous.networks import networks, shared_address
+from paceline.engines.start import Start
 from paceline.errors import StartError
 
 _BYTES = 4096
 """Of the list of a machine's addresses."""
 
 
-def exchange(engine: str, size: int, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:
+def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:
     """Learn where rank 0 listens, and on rank 0 listen.
 
     Args:
-        engine: the name of the MPI that started this process.
-        size: how many processes it has started.
+        start: how MPI has started this process; where it has no host, at an address that all machines reach.
         listen: opens a socket at an address.
 
     Raises:
         StartError: mpi4py is missing or is for another MPI, or no address is reached by all.
     """
+    engine, size = start.engine, start.identity.world_size
     mpi = _import(engine)
     if mpi.Is_finalized():
         raise StartError(
@@ -46,7 +47,7 @@ def exchange(engine: str, size: int, listen: Callable[[str], socket.socket]) -> 
                 f"{mpi.Get_library_version().splitlines()[0]}. Install mpi4py for {engine}, or set MASTER_ADDR and "
                 f"MASTER_PORT."
             )
-        return _exchange(mpi.COMM_WORLD, listen)
+        return _exchange(mpi.COMM_WORLD, start.host, listen)
     finally:
         if ours:
             mpi.Finalize()
@@ -63,12 +64,14 @@ def _import(engine: str) -> Any:
         ) from None
 
 
-def _exchange(comm: Any, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:
+def _exchange(
+    comm: Any, host: str | None, listen: Callable[[str], socket.socket]
+) -> tuple[str, int, socket.socket | None]:
     mine = json.dumps(networks()).encode()[:_BYTES].ljust(_BYTES)
     theirs = bytearray(_BYTES * comm.Get_size())
     comm.Allgather(mine, theirs)
     ranks = [json.loads(theirs[start : start + _BYTES]) for start in range(0, len(theirs), _BYTES)]
-    address, listener, failure = shared_address(ranks), None, ""
+    address, listener, failure = host or shared_address(ranks), None, ""
     port = bytearray(2)
     if comm.Get_rank() == 0 and address is not None:
         try:

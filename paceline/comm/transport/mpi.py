@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline import env
-from paceline.comm.mpi.backend import REGISTERED, register
+from paceline.comm.mpi.backend import REGISTERED, abort, register
 from paceline.comm.mpi.library import initialized
 from paceline.comm.transport.gloo import Gloo
 from paceline.errors import ConfigError
@@ -21,12 +21,16 @@ class Mpi(Gloo):
 
     def __init__(self) -> None:
         super().__init__(same_host=False)
-        launched = env.launch_info() is not None
-        engine = "paceline run" if launched else env.started_by().engine
-        if engine not in ("Open MPI", "MPICH", "Intel MPI"):
+        launched = env.launch_info()
+        engine = "paceline run" if launched is not None else env.started_by().engine
+        if not (launched and launched.ulfm) and engine not in ("Open MPI", "MPICH", "Intel MPI"):
             raise ConfigError(
                 f"transport='mpi' needs workers that mpiexec has started, and {engine or 'no launcher'} has started "
                 f"these: `mpiexec -n 2 python train.py`."
             )
         initialized()  # before the workers look for each other, who would finalize it
         register()
+
+    def abort(self) -> None:
+        """Revoke the communicators, so that all that waits fails on all workers."""
+        abort()

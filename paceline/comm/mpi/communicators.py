@@ -1,0 +1,82 @@
+"""Communicators of MPI for groups of torch's."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.comm.mpi.library import initialized, survives
+from paceline.errors import StartError
+
+_LOOK_SECONDS = 0.02
+
+
+def of_ranks(ranks: Sequence[int]) -> Any:
+    """That of these ranks of MPI, which only they ask for; of all if there are none."""
+    world = initialized().COMM_WORLD
+    if not ranks:
+        return world.Dup()
+    return world.Create_group(world.Get_group().Incl([*ranks]))
+
+
+def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
+    """That of the workers who meet at a store.
+
+    Args:
+        store: of this group alone.
+        rank, size: in it.
+        seconds: to wait for the others.
+
+    Raises:
+        StartError: they are not as many for MPI.
+        RuntimeError: one was lost on the way, or the store was closed.
+    """
+    mpi = initialized()
+    own, world_size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
+    store.set(f"mpi/{rank}", f"{own} {secrets.token_hex(8)}")
+    told = [one.decode().split() for one in store.multi_get([f"mpi/{one}" for one in range(size)])]
+    ranks = [int(of_mpi) for of_mpi, _ in told]  # after a loss they are not those of the group
+    if len({*ranks}) < size:
+        raise StartError(
+            f"This is rank {rank} of {size}, but rank {own} of {world_size} for MPI "
+            f"({mpi.Get_library_version().splitlines()[0]}). Start the script with the mpiexec of that MPI, and with "
+            f"no other ranks in the environment."
+        )
+    if not survives():
+        return of_ranks(ranks)
+    return _of_survivors(ranks, told[0][1], store, seconds)
+
+
+def _of_survivors(ranks: Sequence[int], tag: str, store: Any, seconds: float) -> Any:
+    """One that needs nothing of ranks that are lost; made in a thread, as MPI waits without end for more of them.
+
+    Args:
+        ranks: of MPI.
+        tag: of this communicator alone.
+        store: ends the wait when it is closed.
+        seconds: to wait.
+    """
+    mpi = initialized()
+    group = mpi.COMM_WORLD.Get_group().Incl([*ranks])
+    made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            made.put(mpi.Intracomm.Create_from_group(group, tag, mpi.INFO_NULL, mpi.ERRORS_RETURN))
+        except mpi.Exception as error:
+            made.put(error)
+
+    threading.Thread(target=make, name="paceline-mpi-group", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(queue.Empty):
+            if isinstance(comm := made.get(timeout=_LOOK_SECONDS), Exception):
+                raise comm
+            return comm
+        store.check(["mpi/0"])
+    raise RuntimeError(f"Timed out waiting {seconds:g} s for a communicator of MPI")

@@ -1,0 +1,118 @@
+"""Who of a communicator's ranks is there, for an error: who has entered an operation, and who is lost.
+
+The communication threads ask each other shortly before an operation fails, under tags of the communicator that
+nothing else uses. A rank that is in no operation does not look, and does not answer: it is not in this one either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline.comm.mpi.library import initialized
+from paceline.errors import name_ranks
+
+TAGS = 3
+"""So many of the largest tags are used here."""
+_END_SECONDS = 5.0
+_NEWS_SECONDS = 2.0
+_LOOK_SECONDS = 0.001
+
+
+class Presence:
+    """What a rank knows of the others.
+
+    Args:
+        comm: of MPI.
+        names: what the ranks of the communicator are called.
+    """
+
+    def __init__(self, comm: Any, names: Sequence[int]) -> None:
+        self._mpi = initialized()
+        self._comm = comm
+        self._names = names
+        self._question = comm.Get_attr(self._mpi.TAG_UB)
+        self._answer, self._end = self._question - 1, self._question - 2
+        self._others = [rank for rank in range(comm.Get_size()) if rank != comm.Get_rank()]
+        self._entered, self._revoked = 0, False
+        self._heard = dict.fromkeys(self._others, 0)
+        self._sent: list[tuple[Any, Any]] = []
+
+    def enter(self) -> int:
+        """Count a collective operation that this rank enters; returns its number."""
+        self._entered += 1
+        return self._entered
+
+    def ask(self) -> None:
+        """Ask the others how many they have entered, and say how many this one has."""
+        with contextlib.suppress(self._mpi.Exception):  # of a rank that is lost, which the operation itself reports
+            for rank in self._others:
+                self._send(rank, self._question)
+
+    def look(self) -> None:
+        """Read what others have sent, and answer."""
+        status = self._mpi.Status()
+        with contextlib.suppress(self._mpi.Exception):
+            for tag in (self._question, self._answer):
+                while self._comm.Iprobe(self._mpi.ANY_SOURCE, tag, status):
+                    rank, count = status.Get_source(), np.zeros(1, np.int64)
+                    self._comm.Recv(count, rank, tag)
+                    self._heard[rank] = max(self._heard[rank], int(count[0]))
+                    if tag == self._question:
+                        self._send(rank, self._answer)
+
+    def _send(self, rank: int, tag: int) -> None:
+        count = np.full(1, self._entered, np.int64)
+        self._sent = [one for one in self._sent if not one[0].Test()]
+        self._sent.append((self._comm.Isend(count, rank, tag), count))
+
+    def late(self, number: int) -> str:
+        """Say who has not entered an operation, as far as is known."""
+        missing = [self._names[rank] for rank, entered in self._heard.items() if entered < number]
+        return f"{name_ranks(missing)} did not enter it" if missing else "all ranks have entered it"
+
+    def lost(self) -> str:
+        """Say who is lost; empty if MPI does not know it."""
+        ranks = self._failed()
+        deadline = time.monotonic() + _NEWS_SECONDS
+        while not ranks and not self._revoked and self._is_revoked() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)  # another rank has seen the loss; the news of it come while MPI is called
+            with contextlib.suppress(self._mpi.Exception):
+                self._mpi.COMM_SELF.Iprobe()
+            ranks = self._failed()
+        return f"lost {name_ranks(self._names[rank] for rank in ranks)}" if ranks else ""
+
+    def _failed(self) -> list[int]:
+        with contextlib.suppress(self._mpi.Exception, NotImplementedError):
+            gone = self._mpi.Group.Intersection(self._comm.Get_group(), self._comm.Get_failed())
+            return [*gone.Translate_ranks(range(gone.Get_size()), self._comm.Get_group())]
+        return []
+
+    def _is_revoked(self) -> bool:
+        with contextlib.suppress(self._mpi.Exception, NotImplementedError):
+            return bool(self._comm.Is_revoked())
+        return False
+
+    def leave(self) -> None:
+        """Before this process ends without finalizing MPI: let the others read what it has sent, if they end, too."""
+        deadline, status = time.monotonic() + _END_SECONDS, self._mpi.Status()
+        ended = set() if getattr(sys, "last_value", None) is None else {*self._others}
+        with contextlib.suppress(self._mpi.Exception):
+            for rank in self._others if not ended else ():
+                self._send(rank, self._end)
+            while len(ended) < len(self._others) and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                while self._comm.Iprobe(self._mpi.ANY_SOURCE, self._end, status):
+                    ended.add(status.Get_source())
+                    self._comm.Recv(np.zeros(1, np.int64), status.Get_source(), self._end)
+
+    def revoke(self) -> None:
+        """End what waits on this communicator, on all ranks, where MPI can."""
+        self._revoked = True
+        with contextlib.suppress(self._mpi.Exception, NotImplementedError):
+            self._comm.Revoke()
