@@ -25,8 +25,7 @@ from paceline.horovod.operations import Members, Task
 from paceline.horovod.plan import Plan
 from paceline.horovod.requests import GLOBAL, Key, Request, from_json
 from paceline.horovod.settings import HorovodSettings
-from paceline.horovod.timeline import open_timeline
-from paceline.horovod.waits import EXPLAIN_SECONDS, Waits, say
+from paceline.horovod.waits import BLOCKED_SECONDS, EXPLAIN_SECONDS, Waits, say
 
 PLAN = "plan"
 _LEFT = "has left: its process ended"
@@ -72,14 +71,14 @@ class Engine:
         self._pending: dict[Key, Handle] = {}
         self._cache: dict[Key, tuple[int, Request]] = {}
         self._keys: dict[int, Key] = {}
-        self._unnamed: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+        self._unnamed: defaultdict[Key, itertools.count[int]] = defaultdict(itertools.count)
         self._closing = False
         self._quiet_since = time.monotonic()
         self._departed = threading.Event()
         self._interrupted = ""
         self.waits = Waits(rank, settings, links.wake)
         if rank == 0:
-            self.record(settings.timeline, settings.mark_cycles)
+            self.waits.record(settings.timeline, settings.mark_cycles)
             if settings.ignored:
                 say(f"without effect here: HOROVOD_{', HOROVOD_'.join(settings.ignored)}.")
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
@@ -88,6 +87,8 @@ class Engine:
 
     def submit(self, request: Request, task: Task) -> Handle:
         """Ask for an operation; an empty name is replaced by a number, which all members of a set count alike.
+
+        Barriers are counted by themselves: ranks meet in one again after an error in which they got out of step.
 
         Raises:
             InvalidRequest: an operation of this name is under way, or this worker is no member of the process set.
@@ -103,8 +104,10 @@ class Engine:
             if self.failure:
                 raise HorovodInternalError(self.failure)
             if not request.name:
-                request = request._replace(name=f"noname.{next(self._unnamed[request.set])}")
-            handle = Handle(request, task)
+                counted = "barrier.noname" if request.kind == "barrier" else "noname"
+                request = request._replace(name=f"{counted}.{next(self._unnamed[request.set, counted])}")
+            self.waits.threads.add(threading.get_ident())
+            handle = Handle(request, task, self.waits.block)
             if request.key in self._pending:
                 raise InvalidRequest(
                     f"Rank {self.rank}: {request.words}: an operation of this name is under way; give another name, or "
@@ -124,18 +127,6 @@ class Engine:
     def plans(self) -> list[Plan]:
         """The plans in use."""
         return [one for one in self._plans if one.open]
-
-    def record(self, path: str, mark_cycles: bool = False) -> None:
-        """Record operations in a file from now on, in no other; without a path in none. Only rank 0 does.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        old, self.waits.timeline = self.waits.timeline, None
-        if old is not None:
-            old.close()
-        if path and self.rank == 0:
-            self.waits.timeline = open_timeline(path, mark_cycles)
 
     @property
     def is_waiting(self) -> bool:
@@ -181,7 +172,7 @@ class Engine:
             self._links.send_all({"type": "bye", "why": f"has failed: {why}"}, self.settings.start_seconds)
         self._fail(why)
         self._links.close()
-        self.record("")
+        self.waits.record("")
         self._departed.set()
 
     def _is_needed(self) -> bool:
@@ -212,8 +203,8 @@ class Engine:
         """How long to sleep: until the next look at stalls, if something waits."""
         if self._submitted:
             return 0.0
-        shortest = min(self.settings.stall_seconds or 60.0, self.settings.deadline_seconds, 60.0)
-        return shortest / 4
+        shortest = min(self.settings.stall_seconds or 60.0, self.settings.deadline_seconds, 60.0) / 4
+        return min(shortest, BLOCKED_SECONDS) if self._pending else shortest
 
     def _send_submitted(self) -> None:
         with self._lock:
@@ -256,11 +247,7 @@ class Engine:
         elif kind == "news":
             self.waits.learn(message)
         elif kind == "waits" and self._negotiation is not None:
-            now = time.monotonic()
-            for name, set_, seconds in message["begun"]:
-                self._negotiation.wait_outside(rank, name, set_, now - seconds)
-            for name in message["ended"]:
-                self._negotiation.end_wait(rank, name)
+            _note_waits(self._negotiation, rank, message)
 
     def _lost(self, rank: int, why: str) -> None:
         if rank in self.waits.gone:
@@ -277,6 +264,9 @@ class Engine:
         if self.settings.stall_seconds is not None:
             self._report(negotiation.stalled(now, self.settings.stall_seconds))
         responses += negotiation.give_up(now, self.settings.deadline_seconds)
+        for response in negotiation.untangle():
+            say(response.error)
+            responses.append(response)
         if responses:
             written = [[one.written, one.error, one.joined] for one in responses]
             self._links.send_all({"type": "run", "responses": written}, self.settings.deadline_seconds)
@@ -346,7 +336,8 @@ class Engine:
     def _change(self, request: Request) -> Any:
         if request.kind == JOIN:
             self.joins += 1
-            self._unnamed.pop(GLOBAL, None)
+            for key in [one for one in self._unnamed if one[0] == GLOBAL]:
+                del self._unnamed[key]
             return request.root
         if request.kind == REMOVE_SET:
             members = self.sets.pop(request.root, None)
@@ -393,3 +384,13 @@ class Engine:
             left, self._pending, self._submitted = list(self._pending.values()), {}, []
         for handle in left:
             handle.end(f"{handle.request.words}: {why}")
+
+
+def _note_waits(negotiation: Negotiation, rank: int, message: dict[str, Any]) -> None:
+    now = time.monotonic()
+    for name, set_, seconds in message["begun"]:
+        negotiation.wait_outside(rank, name, set_, now - seconds)
+    for name in message["ended"]:
+        negotiation.end_wait(rank, name)
+    if message["blocked"]:
+        negotiation.block(rank, tuple(message["blocked"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from paceline.horovod.errors import HorovodInternalError
@@ -13,6 +14,11 @@ from paceline.horovod.requests import Request
 class Handle:
     """An operation under way.
 
+    Args:
+        request: what was asked for.
+        task: its tensors and results.
+        on_wait: called when the script begins to wait for it.
+
     Attributes:
         request: what was asked for.
         task: its tensors and results.
@@ -20,8 +26,8 @@ class Handle:
             ``allgather`` and ``alltoall`` the rows of each member.
     """
 
-    def __init__(self, request: Request, task: Task) -> None:
-        self.request, self.task = request, task
+    def __init__(self, request: Request, task: Task, on_wait: Callable[[Handle], None]) -> None:
+        self.request, self.task, self._on_wait = request, task, on_wait
         self.value: Any = None
         self._error: str = ""
         self._done = threading.Event()
@@ -40,7 +46,9 @@ class Handle:
         Raises:
             HorovodInternalError: the operation failed.
         """
-        self._done.wait()
+        if not self._done.is_set():
+            self._on_wait(self)
+            self._done.wait()
         if self._error:
             raise HorovodInternalError(self._error)
         return self.task.outputs

@@ -62,6 +62,10 @@ class _Entry:
     warned: bool = False
 
 
+def _first(entry: _Entry) -> Request:
+    return next(iter(entry.requests.values()))
+
+
 class Negotiation:
     """The requests that are still waiting for some ranks.
 
@@ -85,10 +89,12 @@ class Negotiation:
         self._known: list[dict[int, Request]] = []
         self._announced: set[int] = set()
         self._waits: dict[str, _Entry] = {}
+        self._blocked: dict[int, Key] = {}
         self._next_set = 1
 
     def submit(self, rank: int, request: Request, now: float) -> None:
         """Take a request of a rank."""
+        self._blocked.pop(rank, None)
         if request.kind == JOIN:
             self._joined.append(rank)
             self._complete += [key for key in self._entries if key[0] == GLOBAL]
@@ -127,7 +133,7 @@ class Negotiation:
                 continue
             del self._entries[key]
             error = self._error(key, entry)
-            first = next(iter(entry.requests.values()))
+            first = _first(entry)
             if error:
                 found.append(Response((Item(first),), error))
                 continue
@@ -151,7 +157,7 @@ class Negotiation:
 
     def _error(self, key: Key, entry: _Entry) -> str:
         members = self.sets.get(key[0])
-        first = next(iter(entry.requests.values()))
+        first = _first(entry)
         if members is None:
             return f"{first.words}: there is no process set {key[0]}; it was removed, or never added."
         outside = sorted(entry.requests.keys() - set(members))
@@ -216,8 +222,48 @@ class Negotiation:
         for entry in (*self._entries.values(), *self._waits.values()):
             if now - entry.since > seconds and not entry.warned:
                 entry.warned = True
-                found[next(iter(entry.requests.values())).name] = self._stall(entry, now)
+                found[_first(entry).name] = self._stall(entry, now)
         return found
+
+    def block(self, rank: int, key: Key) -> None:
+        """Note that the script of a rank does nothing until this operation is done."""
+        self._blocked[rank] = key
+
+    def untangle(self) -> list[Response]:
+        """Fail operations whose ranks wait for each other in different ones, which no time would end.
+
+        If some of them wait in a barrier, it goes on: there the others can come to, whatever they missed::
+
+            rank 0   allreduce a   allreduce b   barrier    waits in allreduce b, which fails
+            rank 1   allreduce a                 barrier    waits here
+        """
+        waiting = {rank: self._entries[key] for rank, key in self._blocked.items() if key in self._entries}
+        waiting = {rank: entry for rank, entry in waiting.items() if rank in entry.requests}
+        if not waiting:
+            return []
+        awaited = {rank: self._missing(entry) for rank, entry in waiting.items()}
+        awaited |= {rank: set(self.sets[GLOBAL]).difference(self._joined) for rank in self._joined}
+        while free := [rank for rank, others in awaited.items() if not others <= awaited.keys()]:
+            for rank in free:
+                del awaited[rank]
+        stuck = {_first(entry).key: entry for rank, entry in waiting.items() if rank in awaited}
+        failing = [entry for entry in stuck.values() if _first(entry).kind != "barrier"] or list(stuck.values())
+        for entry in failing:
+            del self._entries[_first(entry).key]
+        return [Response((Item(_first(entry)),), self._tangle(entry, waiting)) for entry in failing]
+
+    def _missing(self, entry: _Entry) -> set[int]:
+        return set(self.sets.get(_first(entry).set, ())) - entry.requests.keys()
+
+    def _tangle(self, entry: _Entry, waiting: dict[int, _Entry]) -> str:
+        where: dict[str, list[int]] = {}
+        for rank in sorted(self._missing(entry)):
+            where.setdefault(_first(waiting[rank]).words if rank in waiting else JOIN, []).append(rank)
+        others = ", ".join(f"{name_ranks(ranks)} in {words}" for words, ranks in where.items())
+        return (
+            f"{_first(entry).words}: {name_ranks(entry.requests)} waited for {others}, which waited in turn: all must "
+            f"call the same operations."
+        )
 
     def give_up(self, now: float, seconds: float) -> list[Response]:
         """Fail what some ranks have waited for longer than this."""
@@ -225,13 +271,13 @@ class Negotiation:
         found = []
         for key in late:
             entry = self._entries.pop(key)
-            first = next(iter(entry.requests.values()))
+            first = _first(entry)
             found.append(Response((Item(first),), f"{self._stall(entry, now)} That is the deadline."))
         return found
 
     def _stall(self, entry: _Entry, now: float) -> str:
-        first = next(iter(entry.requests.values()))
-        missing = [rank for rank in self.sets.get(first.set, ()) if rank not in entry.requests]
+        first = _first(entry)
+        missing = sorted(self._missing(entry))
         here = name_ranks(entry.requests)
         return (
             f"{first.words}: {here} waited {now - entry.since:.0f} s for {name_ranks(missing) or 'nobody'}, which "

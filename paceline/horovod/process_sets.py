@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from paceline.horovod.negotiation import ADD_SET, REMOVE_SET
 from paceline.horovod.operations import Task
@@ -29,10 +29,11 @@ class ProcessSet:
 
     process_set_id: int | None = None
 
-    def __init__(self, ranks: Sequence[int]) -> None:
-        if not isinstance(ranks, Sequence | range) or not all(isinstance(one, int) for one in ranks):
+    def __init__(self, ranks: Iterable[int]) -> None:
+        found: list[Any] = list(ranks) if isinstance(ranks, Iterable) else [None]
+        if not all(isinstance(one, int) for one in found):
             raise ValueError(f"ProcessSet({ranks!r}): give a list of ranks.")
-        self.ranks: list[int] = sorted(ranks)
+        self.ranks: list[int] = sorted(found)
         self._engine: Engine | None = None
 
     def _enter(self, engine: Engine | None, number: int | None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     if _engine is not None:
         return
     settings = read_settings()
+    if _times:
+        settings = replace(settings, ignored=())  # it has been said
     wanted = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     while True:
         who = _elastic_identity(settings) or env.identity()

@@ -30,7 +30,7 @@ class Timeline:
     """
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
-        self._file = Path(path).open("wb")  # noqa: SIM115 - closed by close()
+        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - closed by close()
         self._lock = threading.RLock()
         self._marks, self._zero = mark_cycles, time.perf_counter_ns()
         self._rows: dict[str, int] = {}

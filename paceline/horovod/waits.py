@@ -10,11 +10,15 @@ from typing import Any
 
 from paceline.comm.rendezvous.env_init import reason_of
 from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.handle import Handle
+from paceline.horovod.requests import Key
 from paceline.horovod.settings import HorovodSettings
-from paceline.horovod.timeline import Timeline
+from paceline.horovod.timeline import Timeline, open_timeline
 
 EXPLAIN_SECONDS = 2.0
 """How long to wait for the news of who left, before an error is raised without it."""
+BLOCKED_SECONDS = 1.0
+"""How long the script must have waited for an operation before rank 0 hears of it."""
 _LOOK_SECONDS = 0.01
 
 
@@ -30,6 +34,8 @@ class Waits:
         gone: workers that take part in nothing any more, and why.
         stalled: operations that some worker has waited for long, by name, and for whom.
         timeline: where operations are recorded, if they are.
+        threads: those that have asked for operations.
+        blocked: what the script waits for, if it can do nothing else, and since when; None once rank 0 knows.
     """
 
     def __init__(self, rank: int, settings: HorovodSettings, wake: Callable[[], None]) -> None:
@@ -37,6 +43,8 @@ class Waits:
         self.gone: dict[int, str] = {}
         self.stalled: dict[str, str] = {}
         self.timeline: Timeline | None = None
+        self.threads: set[int] = set()
+        self.blocked: tuple[Handle, float] | None = None
         self._begun: dict[str, tuple[float, int, bool]] = {}
         self._ended: list[str] = []
         self._lock = threading.Lock()
@@ -53,6 +61,32 @@ class Waits:
                 self._ended.append(name)
             self._wake()
 
+    def block(self, handle: Handle) -> None:
+        """Note that the script waits for an operation; with several threads one of them may ask for others."""
+        if len(self.threads) == 1:
+            self.blocked = handle, time.monotonic()
+
+    def _new_block(self) -> Key | None:
+        if (blocked := self.blocked) is None:
+            return None
+        handle, since = blocked
+        if not handle.done() and time.monotonic() - since < BLOCKED_SECONDS:
+            return None
+        self.blocked = None
+        return None if handle.done() else handle.request.key
+
+    def record(self, path: str, mark_cycles: bool = False) -> None:
+        """Record operations in a file from now on, in no other; without a path in none. Only rank 0 does.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        old, self.timeline = self.timeline, None
+        if old is not None:
+            old.close()
+        if path and self.rank == 0:
+            self.timeline = open_timeline(path, mark_cycles)
+
     def learn(self, news: dict[str, Any]) -> None:
         """Take the news of rank 0: who is gone, and what stalls."""
         self.gone.update(dict(news["gone"]))
@@ -67,7 +101,10 @@ class Waits:
                 begun.append((name, set_, now - since))
         with self._lock:
             ended, self._ended = self._ended, []
-        return {"type": "waits", "begun": begun, "ended": ended} if begun or ended else None
+        blocked = self._new_block()
+        return (
+            {"type": "waits", "begun": begun, "ended": ended, "blocked": blocked} if begun or ended or blocked else None
+        )
 
     def explain(self, what: str, name: str, error: RuntimeError) -> HorovodInternalError:
         """The error of an operation that has failed, with who left or is missing."""

@@ -140,6 +140,15 @@ def choose_port(wanted: int | None) -> int:
         ) from None
 
 
+def listens(port: int) -> bool:
+    """Whether a process of this machine listens there."""
+    try:
+        choose_port(port)
+    except StartError:
+        return True
+    return False
+
+
 def _bind(port: int) -> int:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

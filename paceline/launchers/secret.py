@@ -35,6 +35,10 @@ class Secret:
         """Derive the key of one purpose; it tells nothing about the others."""
         return hmac.digest(self._key, purpose.encode(), "sha256")
 
+    def hand_over(self) -> str:
+        """Itself, for a pipe to a process of this run."""
+        return self._key.hex()
+
     def of_run(self, run: str) -> Secret:
         """Derive the secret of one run from one that serves several."""
         return Secret(self.key(f"run {run}"))

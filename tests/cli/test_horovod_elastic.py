@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from paceline.coordinator.agent import CoordinatorAgent
 from paceline.errors import ConfigError
 from paceline.horovod.common.elastic import ObjectState, run_fn
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
-from paceline.launchers.places.discovery import Discovery, slots_here
+from paceline.launchers.places.discovery import SlotsHere, is_loopback_alone, parse_slots, slots_here
 
 Paceline = Callable[..., Any]
 
@@ -185,14 +186,18 @@ def test_what_is_left_of_an_epoch_is_divided_anew(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("paceline.horovod.torch.elastic.sampler.rank", lambda: at["rank"])
     monkeypatch.setattr("paceline.horovod.torch.elastic.sampler.size", lambda: at["size"])
     sampler = ElasticSampler(range(10), shuffle=False)
-    assert list(sampler) == [1, 3, 5, 7, 9] and sampler.get_indices(1, 2) == [5, 7]
+    assert list(sampler) == [1, 3, 5, 7, 9]
     sampler.record_batch(0, 2)
-    assert sampler.processed_indices == {0, 1, 2, 3}
+    assert sampler.processed_num == 4 and list(sampler) == [1, 3, 5, 7, 9]  # until the workers change
     at.update(rank=2, size=4)
     sampler.load_state_dict(sampler.state_dict())
     assert list(sampler) == [6, 4] and len(sampler) == 2  # two of six samples twice
     sampler.set_epoch(1)
-    assert len(sampler) == 3 and not sampler.processed_indices
+    assert len(sampler) == 3 and sampler.processed_num == 0
+    sampler.load_state_dict({"epoch": 1, "processed_num": 9})
+    assert len(sampler) == 1 and list(sampler) == [9]
+    sampler.load_state_dict({"epoch": 1, "processed_num": 12})
+    assert len(sampler) == 0 and list(sampler) == []
     shuffled = ElasticSampler(range(100))
     first = list(shuffled)
     shuffled.set_epoch(1)
@@ -214,6 +219,10 @@ def test_the_options_of_horovodrun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = tmp_path / "hosts"
     file.write_text("# mine\nh1 slots=2\nh2\n")
     assert run(f"--hostfile {file} train.py") == "run --horovod --hosts h1:2,h2:1 train.py"
+    program = tmp_path / "program"
+    program.write_text("#!/usr/bin/env python3\n")
+    program.chmod(0o700)
+    assert run(f"-np 2 {program} -v") == f"run --horovod -n 2 {program} -v"
     line = (
         "-np 1 --timeline-filename t.json --fusion-threshold-mb 1 --network-interfaces eth0 --no-stall-check train.py"
     )
@@ -229,7 +238,9 @@ def test_the_options_of_horovodrun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ("train.py", "as in -np 4"),
         ("-np 3 -H h1:2 train.py", "the hosts have 2 slots"),
         ("-np 2 -H h1:x train.py", "as in -H host1:4"),
-        ("-np 2 ./program", "a script of Python"),
+        ("-np 2 ./program", "as in `python train.py`"),
+        ("-np 2 python -m", "as in `python -m pytest`"),
+        ("-np 2 sh -c true", "a script of Python"),
         ("-np 2 -p 22 python train.py", "set Port in ~/.ssh/config"),
         ("-np 2 --mpi-args=-x train.py", "--on mpi"),
         ("-np 2 --unknown train.py", "'--unknown' has no counterpart"),
@@ -273,14 +284,17 @@ print("end", state.step, flush=True)
 
 
 def test_what_a_discovery_script_prints() -> None:
-    assert slots_here("localhost:2\n\n127.0.0.1\n", default=3) == 5
-    with pytest.raises(ConfigError, match="is not this machine"):
-        slots_here("elsewhere:2\n", default=1)
-    with pytest.raises(ConfigError, match="must be host:slots"):
-        slots_here("localhost:two\n", default=1)
+    found = parse_slots(f"localhost:2\n\n127.0.0.1\n::1\nelsewhere:8\n{socket.gethostname()}:1\nelsewhere\n")
+    assert slots_here(found) == 5 and found["elsewhere"] == 9
+    assert not is_loopback_alone(found) and is_loopback_alone(parse_slots("localhost:2\n127.0.0.1:0\n"))
+    for wrong in ("localhost:two\n", ":2\n", "-o:2\n", "two hosts\n"):
+        with pytest.raises(ConfigError, match="must be host:slots"):
+            parse_slots(wrong)
 
 
-def test_a_discovery_script_may_fail_for_a_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_discovery_script_may_fail_for_a_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("paceline.launchers.places.discovery._EVERY_SECONDS", 0.01)
     said, asked, script = tmp_path / "said", tmp_path / "asked", tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\necho >> {asked}\ncat {said}\n")
@@ -288,13 +302,14 @@ def test_a_discovery_script_may_fail_for_a_moment(tmp_path: Path, monkeypatch: p
     said.write_text("localhost:1\n")
     over = Event()
     try:
-        found = Discovery(script, over.is_set)
+        found = SlotsHere(script, over.is_set)
         said.unlink()
         failing = len(asked.read_text())
         _await(lambda: len(asked.read_text()) > failing + 2)
         assert found.slots == 1
-        said.write_text("localhost:2\n")
+        said.write_text("localhost:2\nelsewhere:1\n")
         _await(lambda: found.slots == 2)
+        _await(lambda: (text := capsys.readouterr().err) and "elsewhere cannot join" in text)
     finally:
         over.set()
 

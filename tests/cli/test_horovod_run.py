@@ -36,6 +36,48 @@ def test_an_unchanged_script(paceline: Paceline, script: Script) -> None:
     assert "[rank 0] [(0, 7), (1, 7)]" in result.out.splitlines(), result.err
 
 
+MODULE = """
+import sys
+import horovod.torch as hvd
+from beside import size
+
+hvd.init()
+if __name__ == "__main__" and hvd.size() == size:
+    print(hvd.allgather_object([sys.argv[1:], sys.argv[0] == __file__]))
+"""
+
+
+def test_a_module_is_run_as_by_python_m(paceline: Paceline, tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "train.py").write_text(MODULE)
+    (tmp_path / "beside.py").write_text("size = 2")
+    result = paceline("horovodrun", "-np", "2", "python", "-m", "package.train", "-m", "5")
+    assert f"[rank 0] {[[['-m', '5'], True]] * 2}" in result.out.splitlines(), result.err
+
+
+VARIABLES = """
+    import os
+    import horovod.torch as hvd
+    from horovod.common.util import env, nccl_built
+
+    def variables():
+        return [os.environ.get(f"HOROVOD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK", "CYCLE_TIME")]
+
+    before = variables()
+    with env(HOROVOD_CYCLE_TIME="2", HOROVOD_SIZE="7", HOROVOD_RANK=None):
+        inside = variables()
+    assert variables() == before and not nccl_built(verbose=True)
+    hvd.init(process_sets=[hvd.ProcessSet(reversed(range(1, 2)))])
+    print(hvd.allgather_object([before, inside]))
+"""
+
+
+def test_what_a_script_finds_before_init(paceline: Paceline, script: Script) -> None:
+    result = paceline("run", "--horovod", "-n", "2", script(VARIABLES))
+    found = [[[rank, "2", rank, None], [rank, "7", rank, "2"]] for rank in "01"]
+    assert f"[rank 0] {found}" in result.out.splitlines(), result.err
+
+
 def fail(rank: int) -> None:
     hvd.init()
     if hvd.rank() == rank:
@@ -86,10 +128,12 @@ def test_not_on_each_of_several_workers(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_executor_that_cannot_be_used() -> None:
     for given, text in (
-        ({}, "give one of the two"),
-        ({"num_workers": 2, "num_hosts": 2}, "give one of the two"),
+        ({}, "give one of the three"),
+        ({"num_workers": 2, "num_hosts": 2}, "give one of the three"),
+        ({"num_workers": 2, "min_workers": 1}, "give one of the three"),
         ({"num_workers": -1}, "num_workers=-1: give a whole number from 1 on"),
-        ({"min_workers": 2}, "--on ray --elastic MIN:MAX"),
+        ({"max_workers": 2, "num_workers": 2}, "max_workers=2: give min_workers, too"),
+        ({"max_workers": 2, "min_workers": 3}, "not more than that"),
         ({"num_workers": 2, "gpus_per_worker": 1}, "give use_gpu=True"),
     ):
         with pytest.raises(ConfigError, match=text):
@@ -97,10 +141,5 @@ def test_an_executor_that_cannot_be_used() -> None:
     executor = RayExecutor(num_hosts=2, num_workers_per_host=2)
     with pytest.raises(ConfigError, match=r"call start\(\) before"):
         executor.run(fail, [0])
-    with pytest.raises(ConfigError, match="executable_cls=Path: workers end with each call"):
-        executor.start(executable_cls=Path)
-    executor.start()
-    with pytest.raises(ConfigError, match="callbacks have no counterpart"):
-        executor.execute(fail, callbacks=[print])
     with pytest.warns(UserWarning, match="create_settings: without effect here: ssh_identity_file"):
         RayExecutor.create_settings(ssh_identity_file="key")

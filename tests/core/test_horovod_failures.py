@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import paceline.horovod.torch as hvd
+from paceline.horovod.negotiation import Negotiation
+from paceline.horovod.requests import GLOBAL, Request
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -80,7 +82,27 @@ if rank == 0:
     except hvd.HorovodInternalError as error:
         print("error:", error)
 else:
-    hvd.allreduce(torch.ones(2), name="another")
+    handle = hvd.allreduce_async(torch.ones(2), name="another")
+    while not hvd.poll(handle):
+        time.sleep(0.01)
+    hvd.synchronize(handle)
+"""
+
+TANGLE = """
+for name in "abc" if rank == 0 else "ac":
+    try:
+        hvd.allreduce(torch.ones(2), name=name)
+    except hvd.HorovodInternalError as error:
+        print("error:", error)
+hvd.barrier()
+try:
+    hvd.broadcast(torch.ones(2), 0) if rank == 0 else hvd.barrier()
+except hvd.HorovodInternalError as error:
+    print("error:", error)
+if rank == 0:
+    hvd.barrier()
+else:
+    hvd.allgather(torch.ones(2))
 """
 
 LEAVES = """
@@ -119,6 +141,43 @@ def test_a_missing_tensor_is_named_and_ends_the_wait(ranks: Run, tmp_path: Path)
     assert "allreduce 'another': rank 1 waited 1 s for rank 0, which did not call it." in first.err
     assert "error: allreduce 'only here': rank 0 waited" in first.out
     assert "allreduce 'another': rank 1 waited" in second.err or "rank 0 has" in second.err
+
+
+def test_ranks_that_wait_for_each_other_end_with_an_error_and_meet_in_a_barrier(ranks: Run, tmp_path: Path) -> None:
+    everyone = ranks(HEAD + TANGLE, 3, tmp_path, deadline=120)
+    b = "allreduce 'b': rank 0 waited for ranks 1, 2 in allreduce 'c', which waited in turn"
+    assert f"error: {b}" in everyone[0].out and f"paceline.horovod: {b}" in everyone[0].err
+    for one in everyone[1:]:
+        assert "error: allreduce 'c': ranks 1, 2 waited for rank 0 in allreduce 'b', which waited in turn" in one.out
+    assert "error: broadcast 'noname.0': rank 0 waited for ranks 1, 2 in barrier 'noname.1'" in everyone[0].out
+    assert all("rank 0 has called shutdown" in one.err for one in everyone[1:]), everyone[1].err
+
+
+def test_who_can_go_on_is_not_failed() -> None:
+    def asked(rank: int, name: str, set_: int = GLOBAL) -> None:
+        table.submit(rank, Request(set_, name, "allreduce", op="Sum", dtypes=("float32",), shapes=((2,),)), 0.0)
+        table.block(rank, (set_, name))
+
+    def errors() -> list[str]:
+        return [one.error for one in (*table.take_ready(), *table.untangle())]
+
+    table = Negotiation(3, threshold=16, capacity=8)
+    table.sets[1] = (0, 1)
+    asked(0, "x", 1), asked(1, "y")
+    assert not errors()  # rank 2 may come to y, then rank 1 to x
+    asked(2, "z")
+    assert len(errors()) == 3
+    asked(0, "x"), asked(1, "x"), asked(2, "x")
+    assert errors() == [""]
+    asked(0, "x", 1), asked(1, "y"), table.submit(2, Request(GLOBAL, "join", "join"), 0.0)
+    (error, other) = errors()
+    assert error == (
+        "allreduce 'x': rank 0 waited for rank 1 in allreduce 'y', which waited in turn: all must call the same "
+        "operations."
+    )
+    assert "rank 1 waited for rank 0 in allreduce 'x', rank 2 in join, which" in other
+    asked(0, "x"), table.block(1, (GLOBAL, "x"))
+    assert not errors()  # what rank 1 has waited for was another x
 
 
 STOPS = """

@@ -65,9 +65,10 @@ same(hvd.allreduce(torch.tensor([3, 5]), op=hvd.Sum, prescale_factor=0.5), [size
 same(hvd.allreduce(torch.tensor([3, 5]), op=hvd.Sum, postscale_factor=0.5), [3 * size // 2, 5 * size // 2])
 half = torch.tensor([3.0], dtype=torch.float16)
 same(hvd.allreduce(half, op=hvd.Sum, postscale_factor=0.1), (half.float() * size * 0.1).half())
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
+with warnings.catch_warnings(record=True) as warned:
+    warnings.simplefilter("always")
     same(hvd.allreduce(torch.ones(1), average=False), [size])
+assert [one.filename for one in warned] == [same.__code__.co_filename], warned
 
 # in place, started, grouped, of no rows, of no dimension, compressed
 tensor = torch.full((3,), rank + 1.0)
@@ -93,8 +94,11 @@ for kind in (hvd.Compression.fp16, hvd.Compression.bf16):
 handle = hvd.allreduce_async(torch.ones(4), name="started")
 same(hvd.synchronize(handle), [1.0] * 4)
 assert hvd.poll(handle)
-sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,))
-same(hvd.synchronize(hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum)).to_dense(), [1.0] * size + [2.0 * size])
+sparse = torch.sparse_coo_tensor([[rank, size]], [1.0, 2.0], (size + 1,), check_invariants=True)
+with warnings.catch_warnings():
+    warnings.simplefilter("error")
+    summed = hvd.synchronize(hvd.sparse_allreduce_async(sparse, "sparse", hvd.Sum))
+same(summed.to_dense(), [1.0] * size + [2.0 * size])
 hvd.barrier()
 assert hvd.broadcast_object({"from": rank}, root_rank=size - 1) == {"from": size - 1}
 assert hvd.allgather_object(list(range(rank))) == [list(range(r)) for r in all_]
@@ -175,12 +179,12 @@ except ValueError as error:
 hvd.init(process_sets=[hvd.ProcessSet([0])])
 same(hvd.allreduce(torch.ones(1), op=hvd.Sum), [size])
 
-# of what is processed each worker knows its own
+# how much is processed, rank 0 says
 sampler = hvd.elastic.ElasticSampler(range(4 * size), shuffle=False)
 state = hvd.elastic.TorchState(sampler=sampler)
-sampler.record_indices([4 * rank])
+sampler.record_batch(rank, 1 + rank)
 state.sync()
-assert sampler.processed_indices == {4 * r for r in all_} and len(sampler) == 3
+assert sampler.processed_num == size and list(sampler) == [size * k + rank for k in (1, 2, 3)]
 
 # batch norm over all workers is that of the whole batch, with batches of different sizes
 torch.manual_seed(0)

@@ -55,6 +55,15 @@ def test_what_starts() -> None:
 
 
 @pytest.mark.usefixtures("installed")
+def test_slots_that_may_share_a_node() -> None:
+    request = Request(Path("train.py"), nodes=(2, 4), least=2, most=4)
+    placement = place.RayPlace().decide(request, Options(slot_cpus=3, gpus=1), {})
+    assert "placement group: 2 x 3 CPU, 1 GPU, strategy PACK" in placement.text
+    assert len(placement.agents) == 5 and "--workers 1 " in placement.text
+    assert Options(slot_cpus=3, gpus=1).words() == ["--gpus", "1"]
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("options", [Options(address="ray://head:10001"), Options(gpus=-1)])
 def test_options_that_cannot_be_used(options: Options) -> None:
     with pytest.raises(ConfigError, match=r"give auto|negative"):

@@ -2,12 +2,11 @@
 
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_cluster import RayCluster, missing
+from ray_cluster import RayCluster
 from training import SCRIPT, alone, fingerprints, waiting_script, write_script
 
 STEP = "    session.step(batch)\n"
@@ -92,36 +91,9 @@ except paceline.ConfigError as error:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
-    """Where a cluster keeps its files: a short path, as those of sockets must be."""
-    if reason := missing():
-        pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as made:
-        yield Path(made)
-
-
-@pytest.fixture
-def cluster(folder: Path) -> Iterator[RayCluster]:
-    """One of the head alone."""
-    made = RayCluster(folder)
-    try:
-        yield made
-        assert made.left() == []
-    finally:
-        made.down()
-
-
-@pytest.fixture
-def ray(cluster: RayCluster) -> RayCluster:
-    """One of two nodes."""
-    cluster.add()
-    return cluster
-
-
-@pytest.fixture
-def no_cluster(folder: Path) -> Iterator[RayCluster]:
+def no_cluster(ray_folder: Path) -> Iterator[RayCluster]:
     """A machine without one."""
-    made = RayCluster(folder, head=False)
+    made = RayCluster(ray_folder, head=False)
     try:
         yield made
         assert made.left() == []
@@ -277,38 +249,3 @@ def test_the_doctor(ray: RayCluster, tmp_path: Path) -> None:
     code, said = ray.start(*command, "--nodes", "2", "no.py", cwd=tmp_path).wait()
     assert code == 1, said
     assert "FAILURE script: the script is missing on" in said and "checks on 3 machines" in said, said
-
-
-HOROVOD = """
-import sys
-import ray, torch
-from paceline.horovod.unchanged import FOLDER
-sys.path.append(FOLDER)
-from horovod.ray import RayExecutor
-
-def total(start, step=1):
-    import os
-    import horovod.torch as hvd
-    hvd.init()
-    if start < 0 and hvd.rank() == 1:
-        raise LookupError(f"rank 1 has no {os.environ['MINE']}")
-    return hvd.rank(), hvd.allreduce(torch.tensor(start + step * hvd.rank()), op=hvd.Sum).item()
-
-ray.init(sys.argv[1], log_to_driver=False)
-executor = RayExecutor(RayExecutor.create_settings(timeout_s=100), num_workers=4)
-executor.start(extra_env_vars={"MINE": "such thing"})
-print("results", executor.run(total, args=[1], kwargs={"step": 5}))
-try:
-    executor.execute(lambda nothing: total(-1))
-except LookupError as error:
-    print("raised", error)
-executor.shutdown()
-"""
-
-
-def test_a_function_for_horovod(ray: RayCluster, tmp_path: Path) -> None:
-    (tmp_path / "drives.py").write_text(HOROVOD)
-    code, said = ray.start(sys.executable, "drives.py", str(ray.address), cwd=tmp_path).wait()
-    assert code == 0, said
-    assert "results [(0, 34), (1, 34), (2, 34), (3, 34)]" in said and "raised rank 1 has no such thing" in said, said
-    assert len(list(tmp_path.glob("runs/*/output/*.log"))) == 8  # none was replaced

@@ -93,3 +93,18 @@ def test_a_second_signal_ends_the_workers(spark: SparkCluster, tmp_path: Path) -
     code, said = spark.finish(run)
     assert code == 130, said
     until(lambda: spark.running(script) == [], 60)
+
+
+def test_an_elastic_run_leaves_nothing(spark: SparkCluster, tmp_path: Path) -> None:
+    script, _ = waiting_script(tmp_path, 2)
+    words = ["--nodes", "1:2", "--elastic", "2:2", "--name", "one", "--resume", "auto", script]
+    for number, expected in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 75)):
+        run = spark.start(*words, cwd=tmp_path)
+        until(lambda: all_wait(tmp_path) or run.poll() is not None, 200)  # noqa: B023
+        spark.signal(number, tmp_path)
+        code, said = spark.finish(run)
+        assert code in (expected, 128 - expected), said
+        until(lambda: spark.running(script) == [], 60)
+        for rank in range(2):
+            (tmp_path / f"reached-{rank}").unlink()
+    assert "resume with: paceline run --on spark --master" in said and "--elastic 2:2" in said, said

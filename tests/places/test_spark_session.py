@@ -159,6 +159,10 @@ def test_the_page(spark: SparkCluster, tmp_path: Path) -> None:
     assert [rank for rank, _ in losses] == ["0", "1"] and losses[0][1] == losses[1][1], said
 
 
+FIND_HOROVOD = """
+from paceline.horovod.unchanged import FOLDER
+sys.path.append(FOLDER)
+"""
 HOROVOD = """
 import horovod.spark
 
@@ -178,11 +182,50 @@ FOUND["nothing"] = raised(lambda: horovod.spark.run(total, (1,)))
 
 
 def test_a_function_for_horovod(spark: SparkCluster, tmp_path: Path) -> None:
-    found = driven(
-        spark, tmp_path, f"from paceline.horovod.unchanged import FOLDER\nsys.path.append(FOLDER)\n{HOROVOD}"
-    )
+    found = driven(spark, tmp_path, FIND_HOROVOD + HOROVOD)
     assert found["results"] == [[0, 7], [1, 7]]
     assert found["cause"] == "LookupError: rank 1 has no such thing"
     assert len(list(tmp_path.glob("runs/*/output/*.log"))) == 4  # none was replaced
     assert "use_mpi=True has no counterpart here" in found["mpi"]
     assert "there is no SparkContext here" in found["nothing"]
+
+
+ELASTIC = """
+import horovod.spark, time
+
+def train(folder):
+    import horovod.torch as hvd
+    hvd.init()
+
+    @hvd.elastic.run
+    def steps(state):
+        while state.sizes.count(2) < 12:
+            sum_of_steps = hvd.allreduce(torch.tensor(len(state.sizes)), op=hvd.Sum).item()
+            agent = os.getppid()
+            task = int(Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[1])
+            for count, lost in ((4, os.getpid()), (8, task)):
+                if hvd.rank() == 1 and state.sizes.count(2) == count and not (folder / f"lost-{count}").exists():
+                    (folder / f"lost-{count}").touch()
+                    os.kill(lost, signal.SIGKILL)
+                    while lost == task:  # the agent ends with it, and this worker, too
+                        signal.pause()
+            state.sizes.append(hvd.size())
+            state.sums.append(sum_of_steps)
+            state.commit()
+            time.sleep(0.05)
+
+    state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, sizes=[], sums=[])
+    steps(state)
+    return hvd.rank(), state.sizes, state.sums
+
+FOUND["results"] = horovod.spark.run_elastic(train, (Path.cwd(),), num_proc=2, min_num_proc=1)
+"""
+
+
+def test_an_elastic_function_for_horovod(spark: SparkCluster, tmp_path: Path) -> None:
+    found = driven(spark, tmp_path, FIND_HOROVOD + ELASTIC)
+    assert [rank for rank, *_ in found["results"]] == [0, 1], found
+    assert len({str(result[1:]) for result in found["results"]}) == 1, found
+    _, sizes, sums = found["results"][0]
+    assert sums == [step * size for step, size in enumerate(sizes)]  # no step was lost or repeated
+    assert (tmp_path / "lost-4").exists() and (tmp_path / "lost-8").exists()

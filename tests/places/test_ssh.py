@@ -168,3 +168,74 @@ def test_an_agent_that_cannot_begin_ends_the_run(hosts: Hosts, tmp_path: Path) -
     assert "the agent of h2 has ended with exit code 2; see its lines above" in said, said
     assert run.returncode == 2
     assert [hosts.running(name) for name in hosts.names] == [[], []]
+
+
+CALL = """
+import socket, sys
+import paceline.horovod
+
+def who():
+    import horovod.torch as hvd
+    hvd.init()
+    names = hvd.allgather_object(socket.gethostname())
+    return hvd.rank(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), names
+
+print(paceline.horovod.run(who, num_proc=3, hosts="h1:2,h2:2"))
+"""
+
+
+@pytest.mark.parametrize("command", [(sys.executable,), (PACELINE, "run", "--horovod")])
+def test_a_function_is_called_on_two_hosts(hosts: Hosts, tmp_path: Path, command: tuple[str, ...]) -> None:
+    (tmp_path / "call.py").write_text(CALL)
+    run = hosts.start("sw", *command, "call.py", cwd=tmp_path)
+    said, _ = run.communicate(timeout=250)
+    names = ["h1", "h1", "h2"]
+    assert str([(0, 0, 2, 0, 2, names), (1, 1, 2, 0, 1, names), (2, 0, 1, 1, 2, names)]) in said, said
+    assert run.returncode == 0
+
+
+ELASTIC = """
+import os, signal, socket, time
+from pathlib import Path
+import torch
+import horovod.torch as hvd
+
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    while state.step < 12 or not (Path("killed").exists() and state.hosts[-1] == ["h1", "h2", "h2"]):
+        if state.step == 4:
+            Path("on").touch()
+        if state.step > 5 and hvd.size() == 3 and socket.gethostname() == "h1" and not Path("killed").exists():
+            Path("killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        state.total += hvd.allreduce(torch.tensor(state.step), op=hvd.Max, name="step").item()
+        state.hosts.append(sorted(hvd.allgather_object(socket.gethostname(), name="hosts")))
+        state.step += 1
+        state.commit()
+        time.sleep(0.05)
+
+state = hvd.elastic.ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=0, hosts=[None])
+train(state)
+if hvd.rank() == 0:
+    print("told", os.environ["HOROVOD_LOG_LEVEL"], state.total == sum(range(state.step)), state.hosts[1], flush=True)
+"""
+
+
+def test_a_discovery_script_names_another_host_later(hosts: Hosts, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    script, named = tmp_path / "discover.sh", tmp_path / "named"
+    script.write_text(f"#!/bin/sh\ncat {named}\n")
+    script.chmod(0o700)
+    named.write_text("h1:1\n")
+    words = ["-np", "1", "--max-np", "3", "--host-discovery-script", script, "--log-level", "info"]
+    run = hosts.start("sw", PACELINE, "horovodrun", *words, "python", "train.py", cwd=tmp_path)
+    until(lambda: (tmp_path / "on").exists() or run.poll() is not None, 120)
+    named.write_text("h1:1\nnowhere:2\nh2:4\n")  # two of them are one too many
+    said, _ = run.communicate(timeout=250)
+    assert run.returncode == 0, said
+    assert said.count("without effect here: HOROVOD_LOG_LEVEL") == 1
+    assert "told info True ['h1']" in said and "nowhere: there is no host of this name" in said
+    assert "1 worker was lost on the way; 1 was replaced" in said
+    assert [hosts.running(name) for name in hosts.names] == [[], []]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
 
+from paceline.cli.foreign import run_module
 from paceline.cli.report import say
 from paceline.horovod.runner.hosts import INSTEAD, fill, of_interfaces
 
@@ -163,7 +165,7 @@ def _variables(given: argparse.Namespace) -> dict[str, str]:
 
 
 def _script(words: Sequence[str]) -> list[str]:
-    """The script and its arguments, of a command ``python train.py ...``."""
+    """The script and its arguments, of a command: ``python train.py ...``, ``python -m module ...``, ``pytest ...``."""
     from paceline.config import quoted
     from paceline.errors import ConfigError
 
@@ -172,8 +174,19 @@ def _script(words: Sequence[str]) -> list[str]:
         rest = rest[1:]
         while rest and rest[0] == "-u":
             rest = rest[1:]
+        if rest[:1] == ["-m"] and len(rest) > 1:
+            return [run_module.__file__, *rest[1:]]
+    elif (found := shutil.which(rest[0])) is not None and _is_python(Path(found)):
+        return [found, *rest[1:]]
     if not rest or rest[0].startswith("-") or not rest[0].endswith(".py"):
         raise ConfigError(
-            f"horovodrun {quoted(shlex.join(words))}: workers run a script of Python; give it as in `python train.py`."
+            f"horovodrun {quoted(shlex.join(words))}: workers run Python; give a script as in `python train.py`, a "
+            f"module as in `python -m pytest`, or a program that is a script of Python."
         )
     return rest
+
+
+def _is_python(program: Path) -> bool:
+    with program.open("rb") as file:
+        first = file.readline(4096)
+    return first.startswith(b"#!") and b"python" in first

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.horovod.runner.calls import call_on_workers
-from paceline.horovod.runner.hosts import check_counts, fill, of_interfaces, refuse, warn_of
+from paceline.horovod.runner.hosts import check_counts, fill, of_interfaces, refuse, renamed, warn_of
 
 _T = TypeVar("_T")
 
@@ -77,10 +76,10 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
         ConfigError: an argument cannot be used.
         RunFailed: a worker was lost. An exception of the function is raised itself, with rank and traceback added.
     """
-    given = _renamed("np", np, "num_proc", num_proc if num_proc != 1 else None)
+    given = renamed("np", np, "num_proc", num_proc if num_proc != 1 else None)
     num_proc = 1 if given is None else given
-    min_num_proc = _renamed("min_np", min_np, "min_num_proc", min_num_proc)
-    max_num_proc = _renamed("max_np", max_np, "max_num_proc", max_num_proc)
+    min_num_proc = renamed("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = renamed("max_np", max_np, "max_num_proc", max_num_proc)
     counts = {"num_proc": num_proc, "min_num_proc": min_num_proc, "max_num_proc": max_num_proc, "slots": slots}
     check_counts("horovod.run", counts)
     refused = {"ssh_port": ssh_port, "ssh_identity_file": ssh_identity_file, "use_mpi": use_mpi, "mpi_args": mpi_args}
@@ -105,10 +104,3 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     if min_num_proc is not None or max_num_proc is not None:
         where["elastic"] = f"{min_num_proc or num_proc}:{max_num_proc or num_proc}"
     return call_on_workers("horovod.run", func, args, kwargs, variables, **where)
-
-
-def _renamed(old: str, given: int | None, new: str, value: int | None) -> int | None:
-    """The value of an argument that had another name once; the new name wins."""
-    if given is not None:
-        warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
-    return given if value is None else value

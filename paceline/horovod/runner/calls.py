@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
@@ -65,8 +64,7 @@ def _call(
         env.put(name, value)
     for name, value in defaults.items():
         env.set_default(name, value)
-    if not unchanged.is_installed() and unchanged.FOLDER not in sys.path:
-        sys.path.insert(0, unchanged.FOLDER)
+    unchanged.make_importable()
     try:
         return function(*arguments, **named)
     except Exception as error:

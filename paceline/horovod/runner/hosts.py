@@ -91,3 +91,10 @@ def warn_of(function: str, given: Mapping[str, Any]) -> None:
     """Name the arguments without effect, if they are given, to who has called that function."""
     if without := [name for name, value in given.items() if value is not None]:
         warnings.warn(f"{function}: without effect here: {', '.join(without)}.", stacklevel=3)
+
+
+def renamed(old: str, given: int | None, new: str, value: int | None) -> int | None:
+    """The value of an argument that had another name once; the new name wins."""
+    if given is not None:
+        warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
+    return given if value is None else value

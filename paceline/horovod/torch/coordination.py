@@ -62,7 +62,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
         ConfigError: the file cannot be written.
         NotInitialized: ``init`` was not called.
     """
-    engine().record(file_path, mark_cycles)
+    engine().waits.record(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
@@ -71,4 +71,4 @@ def stop_timeline() -> None:
     Raises:
         NotInitialized: ``init`` was not called.
     """
-    engine().record("")
+    engine().waits.record("")

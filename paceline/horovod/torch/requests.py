@@ -41,7 +41,7 @@ def reduction_of(op: Any, average: bool | None) -> Reduction:
     if op is not None and average is not None:
         raise ValueError("Give op or average, not both: op replaces average.")
     if average is not None:
-        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=4)
+        warnings.warn("average is deprecated: give op=hvd.Average or op=hvd.Sum.", DeprecationWarning, stacklevel=3)
         return Average if average else Sum
     if op is not None and op not in REDUCTIONS:
         raise ValueError(f"op={op!r}: give one of hvd.{', hvd.'.join(REDUCTIONS)}.")

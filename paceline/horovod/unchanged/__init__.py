@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
+from paceline import env
+
 FOLDER = str(Path(__file__).resolve().parent)
 _OURS = "paceline."
 
@@ -22,6 +24,12 @@ def is_installed() -> bool:
     """Whether Horovod itself is there."""
     found = importlib.util.find_spec("horovod")
     return found is not None and not (found.origin or "").startswith(FOLDER)
+
+
+def make_importable() -> None:
+    """Let this process import it from now on, unless Horovod is installed."""
+    if not is_installed() and FOLDER not in sys.path:
+        sys.path.insert(0, FOLDER)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -46,5 +54,6 @@ class _Loader(importlib.abc.Loader):
 
 
 def install() -> None:
-    """From now on ``horovod.torch`` and what is in it can be imported."""
+    """From now on ``horovod.torch`` and what is in it can be imported, and who this worker is can be read."""
     sys.meta_path.insert(0, _Finder())
+    env.set_horovod_identity(env.identity())

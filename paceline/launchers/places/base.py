@@ -43,6 +43,7 @@ class Options:
     address: str | None = None  # of a Ray cluster
     master: str | None = None  # of a Spark cluster
     session: Any = field(default=None, repr=False)  # a SparkSession, from Python only
+    slot_cpus: int | None = None  # CPUs of each agent of Ray, several of which may be on a node; from Python only
     detach: bool = False  # submit, and do not wait for the end
 
     def given(self) -> list[str]:
@@ -54,7 +55,7 @@ class Options:
         return [
             word
             for name in self.given()
-            if name != "session"
+            if name not in ("session", "slot_cpus")
             for word in (f"--{name}", *([] if name == "detach" else [str(getattr(self, name))]))
         ]
 
@@ -147,6 +148,7 @@ def given_options(request: Request) -> list[str]:
         ("--port", request.port, None),
         ("--elastic", None if request.least is None or fixed else f"{request.least}:{request.most}", None),
         ("--standby", request.standby, 0),
+        ("--host-discovery-script", request.discovery, None),
         ("--nodes", f"{first}:{last}" if first < last else str(last), "0"),
         ("--rendezvous", request.rendezvous, None),
         ("--secret-file", request.secret_file, None),

@@ -10,11 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from paceline import env
 from paceline.errors import StartError
 from paceline.launchers.child import command_of
 from paceline.launchers.local import kill_group
@@ -25,6 +28,7 @@ _LOOK_SECONDS = 0.05
 _LAST_SECONDS = 10.0
 _SIGN_SECONDS = 2.0
 _KILL_SECONDS = 2.0
+_KEPT_LINES = 20
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ Ended = Callable[[Client, int], bool]
 """Called when one has ended, with its exit code (negative: a signal); whether the others go on."""
 Again = Callable[[Client, int], float | None]
 """Called when another one than the first has ended: the seconds until it is started again; None: it is not."""
+More = Callable[[], Sequence[Client]]
+"""Called now and then while the first one runs: those to be started, too."""
 
 
 def follow(
@@ -60,6 +66,7 @@ def follow(
     grace_seconds: float,
     ended: Ended,
     again: Again = lambda client, code: None,
+    more: More = tuple,
 ) -> int:
     """Start all, pass on what they print, wait for all, and give the exit code of the first.
 
@@ -72,12 +79,13 @@ def follow(
         grace_seconds: from the first signal to the last one.
         ended: decides what becomes of the others.
         again: decides whether one that has ended while the first one runs is started anew.
+        more: gives those that are started later.
 
     Raises:
         StartError: one could not be started; those before it are ended.
     """
     with stop_signals() as received:
-        started = _Started(clients, inherited, grace_seconds, ended, again)
+        started = _Started(clients, inherited, grace_seconds, ended, again, more)
         try:
             started.start()
             while started.running and len(received) < 2 and time.monotonic() < started.deadline:
@@ -101,12 +109,13 @@ class _Started:
         grace_seconds: float,
         ended: Ended,
         again: Again,
+        more: More,
     ) -> None:
-        self._clients = clients
+        self._clients = list(clients)
         self._inherited = inherited
         self._grace_seconds = grace_seconds
         self._ended = ended
-        self._again = again
+        self._again, self._more = again, more
         self._due: dict[int, float] = {}
         self._sign_at = 0.0
         self._relays: list[threading.Thread] = []
@@ -134,6 +143,9 @@ class _Started:
             for place in [place for place, due in self._due.items() if due <= now]:
                 del self._due[place]
                 self._start(place)
+            for client in self._more():
+                self._clients.append(client)
+                self._start(len(self._clients) - 1)
         if now >= self._sign_at:
             self._sign_at = now + _SIGN_SECONDS
             for process in self.running.values():
@@ -220,6 +232,34 @@ def _relay(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thre
 def _copy(pipe: IO[bytes], to: IO[str], prefix: str) -> None:
     with pipe:
         copy(pipe.fileno(), to, prefix)
+
+
+def run_here(command: Sequence[str], environment: Mapping[str, str], folder: str | Path) -> tuple[int, str]:
+    """Run an agent on this machine, in the process that an engine has started; gives the exit code, and the last lines.
+
+    Engines set the number of threads of their own processes, which says nothing about workers.
+    """
+    inherited = {name: value for name, value in env.inherited().items() if name != "OMP_NUM_THREADS"}
+    with subprocess.Popen(
+        command_of(frozenset(), (sys.executable, *command[1:])),
+        env={**inherited, **environment},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        last = deque(process.stdout, _KEPT_LINES)
+    return process.returncode, "".join(last)
+
+
+def say(line: str) -> None:
+    """Tell the user."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def copy(source: int, to: IO[str], prefix: str) -> None:

@@ -16,11 +16,9 @@ import contextlib
 import os
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from importlib.util import find_spec
@@ -29,10 +27,10 @@ from typing import Any
 from paceline import env
 from paceline.errors import PREEMPTED, ConfigError, StartError
 from paceline.launchers.base import Request
-from paceline.launchers.child import command_of, end_with_parent
-from paceline.launchers.machine import choose_port
+from paceline.launchers.child import end_with_parent
+from paceline.launchers.machine import choose_port, listens
 from paceline.launchers.places.base import Agent, Options, Place, Placement, agent_command, secret_environment
-from paceline.launchers.places.clients import Client, follow
+from paceline.launchers.places.clients import Client, follow, run_here, say
 
 _HERE = "HERE:PORT"
 """Stands for the rendezvous in a placement: known when the cluster is."""
@@ -40,17 +38,17 @@ _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.05
 _SAY_SECONDS = 5.0
 _LAST_SECONDS = 10.0
-_KEPT_LINES = 20
 
 
 class RayPlace(Place):
     """Nodes of a Ray cluster."""
 
-    reads = frozenset({"address", "gpus"})
+    reads = frozenset({"address", "gpus", "slot_cpus"})
 
     def __init__(self) -> None:
         self._address: str | None = None
         self._bundle: dict[str, float] = {}
+        self._strategy = "STRICT_SPREAD"
 
     @classmethod
     def found(cls, environment: Mapping[str, str]) -> str | None:
@@ -66,7 +64,9 @@ class RayPlace(Place):
         if options.gpus is not None and options.gpus < 0:
             raise ConfigError(f"--gpus {options.gpus}: the number of GPUs of each node cannot be negative.")
         self._address = options.address
-        self._bundle = {"CPU": float(request.workers), **({"GPU": float(options.gpus)} if options.gpus else {})}
+        cpus = options.slot_cpus or request.workers
+        self._bundle = {"CPU": float(cpus), **({"GPU": float(options.gpus)} if options.gpus else {})}
+        self._strategy = "PACK" if options.slot_cpus else "STRICT_SPREAD"
         nodes = request.nodes or (1, 1)
         request = replace(
             request,
@@ -84,7 +84,7 @@ class RayPlace(Place):
         passed = {name: environment[name] for name in sorted(environment) if _travels(name)}
         text = [
             f"cluster: {options.address or 'the one that is found, or a new one of this machine'}",
-            f"placement group: {nodes[0]} x {_resources(self._bundle)}, strategy STRICT_SPREAD",
+            f"placement group: {nodes[0]} x {_resources(self._bundle)}, strategy {self._strategy}",
             *([f"and up to {nodes[1] - nodes[0]} more, each in a group of its own"] if nodes[1] > nodes[0] else []),
             f"here: {shlex.join(here)}",
             f"each node: {shlex.join(there)}",
@@ -101,7 +101,7 @@ class RayPlace(Place):
             port = choose_port(None)
             where = f"{_own_address(ray)}:{port}"
             here, *there = [replace(one, command=_meeting_at(where, one.command)) for one in placement.agents]
-            nodes = _Nodes(ray, self._bundle)
+            nodes = _Nodes(ray, self._bundle, self._strategy)
             try:
                 nodes.place(fewest, request.patience_seconds)
                 nodes.start(there, fewest, str(request.script.absolute()), port, request.patience_seconds)
@@ -122,11 +122,6 @@ def _meeting_at(where: str, command: tuple[str, ...]) -> tuple[str, ...]:
 
 def _resources(bundle: Mapping[str, float]) -> str:
     return ", ".join(f"{count:g} {name}" for name, count in bundle.items())
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
 
 
 @contextlib.contextmanager
@@ -170,7 +165,7 @@ def _connect(ray: Any, address: str | None, cpus: int, fewest: int, seconds: flo
                     f"--on ray: no Ray cluster was found, and a new one has one node, of {fewest} that are asked for. "
                     f"Name the cluster with --address, or leave --nodes out."
                 ) from None
-            _say("no Ray cluster was found: starting one on this machine")
+            say("no Ray cluster was found: starting one on this machine")
             ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
     except (RuntimeError, ValueError) as error:
         raise StartError(_unreachable(address, str(error))) from None
@@ -186,7 +181,7 @@ def _unreachable(address: str | None, why: str) -> str:
 
 
 def _give_up(address: str | None, seconds: float) -> None:
-    _say(f"paceline: {_unreachable(address, f'no answer in {seconds:.0f} s.')}")
+    say(f"paceline: {_unreachable(address, f'no answer in {seconds:.0f} s.')}")
     os._exit(StartError.exit_code)
 
 
@@ -200,21 +195,13 @@ def _own_address(ray: Any) -> str:
     return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
 
 
-def _listens(port: int) -> bool:
-    """Whether a process of this machine listens there."""
-    try:
-        choose_port(port)
-    except StartError:
-        return True
-    return False
-
-
 class _Nodes:
     """The actors of a run and the resources that are held for them."""
 
-    def __init__(self, ray: Any, bundle: dict[str, float]) -> None:
+    def __init__(self, ray: Any, bundle: dict[str, float], strategy: str) -> None:
         self._ray = ray
         self._bundle = bundle
+        self._strategy = strategy
         self._groups: list[Any] = []
         self._actors: list[Any] = []
         self._running: dict[Any, str] = {}
@@ -235,7 +222,7 @@ class _Nodes:
                 raise StartError(f"--on ray: {self._shortage(fewest)}; none came within {seconds:.0f} s (--patience).")
             if waited > _SAY_SECONDS and not said:
                 said = True
-                _say(f"waiting for the cluster: {self._shortage(fewest)}")
+                say(f"waiting for the cluster: {self._shortage(fewest)}")
 
     def start(self, agents: list[Agent], fewest: int, script: str, port: int, seconds: float) -> None:
         """Start an actor for each agent; those beyond the fewest come when there is room.
@@ -271,7 +258,7 @@ class _Nodes:
     def _reserve(self, count: int) -> Any:
         from ray.util import placement_group
 
-        self._groups.append(placement_group([self._bundle] * count, strategy="STRICT_SPREAD"))
+        self._groups.append(placement_group([self._bundle] * count, strategy=self._strategy))
         return self._groups[-1]
 
     def _shortage(self, count: int) -> str:
@@ -282,12 +269,13 @@ class _Nodes:
 
         alive = [node for node in self._ray.nodes() if node["Alive"]]
         nodes = [f"{node['NodeManagerAddress']} with {counted(node['Resources'])}" for node in alive]
-        wanted = f"{count} node{'s' * (count > 1)} with {_resources(self._bundle)}{' each' * (count > 1)}"
+        kind = "node" if self._strategy == "STRICT_SPREAD" else "slot"
+        wanted = f"{count} {kind}{'s' * (count > 1)} with {_resources(self._bundle)}{' each' * (count > 1)}"
         return f"{wanted} asked for; there: {'; '.join(nodes)}; free: {counted(self._ray.available_resources())}"
 
     def _watch(self, port: int) -> None:
         """Start the agents; say which of them fail, and when a lost node has no substitute yet."""
-        while not _listens(port):
+        while not listens(port):
             if self._closed.wait(_POLL_SECONDS):
                 return
         self._running = {actor.run.remote(): f"node {number}" for number, actor in enumerate(self._actors)}
@@ -298,7 +286,7 @@ class _Nodes:
                 self._say_end(self._running.pop(one), one)
             missing = self._ray.util.placement_group_table(self._groups[0])["state"] != "CREATED"
             if missing and not said:
-                _say("a node is gone; Ray looks for another one with " + _resources(self._bundle))
+                say("a node is gone; Ray looks for another one with " + _resources(self._bundle))
             said = missing
 
     def _say_end(self, name: str, run: Any) -> None:
@@ -308,7 +296,7 @@ class _Nodes:
             address, code, text = name, 1, f"its actor has failed: {error}"
         if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):  # else the run has ended, and says why
             for line in text.splitlines():
-                _say(f"[{address}] {line}")
+                say(f"[{address}] {line}")
 
     def close(self) -> None:
         """Wait until the agents have ended, at most for a moment; end the actors, and give the resources back."""
@@ -349,22 +337,7 @@ class NodeAgent:
         if lacking := self.missing():
             return _address_here(), StartError.exit_code, lacking
         end_with_parent()  # Ray's own way takes a minute when the whole cluster is gone
-        # Ray sets the number of threads of its own processes; it says nothing about workers.
-        inherited = {name: value for name, value in env.inherited().items() if name != "OMP_NUM_THREADS"}
-        with subprocess.Popen(
-            command_of(frozenset(), (sys.executable, *self._command[1:])),
-            env={**inherited, **self._environment},
-            cwd=self._folder,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            text=True,
-            errors="replace",
-        ) as process:
-            assert process.stdout is not None
-            last = deque(process.stdout, _KEPT_LINES)
-        return _address_here(), process.returncode, "".join(last)
+        return _address_here(), *run_here(self._command, self._environment, self._folder)
 
 
 def _address_here() -> str:

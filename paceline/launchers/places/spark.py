@@ -9,24 +9,19 @@
 
 What an agent prints goes to the driver over connections that the task opens; when the driver closes its side, or is
 gone, the task stops its agent. Spark cancels a barrier stage when it loses one of its tasks, and does not repeat it:
-it is submitted again here, and the run resumes.
+it is submitted again here, and the run resumes. An elastic run has no barrier: see ``spark_jobs``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-import re
-import secrets
 import shlex
 import shutil
 import socket
 import sys
-import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +29,17 @@ from paceline import env
 from paceline.errors import ConfigError, StartError, WorkerLost
 from paceline.launchers import runs
 from paceline.launchers.base import Request
+from paceline.launchers.machine import choose_port
 from paceline.launchers.places.base import Agent, Options, Place, Placement, agent_command, secret_environment
-from paceline.launchers.places.clients import stop_signals
-from paceline.launchers.places.spark_tasks import MEETING, Driver, Task, run_agent
+from paceline.launchers.places.clients import Client, follow, say, stop_signals
+from paceline.launchers.places.spark_jobs import Slots, Stage, reason_of
+from paceline.launchers.places.spark_tasks import MEETING, Driver
 
 _ATTEMPTS = 4
 """As Spark's spark.stage.maxConsecutiveAttempts."""
-_SLOT_SECONDS = 120
-"""For executors to come."""
 _ANSWER_SECONDS = 5.0
 _LOOK_SECONDS = 0.1
 _LAST_SECONDS = 10.0
-_LONGEST_REASON = 300
 _QUIET = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
 """What Spark has to say is said here, in words; on an executor its logs have it."""
 
@@ -66,10 +60,12 @@ class Spark(Place):
                 "--on spark: name the cluster with --master, such as spark://host:7077, yarn or local[2]."
             )
         fewest, tasks = request.nodes or (1, 1)
+        if request.least is not None:
+            return _elastic(master, _absolute(request), fewest, tasks)
         if fewest != tasks:
             raise ConfigError(
                 f"--nodes {fewest}:{tasks}: a barrier stage has a fixed number of tasks; give one number, as in "
-                f"--nodes {tasks}."
+                f"--nodes {tasks}, or --elastic, too."
             )
         total = tasks * request.workers
         command = tuple(
@@ -82,6 +78,8 @@ class Spark(Place):
 
     def carry_out(self, placement: Placement, request: Request) -> int:
         """Submit the stage; again, to resume from the newest checkpoint, when Spark has lost one of its tasks."""
+        if request.least is not None:
+            return self._carry_out_elastic(placement, request)
         agent, tasks = placement.agents[0], len(placement.agents)
         context = self._session.sparkContext if self._session is not None else _connect(placement.place, request)
         try:
@@ -89,11 +87,11 @@ class Spark(Place):
             with stop_signals() as received, Driver(context, request, agent.environment) as driver:
                 for attempt in range(1, _ATTEMPTS + 1):
                     command = agent.command if attempt == 1 or request.examination else _resumed(agent.command, request)
-                    stage = _Stage(context, driver.task(command), tasks, request.workers)
+                    stage = Stage(context, driver.task(command), tasks, request.workers)
                     code = _follow(stage, driver, received, request.grace_seconds)
                     if code is not None:
                         return code
-                    _say(f"Spark has lost a task of attempt {attempt} of {_ATTEMPTS}: {stage.lost}")
+                    say(f"Spark has lost a task of attempt {attempt} of {_ATTEMPTS}: {stage.lost}")
         finally:
             if self._session is None:
                 context.stop()
@@ -104,8 +102,38 @@ class Spark(Place):
             f"{lost} To go on from the newest checkpoint, give --resume auto --name {_name(agent.command)}."
         )
 
+    def _carry_out_elastic(self, placement: Placement, request: Request) -> int:
+        """Submit a job for each agent; the coordinator is here, so that any of them may be lost."""
+        context = self._session.sparkContext if self._session is not None else _connect(placement.place, request)
+        try:
+            port = choose_port(None)
+            where = f"{context.getConf().get('spark.driver.host')}:{port}"
+            here, *there = [
+                replace(one, command=tuple(where if word == MEETING else word for word in one.command))
+                for one in placement.agents
+            ]
+            with Slots(context, there, request) as slots:
+                slots.start(port)
+                coordinator = Client(here.machine, here.command, here.environment)
+                return follow([coordinator], env.inherited(), request.grace_seconds, lambda client, code: False)
+        finally:
+            if self._session is None:
+                context.stop()
 
-def _follow(stage: _Stage, driver: Driver, received: list[int], grace_seconds: float) -> int | None:
+
+def _elastic(master: str, request: Request, fewest: int, tasks: int) -> Placement:
+    here = agent_command(replace(request, standby=0), 0, 0, (fewest, tasks), MEETING)
+    there = agent_command(request, request.workers, 0, (fewest, tasks), MEETING, python="python")
+    known = secret_environment(request)
+    agents = [Agent(f"task {number}", tuple(there), known) for number in range(tasks)]
+    text = (
+        f"on {master}, {tasks} jobs of a task with {request.workers} CPUs each, and in each:\n  {shlex.join(there)}\n"
+        f"here:\n  {shlex.join(here)}"
+    )
+    return Placement(master, (Agent("here", tuple(here), known), *agents), text)
+
+
+def _follow(stage: Stage, driver: Driver, received: list[int], grace_seconds: float) -> int | None:
     """Wait for the exit code of the run; none if Spark has lost a task.
 
     Raises:
@@ -182,7 +210,7 @@ def _connect(master: str, request: Request) -> Any:
     except Exception as error:
         if type(error).__module__.partition(".")[0] not in ("py4j", "pyspark"):
             raise
-        raise StartError(f"Spark at {master} could not be used: {_first_line(error)}") from None
+        raise StartError(f"Spark at {master} could not be used: {reason_of(error)}") from None
     if "PYSPARK_PYTHON" not in variables:
         context.pythonExec = sys.executable
     return context
@@ -228,109 +256,3 @@ def _check_master(master: str) -> None:
     raise StartError(
         f"No Spark master answers at {master} ({'; '.join(reasons)}). Is it started, and is the port right?"
     )
-
-
-class _Stage(threading.Thread):
-    """One submission of the barrier stage.
-
-    Attributes:
-        codes: of the agents, that of the first one first; none if the stage failed.
-        lost: why Spark has cancelled it, if that was for a task that it lost.
-        error: why it could not run, otherwise.
-    """
-
-    def __init__(self, context: Any, task: Task, tasks: int, cpus: int) -> None:
-        super().__init__(daemon=True)
-        self.codes: list[int] | None = None
-        self.lost: str | None = None
-        self.error = ""
-        self._context = context
-        self._task = task
-        self._tasks = tasks
-        self._cpus = cpus
-        self._group = f"paceline-{secrets.token_hex(4)}"
-        self._cancelled = threading.Event()
-
-    def run(self) -> None:
-        try:
-            rows = self._context.parallelize(range(self._tasks), self._tasks)
-            if int(self._context.getConf().get("spark.task.cpus", "1")) != self._cpus:
-                rows = _with_cpus(rows, self._cpus)
-            self._await_slots(rows)
-            self._context.setJobGroup(self._group, self._context.appName, interruptOnCancel=True)
-            self.codes = [
-                code for _, code in sorted(rows.barrier().mapPartitions(partial(run_agent, self._task)).collect())
-            ]
-        except StartError as error:
-            self.error = str(error)
-        except Exception as error:  # noqa: BLE001 - of py4j, of pyspark, or of a driver that has stopped
-            self._explain(str(error))
-
-    def cancel(self) -> None:
-        """Let Spark kill the tasks; their agents end with them."""
-        self._cancelled.set()
-        with contextlib.suppress(Exception):  # the cluster may be gone
-            self._context.cancelJobGroup(self._group)
-
-    def _await_slots(self, rows: Any) -> None:
-        """Wait for the executors, also for one that comes again; Spark itself would wait for 10 minutes.
-
-        Raises:
-            StartError: they do not come, or the run has been stopped.
-        """
-        inside = self._context._jsc.sc()
-        profile = rows._jrdd.rdd().getResourceProfile() or inside.resourceProfileManager().defaultResourceProfile()
-        deadline = time.monotonic() + _SLOT_SECONDS
-        while (slots := inside.maxNumConcurrentTasks(profile)) < self._tasks:
-            if time.monotonic() > deadline:
-                raise StartError(
-                    f"--nodes {self._tasks}: a barrier stage needs {self._tasks} slots of {self._cpus} CPUs (-n) at "
-                    f"once; after {_SLOT_SECONDS} s Spark has {slots}. Ask for less, or give the cluster more "
-                    f"executors."
-                )
-            self._cancelled.wait(_LOOK_SECONDS)
-            if self._cancelled.is_set():
-                raise StartError("The run was stopped while it waited for executors.")
-
-    def _explain(self, text: str) -> None:
-        if (module := re.search(r"No module named '(paceline|pyspark)[.']", text)) is not None:
-            self.error = (
-                f"The executors' Python has no {module[1]}: install it there, or name another Python by PYSPARK_PYTHON."
-            )
-        elif "PythonException" in text:
-            raised = [line for line in text.splitlines() if re.match(r"[\w.]+(Error|Exception|Lost): ", line)]
-            self.error = f"A task failed: {raised[-1] if raised else _first_line(text)}"
-        else:
-            self.lost = _first_line(text)
-
-
-def _with_cpus(rows: Any, cpus: int) -> Any:
-    """The same rows with another number of CPUs for each task than the session says.
-
-    Raises:
-        StartError: its executors are too small.
-    """
-    if rows.context.master.startswith("local") and not rows.context.master.startswith("local-cluster"):
-        return rows  # its tasks are threads of one process, which Spark does not divide
-    from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
-
-    try:
-        return rows.withResources(ResourceProfileBuilder().require(TaskResourceRequests().cpus(cpus)).build)
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("py4j", "pyspark"):
-            raise
-        raise StartError(f"-n {cpus}: Spark gives a task no {cpus} CPUs: {_first_line(error)}") from None
-
-
-def _first_line(error: object) -> str:
-    """What Spark says, without the stacks of its threads."""
-    lines = [
-        line.strip() for line in str(error).splitlines() if line.strip() and not line.strip().startswith(("at ", ":"))
-    ]
-    told = [line for line in lines if not line.startswith(("An error occurred", "Caused by"))]
-    return (told or lines or [type(error).__name__])[0][:_LONGEST_REASON]
-
-
-def _say(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Client, Connection, answer_challenge, deliver_challenge
 from pathlib import Path
@@ -25,7 +25,8 @@ from paceline.launchers.base import Request
 from paceline.launchers.child import command_of
 from paceline.launchers.local import kill_group
 from paceline.launchers.machine import choose_port
-from paceline.launchers.places.clients import copy
+from paceline.launchers.places.base import Agent
+from paceline.launchers.places.clients import copy, run_here
 
 MEETING = "HOST:PORT"
 """Stands in the command of an agent for where the agents meet, which the tasks agree on."""
@@ -182,6 +183,28 @@ def run_agent(task: Task, rows: Iterator[int]) -> Iterator[tuple[int, int]]:
                 kill_group(agent.pid)
                 agent.wait()
     yield number, code if code >= 0 else 128 - code
+
+
+def missing_files(paths: Sequence[str], rows: Iterator[int]) -> Iterator[str]:
+    """In a task: say what this machine lacks; nothing if all is there."""
+    if lacking := [path for path in paths if not Path(path).exists()]:
+        yield (
+            f"--on spark: {socket.gethostname()} has no {lacking[0]}. Start the command in a folder that all machines "
+            f"share."
+        )
+
+
+def run_slot(agent: Agent, folder: str, rows: Iterator[int]) -> Iterator[tuple[str, int, str]]:
+    """In a task of an elastic run: run the agent; gives the machine, the exit code, and the last lines."""
+    from pyspark import TaskContext
+
+    if lacking := [*missing_files([folder], rows)]:
+        yield socket.gethostname(), StartError.exit_code, lacking[0]
+        return
+    context = TaskContext.get()
+    gpus = context.resources().get("gpu") if context is not None else None
+    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
+    yield socket.gethostname(), *run_here(agent.command, {**seen, **agent.environment}, folder)
 
 
 def _to_driver(task: Task, number: int, machine: str, stream: str) -> Connection[Any, Any]:

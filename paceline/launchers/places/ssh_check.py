@@ -83,13 +83,16 @@ def first_input(order: Mapping[str, object]) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in (program, order))
 
 
-def check_hosts(hosts: Mapping[str, Sequence[str]], needs: Needs, must_meet: bool = True) -> tuple[str, int]:
+def check_hosts(
+    hosts: Mapping[str, Sequence[str]], needs: Needs, must_meet: bool = True, more_come: bool = False
+) -> tuple[str, int]:
     """Check all hosts, and give an address and a port of the first one by which the others reach it.
 
     Args:
         hosts: their names, and the command that runs Python there.
         needs: what they must have.
         must_meet: refuse hosts that do not reach the first one; else give the likeliest address.
+        more_come: if the first one is alone, give an address by which others may reach it, too.
 
     Raises:
         StartError: a host cannot be reached, lacks something, or does not reach the first one.
@@ -113,7 +116,8 @@ def check_hosts(hosts: Mapping[str, Sequence[str]], needs: Needs, must_meet: boo
         port = int(facts[0]["port"])
 
         if not others:
-            return "127.0.0.1", port
+            known = [address for group in _candidates(facts) for address in group] if more_come else []
+            return (known or ["127.0.0.1"])[0], port
         return _meeting(first.host, others, _candidates(facts), port, must_meet), port
 
 

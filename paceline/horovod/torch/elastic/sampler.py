@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from typing import Any
 
 from torch.utils.data import Sampler
@@ -24,7 +25,7 @@ class ElasticSampler(Sampler[int]):
 
     Attributes:
         epoch: the number of the epoch.
-        processed_indices: the samples of this epoch that were processed, by any worker.
+        processed_num: how many samples of this epoch were processed, by all workers.
         num_samples: how many samples this worker gets.
 
     Example:
@@ -40,37 +41,25 @@ class ElasticSampler(Sampler[int]):
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self.epoch = 0
-        self.processed_indices: set[int] = set()
+        self.epoch = self.processed_num = 0
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
         """Begin an epoch, of which nothing is processed."""
-        self.epoch = epoch
-        self.processed_indices = set()
+        self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Take note that all workers have processed their batch of this number, since the last ``reset``."""
-        first, last = (place * batch_size * self.num_replicas for place in (batch_idx, batch_idx + 1))
-        self.processed_indices.update(self._padded[first:last])
-
-    def record_indices(self, indices: Iterable[int]) -> None:
-        """Take note of samples that this worker has processed; others learn of them when the state is synchronized."""
-        self.processed_indices.update(indices)
-
-    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """The samples of a batch of this worker."""
-        return self.indices[batch_idx * batch_size : (batch_idx + 1) * batch_size]
+        """Take note that each worker has processed its next batch; the number of the batch has no effect."""
+        self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and what of it is processed."""
-        return {"epoch": self.epoch, "processed_indices": set(self.processed_indices)}
+        """The epoch, and how much of it is processed."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a state, with the workers that there are now."""
-        self.epoch = state_dict["epoch"]
-        self.processed_indices = set(state_dict["processed_indices"])
+        self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
@@ -79,13 +68,11 @@ class ElasticSampler(Sampler[int]):
         order = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(order)
-        self.remaining_indices = [one for one in order if one not in self.processed_indices]
+        self.remaining_indices = order[self.processed_num :]
         self.num_samples = math.ceil(len(self.remaining_indices) / self.num_replicas)
         self.total_size = self.num_samples * self.num_replicas
-        left = self.remaining_indices
-        more = self.total_size - len(left)
-        self._padded = left + (left * math.ceil(more / len(left)))[:more] if left else []
-        self.indices = self._padded[self.rank :: self.num_replicas]
+        padded = list(itertools.islice(itertools.cycle(self.remaining_indices), self.total_size))
+        self.indices = padded[self.rank :: self.num_replicas]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.indices)

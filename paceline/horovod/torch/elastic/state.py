@@ -10,12 +10,7 @@ import torch
 from paceline.horovod.common.elastic import ObjectState
 from paceline.horovod.runtime import rank
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
-from paceline.horovod.torch.functions import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from paceline.horovod.torch.functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 
 
 class StateHandler:
@@ -69,13 +64,6 @@ class LRSchedulerStateHandler(StateHandler):
 
 class SamplerStateHandler(StateHandler):
     """Of a sampler."""
-
-    def sync(self) -> None:
-        """Take the epoch of rank 0, and what any worker has processed of it."""
-        state = broadcast_object(self.value.state_dict())
-        everyone = allgather_object((self.value.epoch, self.value.processed_indices))
-        processed: set[int] = set().union(*(seen for epoch, seen in everyone if epoch == state["epoch"]))
-        self.value.load_state_dict({**state, "processed_indices": processed})
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [

@@ -1,0 +1,10 @@
+"""Run as a script by each worker of ``horovodrun python -m MODULE``: the module, as ``python -m`` runs it."""
+
+import os
+import runpy
+import sys
+
+if __name__ == "__main__":
+    sys.path[0] = os.getcwd()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,0 +1,291 @@
+"""The actors of an executor: one for each worker, from ``start`` to ``shutdown``.
+
+::
+
+    here         start ── execute ───────────── execute ── shutdown
+    rank 0       actor ── hvd.init, function ── function ── ✗        holds the store by which they come together
+    rank 1       actor ── hvd.init, function ── function ── ✗
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from queue import Empty
+from typing import Any
+
+from paceline.engines.start import Identity
+from paceline.errors import ConfigError, RunFailed, StartError, name_ranks
+from paceline.horovod.errors import HorovodInternalError
+from paceline.horovod.ray.ray_logger import Callback, call
+from paceline.horovod.ray.worker import BaseHorovodWorker
+
+_START_SECONDS = 600.0
+"""For an actor to come up: its environment may have to be installed."""
+_CAUSE_SECONDS = 5.0
+"""For the others to end, when one has failed: one of them may know the cause, and what is left would wait for it."""
+_LOOK_SECONDS = 0.1
+_COLOR = re.compile(r"\x1b\[\d+m")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What an executor asks Ray for.
+
+    Attributes:
+        workers: of all nodes together.
+        hosts: nodes, each with the same number of workers; None: wherever there is room, together if possible.
+        cpus: of each worker.
+        gpus: of each worker.
+        inherit: whether the placement group of this process is used, if it is in one.
+        seconds: to wait for room.
+    """
+
+    workers: int
+    hosts: int | None
+    cpus: int
+    gpus: int
+    inherit: bool
+    seconds: float
+
+
+class NoRoom(StartError, TimeoutError):
+    """The cluster has no room for the workers in time; Horovod raises a TimeoutError."""
+
+
+def connected(function: str) -> Any:
+    """Ray, to which this process is connected.
+
+    Raises:
+        ConfigError: Ray is not installed, or this process is not connected.
+    """
+    try:
+        import ray
+    except ImportError:
+        raise ConfigError(f"{function} needs Ray: pip install 'paceline[ray]'.") from None
+    if not ray.is_initialized():
+        raise ConfigError(f"{function}: this process is not connected to a cluster: call ray.init() before.")
+    return ray
+
+
+class Workers:
+    """Starts the actors, and calls functions on all of them.
+
+    Args:
+        wanted: how many, and where.
+        variables: of their environment.
+
+    Attributes:
+        actors: by rank; none before the start, and after the end.
+
+    Raises:
+        ConfigError: this process is not connected to Ray.
+        StartError: there is no room for them, or one has not come up.
+    """
+
+    def __init__(self, wanted: Wanted, variables: Mapping[str, str]) -> None:
+        self._ray = connected("RayExecutor.start")
+        self._wanted = wanted
+        self._group: Any = None
+        self._addresses: list[str] = []
+        self.actors: list[Any] = []
+        try:
+            self._place()
+            self._identify(variables)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self) -> None:
+        from ray.util import get_current_placement_group, placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        wanted = self._wanted
+        own = get_current_placement_group() if wanted.inherit else None
+        each = wanted.workers // (wanted.hosts or wanted.workers)
+        if (group := own) is None:
+            bundles = [_resources(wanted, each)] * (wanted.workers // each)
+            self._group = group = placement_group(bundles, strategy="STRICT_SPREAD" if wanted.hosts else "PACK")
+            if not group.wait(wanted.seconds):
+                raise NoRoom(self._shortage(bundles))
+        kind: Any = self._ray.remote(BaseHorovodWorker)
+        for rank in range(wanted.workers):
+            strategy = PlacementGroupSchedulingStrategy(group, rank // each if own is None else -1)
+            options = {"num_cpus": wanted.cpus, "num_gpus": wanted.gpus, "scheduling_strategy": strategy}
+            self.actors.append(kind.options(**options).remote(rank, wanted.workers))
+
+    def _shortage(self, bundles: list[dict[str, float]]) -> str:
+        """Say what is asked for, and what there is."""
+        nodes = [node for node in self._ray.nodes() if node["Alive"]]
+        there = "; ".join(f"{node['NodeManagerAddress']} with {_words(node['Resources'])}" for node in nodes)
+        where = "each on a node of its own" if self._wanted.hosts else "together"
+        return (
+            f"RayExecutor: {len(bundles)} x {_words(bundles[0])} asked for, {where}; there: {there}; free: "
+            f"{_words(self._ray.available_resources())}; no room came within {self._wanted.seconds:g} s "
+            f"(placement_group_timeout_s)."
+        )
+
+    def _identify(self, variables: Mapping[str, str]) -> None:
+        """Tell each worker who it is, and where they come together."""
+        places = self._ask("come up", [(rank, actor.node.remote()) for rank, actor in enumerate(self.actors)])
+        self._addresses = [address for _, address in places]
+        nodes: dict[str, list[int]] = {}
+        for rank, (node, _) in enumerate(places):
+            nodes.setdefault(node, []).append(rank)
+        host = self._addresses[0]
+        (port,) = self._ask("open its store", [(0, self.actors[0].open_store.remote(host))])
+        told = [(rank, actor.update_env_vars.remote(variables)) for rank, actor in enumerate(self.actors)]
+        for ranks in nodes.values():
+            for place, rank in enumerate(ranks):
+                who = Identity(rank, len(self.actors), place, len(ranks))
+                told.append((rank, self.actors[rank].identify.remote(who, host, port)))
+        if self._wanted.gpus:
+            asked = [(rank, actor.get_gpu_ids.remote()) for rank, actor in enumerate(self.actors)]
+            given = self._ask("name its GPUs", asked)
+            # each worker sees those of all on its node, at the places of their local ranks
+            for ranks in nodes.values():
+                seen = {"CUDA_VISIBLE_DEVICES": ",".join(one for rank in ranks for one in given[rank])}
+                told += [(rank, self.actors[rank].update_env_vars.remote(seen)) for rank in ranks]
+        self._ask("take its variables", told)
+
+    def _ask(self, doing: str, asked: list[tuple[int, Any]]) -> list[Any]:
+        """Wait for what actors have been asked at the start, each with its rank."""
+        answers = [answer for _, answer in asked]
+        _, missing = self._ray.wait(answers, num_returns=len(answers), timeout=_START_SECONDS)
+        if missing:
+            late = {rank for rank, answer in asked if answer in missing}
+            raise StartError(
+                f"RayExecutor: {name_ranks(late)} of {len(self.actors)} did not {doing} within {_START_SECONDS:.0f} s. "
+                f"`ray status` shows what the cluster waits for."
+            )
+        found = []
+        for rank, answer in asked:
+            try:
+                found.append(self._ray.get(answer))
+            except self._ray.exceptions.RayError as error:
+                text = _COLOR.sub("", str(error))
+                raise StartError(f"RayExecutor: rank {rank} of {len(self.actors)} did not {doing}: {text}") from None
+        return found
+
+    def submit(self, method: str, *arguments: Any) -> list[Any]:
+        """Have all actors do something; gives the references to what they return."""
+        sent = [self._ray.put(one) for one in arguments]  # once, not for each of them
+        return [getattr(actor, method).remote(*sent) for actor in self.actors]
+
+    def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Let each actor make the object that functions get; as :meth:`call`."""
+        self._results(self.submit("start_executable", cls, args, kwargs), lambda: None, None)
+
+    def call(self, function: Callable[[Any], Any], callbacks: Sequence[Callback]) -> list[Any]:
+        """Call a function on all actors, and wait for what they return.
+
+        When it fails on one of them, the others have a moment to end, too. If one does not, all actors end; also if one
+        was lost, or if the wait is interrupted.
+
+        Args:
+            function: gets the object that the actor has made, or None.
+            callbacks: called here with what is logged meanwhile.
+
+        Raises:
+            RunFailed: a worker was lost. An exception is raised itself, with the rank and its traceback added.
+        """
+        if not callbacks:
+            self.submit("set_queue", None)
+            return self._results(self.submit("execute", function), lambda: None, None)
+        from ray.util.queue import Queue
+
+        queue = Queue(actor_options={"num_cpus": 0})
+        try:
+            self.submit("set_queue", queue)
+            look = lambda: call(callbacks, _taken(queue))  # noqa: E731
+            return self._results(self.submit("execute", function), look, _LOOK_SECONDS)
+        finally:
+            queue.shutdown(force=True)
+
+    def call_first(self, function: Callable[[Any], Any]) -> Any:
+        """Call a function with the executable of rank 0 alone."""
+        return self._results([self.actors[0].execute.remote(function)], lambda: None, None)[0]
+
+    def _results(self, answers: list[Any], look: Callable[[], None], seconds: float | None) -> list[Any]:
+        """Wait for what actors return, and look every so many seconds for what is logged; None: until one is done."""
+        left, failures = list(answers), dict[int, Exception]()
+        try:
+            while left and not failures:
+                done, left = self._ray.wait(left, timeout=seconds)
+                failures = self._failures(answers, done)
+                look()
+            if left:
+                done, left = self._ray.wait(left, num_returns=len(left), timeout=_CAUSE_SECONDS)
+                failures |= self._failures(answers, done)
+            if failures:
+                raise self._cause(failures, [rank for rank, one in enumerate(answers) if one in left])
+        finally:
+            if left or not all(map(self._is_raised, failures.values())):
+                self.close()
+        look()
+        return list(self._ray.get(answers))
+
+    def _is_raised(self, error: Exception) -> bool:
+        """Whether a function has raised it; otherwise an actor was lost."""
+        return isinstance(error, self._ray.exceptions.RayTaskError)
+
+    def _failures(self, answers: list[Any], done: list[Any]) -> dict[int, Exception]:
+        """What those that are done have raised, by rank."""
+        found = {}
+        for one in done:
+            try:
+                self._ray.get(one)
+            except self._ray.exceptions.RayError as error:
+                found[answers.index(one)] = error
+        return found
+
+    def _cause(self, failures: dict[int, Exception], left: list[int]) -> Exception:
+        """The exception that says best why a call has failed."""
+
+        def weight(rank: int) -> int:
+            error: Any = failures[rank]
+            if not self._is_raised(error):
+                return 0
+            return 2 if isinstance(error.cause, HorovodInternalError) else 1
+
+        rank = min(failures, key=weight)
+        error: Any = failures[rank]
+        who = f"Rank {rank} of {len(self.actors)} on {self._addresses[rank]}"
+        ended = f" {name_ranks(left)} did not end: all workers are ended, call start() again." if left else ""
+        if not self._is_raised(error):
+            return RunFailed(f"{who} was lost: {error}\nAll workers are ended: call start() again.")
+        text = f"{who}:{ended}\n{_COLOR.sub('', str(error))}"
+        if isinstance(error.cause, self._ray.exceptions.RayError):  # it cannot be pickled
+            return RunFailed(text)
+        cause: Exception = error.cause
+        cause.add_note(text)
+        return cause
+
+    def close(self) -> None:
+        """End the actors, and give back what was held for them."""
+        from ray.util import remove_placement_group
+
+        for actor in self.actors:
+            self._ray.kill(actor)
+        self.actors = []
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def _taken(queue: Any) -> Iterator[Any]:
+    try:
+        while True:
+            yield queue.get_nowait()
+    except Empty:
+        return
+
+
+def _resources(wanted: Wanted, workers: int) -> dict[str, float]:
+    gpus = {"GPU": float(wanted.gpus * workers)} if wanted.gpus else {}
+    return {"CPU": float(wanted.cpus * workers), **gpus}
+
+
+def _words(resources: Mapping[str, float]) -> str:
+    return ", ".join(f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources) or "none"
