@@ -2,7 +2,6 @@
 
 import argparse
 import inspect
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,15 +26,8 @@ number_of = {character: number for number, character in enumerate(sorted(set(tex
 characters = torch.tensor([number_of[character] for character in text])
 cut = len(text) * 9 // 10
 
-
-def batchify(data):
-    """The text in rows that are read side by side."""
-    length = len(data) // args.batch_size
-    return data[: length * args.batch_size].view(args.batch_size, length)
-
-
 train_data = paceline.TokenRows(characters[:cut], args.batch_size, args.bptt)
-valid_data = batchify(characters[cut:])
+valid_data = paceline.TokenRows(characters[cut:], args.batch_size, args.bptt)
 
 
 class RNNModel(nn.Module):
@@ -51,15 +43,8 @@ class RNNModel(nn.Module):
         return self.guess(self.dropout(output)), hidden
 
 
-def get_batch(source, start):
-    """The next characters of each row, and for each of them the one after it."""
-    stop = min(start + args.bptt, source.size(1) - 1)
-    return source[:, start:stop], source[:, start + 1 : stop + 1]
-
-
 model = RNNModel(len(number_of))
 criterion = nn.CrossEntropyLoss()
-optimizer = partial(optim.SGD, lr=args.lr)
 
 
 def forward(model, batch, hidden):
@@ -73,23 +58,11 @@ def train():
     return sum(losses) / len(losses)
 
 
-def evaluate(source):  # as it was: each worker reads the whole text, as the state goes on from batch to batch
-    model.eval()
-    losses, hidden = [], None
-    with torch.no_grad():
-        for start in range(0, source.size(1) - 1, args.bptt):
-            data, targets = get_batch(source, start)
-            output, hidden = model(data, hidden)
-            losses.append(criterion(output.flatten(0, 1), targets.flatten()).item())
-    model.train()
-    return sum(losses) / len(losses)
-
-
 given = {"data": train_data, "batch": args.batch_size, "clip_norm": args.clip}
-session = paceline.start(model=model, optimizer=optimizer, forward=forward, **given)
+session = paceline.start(model=model, optimizer=lambda p: optim.SGD(p, lr=args.lr), forward=forward, **given)
 print = session.print
 for epoch in session.epochs(args.epochs):
     train_loss = train()
-    valid_loss = evaluate(valid_data)
+    valid_loss = session.evaluate(valid_data)
     print(f"epoch {epoch}  train loss {train_loss:.4f}  validation loss {valid_loss:.4f}")
 session.export(args.save)

@@ -42,9 +42,8 @@ def loss_function(recon, x, mu, logvar):
 
 
 def forward(model, batch):
-    data, _ = batch
-    recon, mu, logvar = model(data)
-    return loss_function(recon, data, mu, logvar), len(data)  # a mean over the samples
+    recon, mu, logvar = model(batch[0])
+    return loss_function(recon, batch[0], mu, logvar), len(batch[0])  # a mean over the samples
 
 
 model = VAE()
@@ -53,9 +52,7 @@ print = session.print
 
 
 def train(epoch):
-    train_loss = 0
-    for batch in session.batches():
-        train_loss += session.step(batch).loss * batch.samples
+    train_loss = sum(session.step(batch).loss * batch.samples for batch in session.batches())
     print(f"epoch {epoch}  train loss {train_loss / len(train_set):.4f}")
 
 

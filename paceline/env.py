@@ -6,7 +6,9 @@ import ipaddress
 import json
 import os
 import socket
-from collections.abc import Container, Mapping
+import sys
+from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,9 +33,23 @@ EXIT_CODE_FILE = "PACELINE_EXIT_CODE_FILE"
 LARGEST = "PACELINE_LARGEST"
 ELASTIC = "PACELINE_ELASTIC"
 FAULTS = "PACELINE_FAULTS"
+ULFM = "PACELINE_ULFM"
+_INTEL_BITS = "MPIR_CVAR_CH4_OFI_RANK_BITS", "MPIR_CVAR_CH4_OFI_TAG_BITS"
 _ASKED = {TRACE_DIRECTORY, TRACE_STEPS, SHOW_CONFIG, PROFILE, FAULTS}
 _OF_AGENTS = {SECRET, USER_COMMAND, END_WITH_PARENT, EXIT_CODE_FILE}
-_RESERVED = {RUN_DIRECTORY, SETTINGS, PLAN, COORDINATOR, WORKER, WORKER_SECRET, LARGEST, ELASTIC, *_OF_AGENTS, *_ASKED}
+_RESERVED = {
+    RUN_DIRECTORY,
+    SETTINGS,
+    PLAN,
+    COORDINATOR,
+    WORKER,
+    WORKER_SECRET,
+    LARGEST,
+    ELASTIC,
+    ULFM,
+    *_OF_AGENTS,
+    *_ASKED,
+}
 
 
 @dataclass(frozen=True)
@@ -59,10 +75,23 @@ def started_by() -> Start:
 
 
 def choose_mpi() -> None:
-    """Let mpi4py load the MPI that has started this process, if several are installed and the user chooses none."""
-    interface = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "mpich"}.get(started_by().engine)
-    if interface is not None:
-        os.environ.setdefault("MPI4PY_MPIABI", interface)
+    """Let mpi4py load the MPI that has started this process, if several are installed and the user chooses none.
+
+    Told which kind to take, mpi4py does not look where the wheels of MPICH and Intel MPI put it. On some networks Intel
+    MPI has fewer tags than a session needs unless it is told to number fewer ranks.
+    """
+    start = started_by()
+    if start.engine == "Intel MPI" and not any(name in os.environ for name in _INTEL_BITS):
+        bits = max(10, (start.identity.world_size - 1).bit_length())
+        os.environ.update(zip(_INTEL_BITS, (str(bits), str(39 - bits)), strict=True))
+    interface = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel MPI": "mpich"}.get(start.engine)
+    if interface is None or not {"MPI4PY_MPIABI", "MPI4PY_LIBMPI"}.isdisjoint(os.environ):
+        return
+    wheel = Path(sys.prefix, "lib", "libmpi.so.12")
+    if interface == "mpich" and wheel.exists():
+        os.environ["MPI4PY_LIBMPI"] = str(wheel)
+    else:
+        os.environ["MPI4PY_MPIABI"] = interface
 
 
 def is_loopback(host: str) -> bool:
@@ -156,7 +185,7 @@ def unknown_variables(known: Container[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class LaunchInfo:
-    """How a worker that ``paceline run`` started finds the others.
+    """How a worker finds the others, if it has a coordinator.
 
     Attributes:
         coordinator: ``host:port`` of the coordinator.
@@ -166,6 +195,7 @@ class LaunchInfo:
         elastic: whether training goes on when a worker is lost.
         name: what its files are called.
         key: by which it proves to the coordinator that it is this worker of this run.
+        ulfm: ``mpiexec --with-ft ulfm`` has started it, and not ``paceline run``.
     """
 
     coordinator: str
@@ -175,10 +205,11 @@ class LaunchInfo:
     elastic: bool
     name: str
     key: bytes = field(repr=False)
+    ulfm: bool = False
 
 
 def launch_info() -> LaunchInfo | None:
-    """Find how this worker reaches the others; None when ``paceline run`` did not start it."""
+    """Find how this worker reaches the others; None when there is no coordinator."""
     if COORDINATOR not in os.environ:
         return None
     number, started = _number(WORKER, 0), _number("LOCAL_WORLD_SIZE", 1)
@@ -186,7 +217,15 @@ def launch_info() -> LaunchInfo | None:
     name = f"rank-{number}" if number < started else f"worker-{number}"
     largest = _number(LARGEST, _number("WORLD_SIZE", 1))
     key = bytes.fromhex(os.environ.get(WORKER_SECRET, ""))
-    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, ELASTIC in os.environ, name, key)
+    elastic, ulfm = ELASTIC in os.environ, ULFM in os.environ
+    return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, elastic, name, key, ulfm)
+
+
+def set_launch_info(coordinator: str, worker: int, key: bytes, largest: int) -> None:
+    """Set how this worker of ``mpiexec --with-ft ulfm`` finds the others, for :func:`launch_info`."""
+    variables = {COORDINATOR: coordinator, WORKER: worker, WORKER_SECRET: key.hex(), LARGEST: largest}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ[ELASTIC] = os.environ[ULFM] = "1"
 
 
 def set_identity(rank: int, world_size: int, local_rank: int, local_world_size: int) -> None:
@@ -234,6 +273,21 @@ def set_default(name: str, value: str) -> None:
 def put(name: str, value: str) -> None:
     """Set a variable of this process, for the workers that it starts."""
     os.environ[name] = value
+
+
+@contextmanager
+def changed(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for a block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def trace() -> Trace | None:

@@ -80,6 +80,7 @@ def _record(rank: int | str, step: int, error: BaseException, trace: TracebackTy
         "type": type(error).__name__,
         "message": _message_of(error),
         "line": _line(own),
+        "notes": _cut(" ".join(map(str, getattr(error, "__notes__", ())))),
         "traceback": _cut("".join(traceback.format_exception(type(error), error, trace))),
         "in_script": _in_script(error, own),
         "exit_code": _code_of(error),

@@ -24,7 +24,7 @@ from paceline.config import Resolved, check_machines, flat
 from paceline.data.feed import Feed
 from paceline.data.order import BatchOrder
 from paceline.data.parquet import ParquetDataset
-from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state, without_state
+from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
 from paceline.data.source import is_stream, order_of
 from paceline.engines.start import Identity, threads_of
@@ -116,8 +116,8 @@ def build(
         facts["data fingerprint"] = given.data.fingerprint[:16]
     compute = Compute(given.model, forward, settings.seed, settings.autocast, largest)
     if takes_state(given.forward):
-        compute.forward = partial(without_state, forward)
         compute.carried = CarriedState(forward, order, world.device)
+        compute.forward = compute.carried.alone
     recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
         given.model.compile()

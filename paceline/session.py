@@ -10,6 +10,7 @@ import atexit
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar, Unpack, cast
@@ -25,6 +26,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.tensors import fingerprint
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.ulfm import find_coordinator
 from paceline.config import quoted
 from paceline.data.sampler import SampleNumbers
 from paceline.errors import ConfigError
@@ -122,7 +124,7 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
         _current.close()
         _current = None
     coordinator = None
-    if launched is not None:
+    if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
         coordinator = CoordinatorClient(
             launched.coordinator, launched.worker, launched.key, resolved.settings.timeout_seconds, number
         )
@@ -200,6 +202,11 @@ class Session(Measurements):
         return self._job.world.size
 
     @property
+    def device(self) -> torch.device:
+        """Where this worker's model is: for what the script itself computes with it."""
+        return self._job.world.device
+
+    @property
     def position(self) -> int:
         """Steps done since the beginning of training; from here a resumed run goes on."""
         return self._loop.position
@@ -213,15 +220,33 @@ class Session(Measurements):
         """
         return self._job.order.steps_at(self.position)
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """The numbers of the epochs from the present one up to ``count``, which is left out, as with ``range(count)``.
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer, to read its hyper-parameters, or to change them: alike on all workers, between two steps.
+
+        Raises:
+            ConfigError: with this strategy others make updates, too: servers, or workers that do not wait.
+        """
+        if not self._job.replicated:
+            raise ConfigError(
+                f"session.optimizer: with strategy {self._job.settings.strategy!r} not every worker makes every "
+                f"update, so hyper-parameters cannot be changed by hand. Give a schedule, or use 'allreduce' "
+                f"or 'stealing'."
+            )
+        return self._job.update.optimizer
+
+    def epochs(self, first: int, end: int | None = None) -> Iterator[int]:
+        """The numbers of the epochs, as ``range(end)`` or ``range(first, end)`` has them: the first epoch is ``first``.
 
         A resumed run, or a worker that joins, begins in the epoch in which the run is: what is done is not entered.
 
         Raises:
-            ConfigError: ``count`` is no whole number from 0 on.
+            ConfigError: a number is no whole one from 0 on.
         """
-        return self._loop.epochs(_count_in("epochs(", count))
+        if end is None:
+            return self._loop.epochs(_count_in("epochs(", first))
+        count = _count_in("epochs(..., ", end) - _count_in("epochs(", first)
+        return (first + epoch for epoch in self._loop.epochs(max(0, count)))
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """The batches of the present epoch, up to its end; or of the next epochs or steps.
@@ -292,21 +317,21 @@ class Session(Measurements):
         self._script.register(values)
         return Registered(self._script, tuple(values))
 
-    def once(self, act: Callable[[], _T]) -> _T:
+    def once(self, act: Callable[..., _T], *args: Any, **kwargs: Any) -> _T:
         """Do something on rank 0 alone, such as a download or an export; all others wait, and get what it returned.
 
         A worker that joins later gets the result without doing it again, and so does a resumed run, but for calls
         before the first batch or epoch. If rank 0 is lost in it, the next rank 0 does it.
 
         Args:
-            act: called without arguments. It returns numbers, text, tensors, containers of these, or None, and must not
-                call methods of the session that others take part in. It may take ``timeout_seconds``.
+            act: called with ``args`` and ``kwargs``. It returns numbers, text, tensors, containers of these, or None,
+                and must not call methods of the session that others take part in. It may take ``timeout_seconds``.
 
         Raises:
             InputError: it raised an error (on rank 0 that error), or its result is of another type.
             WorkerLost: there are not enough workers left.
         """
-        return cast("_T", self._loop.once(act))
+        return cast("_T", self._loop.once(partial(act, *args, **kwargs)))
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 alone, and not again what a run printed before it was resumed."""

@@ -78,6 +78,7 @@ OPTIONS = {
     "config": {"--set", "--plan"},
     "verify": {"--workers", "--steps", "--set", "--plan"},
     "profile": {"--workers", "-n", "--stages", "--memory", "--output", "--set", "--plan"},
+    "export": {"--dtype", "--averaged"},
     "timeline": {"--step", "--output", "--runs-dir"},
     "demo": {"--workers", "-n"},
     "doctor": {
@@ -212,6 +213,7 @@ ALLOWED = {
     "testing/worker_main.py": {"pickle"},
     "cli/launch.py": {"cloudpickle"},  # a function and its results, in a folder of the user's own
     "launchers/call_worker.py": {"cloudpickle"},
+    "horovod/ray/ray_logger.py": {"cloudpickle"},  # values for callbacks, in such a folder, too
     "horovod/torch/__init__.py": {"broadcast_object"},  # Horovod's own, of objects among the workers of a run
     "horovod/torch/elastic/state.py": {"broadcast_object"},
     "horovod/keras/__init__.py": {"broadcast_object"},

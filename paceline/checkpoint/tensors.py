@@ -82,6 +82,17 @@ def named_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.Ten
     return state
 
 
+def state_dict_names(model: nn.Module) -> dict[str, str]:
+    """The names in the model's ``state_dict``, and of each the tensor in :func:`named_tensors`.
+
+    A tied weight has several names, and a buffer that is not persistent has none.
+    """
+    first = {id(value): f"parameter/{name}" for name, value in model.named_parameters()}
+    first.update({id(value): f"buffer/{name}" for name, value in model.named_buffers()})
+    state = model.state_dict(keep_vars=True)
+    return {name: first[id(value)] for name, value in state.items() if id(value) in first}
+
+
 def hash_of(tensor: torch.Tensor) -> bytes:
     """SHA-256 of dtype, shape and the elements in row-major order."""
     digest = begin_hash(str(tensor.dtype), tensor.shape)

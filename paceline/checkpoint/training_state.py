@@ -24,6 +24,7 @@ from paceline.checkpoint.tensors import (
     load_optimizer_state,
     named_tensors,
     optimizer_lists,
+    state_dict_names,
 )
 from paceline.errors import CheckpointError
 
@@ -159,6 +160,7 @@ class TrainingState:
         script: ScriptState | None = None,
     ) -> None:
         self._model = model
+        self._names = state_dict_names(model)
         self._update = update
         self._order = order
         self._numerics = numerics
@@ -203,6 +205,7 @@ class TrainingState:
         schedule = self._update.schedule
         return {
             "run": self.run,
+            "names": self._names,
             "optimizer": self._update.kind,
             "groups": groups,
             "lists": optimizer_lists(self._model, self._update.optimizer),

@@ -38,6 +38,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
     nodes: str | int | None = None,
     name: str | None = None,
     runs_dir: str | Path = "runs",
+    patience: float = Request.patience_seconds,
     **place: Any,
 ) -> list[_T]:
     """Call a function on many workers, each a process of its own, and return what it returned on each.
@@ -60,6 +61,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
         nodes: how many machines, or ``"MIN:MAX"``.
         name: of the run; by default the function's, with date and time.
         runs_dir: where the directories of the runs are.
+        patience: seconds to wait for workers, or machines, below the fewest.
         **place: the options of the place, as on the command line: ``hosts="h1:4,h2:4"``, ``partition="gpu"``.
 
     Returns:
@@ -98,6 +100,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             name=name or f"{own}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}",
             least=least,
             most=most,
+            patience_seconds=patience,
             nodes=node_range(None if nodes is None else str(nodes), None, found == LOCAL),
         )
         _write(folder, function, _readable(arguments, folder))

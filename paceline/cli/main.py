@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "Find what would go wrong, before a run starts.",
     "verify": "Check that a script trains the same on any number of workers.",
     "profile": "Measure the layers of a script's model, and where to cut it into stages.",
+    "export": "Write the weights in a checkpoint as a file for inference.",
     "timeline": "Draw a step of a pipeline, predicted above measured.",
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }

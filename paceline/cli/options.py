@@ -82,6 +82,24 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
     return place
 
 
+def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: str | None, options: Options) -> str:
+    """The place of the hosts that a discovery script names: this machine, or those that are reached by ssh.
+
+    Raises:
+        ConfigError: other options do not fit, or the script cannot be used.
+    """
+    from paceline.errors import ConfigError
+    from paceline.launchers.places.discovery import ask, is_loopback_alone
+    from paceline.launchers.places.registry import LOCAL
+
+    if elastic is None or nodes is not None or place not in (LOCAL, "ssh") or options.hosts or options.hostfile:
+        raise ConfigError(
+            "--host-discovery-script names the hosts of an elastic run, here or by ssh: give --elastic MIN:MAX, and "
+            "leave out --nodes, --hosts and other places."
+        )
+    return place if is_loopback_alone(ask(script)) else "ssh"
+
+
 def node_range(nodes: str | None, rendezvous: str | None, local: bool) -> tuple[int, int] | None:
     """Parse ``--nodes``: the fewest and the most machines; a place knows where they meet.
 

@@ -33,6 +33,7 @@ from paceline.cli.options import (
     chosen_place,
     node_range,
     number_range,
+    place_of_discovered,
 )
 from paceline.cli.report import alerts_of, printed_everywhere, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from paceline.coordinator.server import Coordinator
     from paceline.launchers.base import Launch, Request
     from paceline.launchers.places.base import Options
-    from paceline.launchers.places.discovery import Discovery
+    from paceline.launchers.places.discovery import SlotsHere
     from paceline.launchers.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
@@ -104,7 +105,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     detach: Annotated[bool, typer.Option("--detach", help="slurm, kubernetes: submit, and do not wait.")] = False,
     host_discovery_script: Annotated[
         Path | None,
-        typer.Option(help="Prints localhost:WORKERS, asked once a second: workers are added.", metavar="FILE"),
+        typer.Option(help="Prints HOST:WORKERS, asked once a second: workers are added.", metavar="FILE"),
     ] = None,
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
@@ -125,12 +126,12 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         hosts, hostfile, time, partition, account, gpus, image, namespace, kind, volume, address, master, detach=detach
     )
     place = chosen_place(on, options, rendezvous, quiet)
+    if host_discovery_script is not None:
+        place = place_of_discovered(host_discovery_script, place, elastic, nodes, options)
     least, most = bounds(elastic, workers, standby, several=place != LOCAL or nodes is not None)
     machines = node_range(nodes, rendezvous, place == LOCAL)
     if secret_file is not None and rendezvous is None and place == LOCAL:
         raise ConfigError("--secret-file is for runs on several machines: give --rendezvous and --nodes, too.")
-    if host_discovery_script is not None and (elastic is None or place != LOCAL or nodes is not None):
-        raise ConfigError("--host-discovery-script is for this machine alone: give --elastic MIN:MAX, too.")
     request = Request(
         script=script,
         arguments=tuple(arguments or ()),
@@ -327,11 +328,11 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         say(f"lost the run at {where}; waiting for it to come back")
 
 
-def _discovery(script: Path | None, coordinator: Coordinator) -> Discovery | None:
+def _discovery(script: Path | None, coordinator: Coordinator) -> SlotsHere | None:
     """What asks the script how many workers this machine may have, if there is one."""
-    from paceline.launchers.places.discovery import Discovery
+    from paceline.launchers.places.discovery import SlotsHere
 
-    return None if script is None else Discovery(script, lambda: coordinator.over is not None)
+    return None if script is None else SlotsHere(script, lambda: coordinator.over is not None)
 
 
 def _coordinate(
@@ -360,7 +361,7 @@ def _coordinate(
     alerts = alerts_of(coordinator.monitor, launch, request.elastic, quiet)
     shown = display(launch.run / "events" / "rank-0.jsonl", quiet, alerts)
     agent = CoordinatorAgent(launch, request, coordinator, _discovery(request.discovery, coordinator))
-    shown.starting(request.workers)
+    shown.starting(0 if request.horovod else request.workers)  # hvd.init does not tell
     for _ in range(request.workers):
         coordinator.announce_start()
     try:

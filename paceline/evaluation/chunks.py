@@ -4,6 +4,7 @@
 
     data set     0 1 2 3 │ 4 5 6 7 │ 8 9 10        of known length: chunks of like size, neighbours to one worker
     stream       0 1 2 3 │ 4 5 6 7 │ 8 9 10 11 │ 12   every worker reads all samples; chunk c is of worker c modulo P
+    token rows   0 4 8 │ 1 5 9 │ 2 6 10 │ 3 7 11   with a carried state: all segments of some rows, to one worker
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from paceline.data.feed import KeyedDataset, LoadRequest, collated
 from paceline.data.keys import COLLATE, seed_all, seed_of
 from paceline.data.nested import default_collate
 from paceline.data.prefetch import to_device
+from paceline.data.recurrent.carried import CarriedState
+from paceline.data.recurrent.token_rows import TokenRows
 from paceline.data.source import is_stream
 from paceline.data.streams.reader import Stream
 from paceline.errors import InputError
@@ -62,18 +65,33 @@ class Chunks:
                 f"iterated over, not this {type(data).__name__}."
             )
         self.samples = len(data)
+        self._read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
 
     def of(self, rank: int, size: int) -> Iterator[Chunk]:
         """Load those of one of so many workers."""
-        return self._of_stream(rank, size) if self._is_stream else self._of_data_set(rank, size)
+        if self._is_stream:
+            return self._of_stream(rank, size)
+        if self._job.compute.carried is not None and isinstance(self._data, TokenRows):
+            return self._of_rows(self._job.compute.carried, self._data, rank, size)
+        return self._of_data_set(rank, size)
 
     def _of_data_set(self, rank: int, size: int) -> Iterator[Chunk]:
         chunks = even(self.samples, -(-self.samples // self._length))
         own = even(len(chunks), size)[rank]
-        read = KeyedDataset(self._data, self._job.settings.seed, collates=self._job.collate is not None)
         for number in own:
             samples = list(chunks[number])
-            yield self._chunk(number, len(samples), read.__getitems__(LoadRequest(_EPOCH, samples)))
+            yield self._chunk(number, len(samples), self._read.__getitems__(LoadRequest(_EPOCH, samples)))
+
+    def _of_rows(self, carried: CarriedState, data: TokenRows, rank: int, size: int) -> Iterator[Chunk]:
+        """The segments of some rows after each other, which go on from each other."""
+        parts = even(data.rows, min(self._job.order.microbatches, data.rows))
+        segments = len(data) // data.rows
+        for part in even(len(parts), size)[rank]:
+            with carried.along():
+                for segment in range(segments):
+                    samples = [segment * data.rows + row for row in parts[part]]
+                    items = self._read.__getitems__(LoadRequest(_EPOCH, samples))
+                    yield self._chunk(segment * len(parts) + part, len(samples), items)
 
     def _of_stream(self, rank: int, size: int) -> Iterator[Chunk]:
         data = self._data

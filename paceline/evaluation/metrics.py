@@ -7,7 +7,8 @@ it computes does not depend on the number of workers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ from paceline.step.job import Job
 from paceline.step.loss import Forward, described, pair_of, sum_and_count
 
 Arguments = Callable[[nn.Module, Any], tuple[Any, ...]]
+_AVAILABLE = "distributed_available_fn"
+"""By which a metric of torchmetrics asks whether there are other workers."""
 
 
 def is_object(metric: Any) -> bool:
@@ -124,12 +127,11 @@ def _arguments(forward: Forward | None, by_loss: bool) -> Arguments:
 
 def _computed(name: str, metric: Any, found: list[Any], device: torch.device) -> Any:
     """What an object computes of all that it gets."""
-    if hasattr(metric, "sync_on_compute"):  # of torchmetrics: each worker would add up what all have
-        metric.sync_on_compute = False
-    metric.reset()
-    for given in found:
-        metric.update(*to_device(given, device))
-    value = _plain(metric.compute())
+    with _alone(metric):
+        metric.reset()
+        for given in found:
+            metric.update(*to_device(given, device))
+        value = _plain(metric.compute())
     try:
         encode(value)
     except TypeError as error:
@@ -138,6 +140,24 @@ def _computed(name: str, metric: Any, found: list[Any], device: torch.device) ->
             f"tensors, or containers of these."
         ) from None
     return value
+
+
+@contextmanager
+def _alone(metric: Any) -> Iterator[None]:
+    """In which metrics of torchmetrics see no other workers: each would add up what all have."""
+    parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
+    before = [(part, vars(part)[_AVAILABLE]) for part in parts if _AVAILABLE in getattr(part, "__dict__", ())]
+    for part, _ in before:
+        setattr(part, _AVAILABLE, _no_other_workers)
+    try:
+        yield
+    finally:
+        for part, function in before:
+            setattr(part, _AVAILABLE, function)
+
+
+def _no_other_workers() -> bool:
+    return False
 
 
 def _plain(value: Any) -> Any:

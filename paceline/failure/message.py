@@ -235,8 +235,9 @@ def shown_path(path: str | Path) -> str:
 def _cure(failure: Failure, context: Context) -> str:
     cause, coordinator = failure.cause, context.coordinator
     if failure.kind == "exception" and cause is not None and cause.exception is not None:
-        line = cause.exception.line
-        return f"look at {line}; the traceback is at the end" if line else "the traceback is at the end"
+        line, notes = cause.exception.line, cause.exception.notes
+        cure = f"look at {line}; the traceback is at the end" if line else "the traceback is at the end"
+        return f"{notes.rstrip('.')}; {cure}" if notes else cure
     if failure.kind == "hang" and cause is not None:
         place = f"look at {failure.last_seen.line}" if failure.last_seen.line else "see its last output"
         more = "" if coordinator.elastic else "; with --elastic MIN:MAX the others go on without it"

@@ -43,11 +43,19 @@ _WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 
 @dataclass(frozen=True)
 class UncaughtException:
-    """An exception that nobody caught; ``line`` is where the user's code was: ``train.py:41``, or empty."""
+    """An exception that nobody caught.
+
+    Attributes:
+        type: of the exception, without its module.
+        message: of the exception.
+        line: where the user's code was: ``train.py:41``, or empty.
+        notes: that were added to it.
+    """
 
     type: str
     message: str
     line: str = ""
+    notes: str = ""
 
     @property
     def short(self) -> str:
@@ -156,7 +164,8 @@ def record_of(launch: Launch, worker: int) -> dict[str, Any]:
 
 def _by_itself(plain: WorkerReport, record: Mapping[str, Any], out_of_memory: bool) -> WorkerReport:
     exception = UncaughtException(
-        str(record["type"]).rpartition(".")[2], str(record["message"]), str(record.get("line") or "")
+        str(record["type"]).rpartition(".")[2],
+        *(str(record.get(key) or "") for key in ("message", "line", "notes")),
     )
     report = _by_exception(plain, exception)
     if out_of_memory and "killed by signal" in exception.message:

@@ -108,11 +108,19 @@ class Compute:
 
     def _loss(self, piece: Piece, step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         with self.precision(), self.keeping_weights():
-            if self.carried is None:
-                value = self.forward(self.model, piece.data)
-            else:
-                (microbatch,) = piece.microbatches
-                value = self.carried.forward(self.model, piece.data, step, microbatch)
+            try:
+                if self.carried is None:
+                    value = self.forward(self.model, piece.data)
+                else:
+                    (microbatch,) = piece.microbatches
+                    value = self.carried.forward(self.model, piece.data, step, microbatch)
+            except Exception as error:
+                error.add_note(
+                    f"This was the forward pass of {piece.samples} sample{'s' * (piece.samples > 1)} in step {step}: a "
+                    f"batch is computed in microbatches. How many samples one has follows from the settings batch and "
+                    f"microbatches."
+                )
+                raise
         return self.take(value, piece.samples)
 
     def take(self, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -91,6 +91,9 @@ class Batch:
     waited: float
     generation: int
 
+    def __len__(self) -> int:
+        return self.samples
+
 
 @sendable
 @dataclass(frozen=True)

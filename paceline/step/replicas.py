@@ -37,9 +37,9 @@ _CAUSES = {
         "worker has other samples; or an optimizer that does not do the same everywhere."
     ),
     "buffer": (
-        "The forward pass changes it behind torch's back (through .data, or as fused quantization observers do), or "
-        "code does on some ranks only, from the samples of each worker. Change it by a plain operation in the forward "
-        "pass, from the first step on, or in the loop in the same way on all workers."
+        "Either the script calls the model on some ranks only, in training mode, as to draw samples on rank 0: call it "
+        "in model.eval(), or on all ranks. Or the forward pass changes it behind torch's back, through .data or as "
+        "fused quantization observers do: change it by a plain operation, from the first step on."
     ),
     "freezing": "Call requires_grad_() alike on all workers.",
     "mode": "Call model.train() and model.eval() alike on all workers.",

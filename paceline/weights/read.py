@@ -17,8 +17,10 @@ import torch
 
 from paceline.checkpoint import load
 from paceline.checkpoint.files import reason_of
+from paceline.checkpoint.manifest import DamagedError
 from paceline.errors import CheckpointError, PacelineError
 from paceline.regular_files import open_regular
+from paceline.weights.averages import KEY
 from paceline.weights.files import SAFETENSORS, TORCH, check_package, check_suffix, file_system
 
 _INDEXES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
@@ -35,7 +37,7 @@ def read(path: Path | str, key: str | None = None) -> dict[str, torch.Tensor]:
         key: of the state_dict in a file of torch that holds more than that.
 
     Returns:
-        the tensors by name, on the host. Those of a checkpoint have the names of the model's parameters and buffers.
+        the tensors by name, on the host. Those of a checkpoint have the names of the model's ``state_dict``.
 
     Raises:
         ConfigError: the name or the key cannot be used.
@@ -55,15 +57,48 @@ def read(path: Path | str, key: str | None = None) -> dict[str, torch.Tensor]:
         raise CheckpointError(f"The weights at {path} cannot be read: {reason_of(error)}.") from error
 
 
-def of_checkpoint(path: str) -> dict[str, torch.Tensor]:
-    """The parameters and buffers in a checkpoint; in a folder with several the newest.
+def of_checkpoint(path: Path | str, *, averaged: bool = False) -> dict[str, torch.Tensor]:
+    """The weights in a checkpoint, by the names of the model's ``state_dict``; in a folder with several the newest.
+
+    Args:
+        path: of the checkpoint or the folder, or a URL.
+        averaged: take the averages (:class:`paceline.weights.averages.Averages`) of parameters that have one.
 
     Raises:
-        CheckpointError: it is none, or damaged.
+        CheckpointError: it is none, or damaged; or it has no averages.
     """
-    content = load.read(load.find(path), lambda *_: None)
-    kinds = "parameter/", "buffer/"
-    return {name.partition("/")[2]: value for name, value in content.tensors.items() if name.startswith(kinds)}
+    where = load.find(str(path))
+    if isinstance(where, Path) and where.is_file():
+        raise CheckpointError(
+            f"{where} is a file, and a checkpoint is a folder, as runs/<name>/checkpoints/step-000100."
+        )
+    content = load.read(where, lambda *_: None)
+    tensors, names = content.tensors, _names(content, where)
+    if averaged:
+        end = f"/{KEY}"
+        averages = [name for name in tensors if name.startswith("optimizer/") and name.endswith(end)]
+        if not averages:
+            raise CheckpointError(f"{where} has no averaged weights: set average='ema', or 'swa', before training.")
+        owners = {name: f"parameter/{name.removeprefix('optimizer/').removesuffix(end)}" for name in averages}
+        tensors = tensors | {owner: tensors[name].to(tensors[owner].dtype) for name, owner in owners.items()}
+    return {name: tensors[source] for name, source in names.items()}
+
+
+def converted(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
+    """The same with floating-point tensors of another type, such as ``"bfloat16"``."""
+    kind = getattr(torch, dtype)
+    return {name: value.to(kind) if value.is_floating_point() else value for name, value in weights.items()}
+
+
+def _names(content: load.Content, where: Path | str) -> dict[str, str]:
+    """The names in the ``state_dict``, and the tensor of each; an older checkpoint has those of named_parameters."""
+    known = {name for name in content.tensors if name.startswith(("parameter/", "buffer/"))}
+    names = content.manifest.state.get("names")
+    if names is None:
+        return {name.partition("/")[2]: name for name in known}
+    if not isinstance(names, dict) or not known.issuperset(names.values()):
+        raise DamagedError(f"{where} is damaged: the names of its weights are not those of its tensors.")
+    return names
 
 
 def _read_folder(path: Path, key: str | None) -> dict[str, torch.Tensor]:
@@ -80,7 +115,7 @@ def _read_folder(path: Path, key: str | None) -> dict[str, torch.Tensor]:
     for name in _SINGLE:
         if (path / name).exists():
             return _read_file(path / name, key)
-    return of_checkpoint(str(path))
+    return of_checkpoint(path)
 
 
 def _read_file(path: Path | str, key: str | None) -> dict[str, torch.Tensor]:

@@ -124,7 +124,7 @@ BEFORE_TRAINING = {
         "go(schedule=torch.optim.lr_scheduler.ReduceLROnPlateau)",
         "InputError",
         2,
-        ["ReduceLROnPlateau", "step() needs 'metrics'", "number of updates", "CosineAnnealingLR", "LambdaLR"],
+        ["ReduceLROnPlateau", "step() needs 'metrics'", "number of updates", "LambdaLR", "session.optimizer"],
     ),
     "a schedule whose steps need values": Bad(
         "class Own(torch.optim.lr_scheduler.StepLR):\n"

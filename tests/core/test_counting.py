@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -112,12 +113,27 @@ def test_a_wrong_loss_is_refused_with_what_it_seems_to_be(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["sum", "accuracy", "mean and count"])
-def test_among_random_numbers_there_is_a_warning_at_least(name: str) -> None:
+def test_among_random_numbers_too(name: str) -> None:
     loss, text = WRONG[name]
-    try:
-        (found,) = alarms(train(loss, Noisy())[0])
-    except InputError as error:
-        found = str(error)
+    with pytest.raises(InputError, match=text):
+        train(loss, Noisy())
+
+
+class NoisyByPython(nn.Module):
+    """Its random numbers are not those of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values * (1 + 0.05 * torch.tensor([[random.random()] for _ in values])))
+
+
+@pytest.mark.parametrize("name", ["sum", "mean and count"])
+def test_among_random_numbers_of_others_there_is_a_warning(name: str) -> None:
+    loss, text = WRONG[name]
+    (found,) = alarms(train(loss, NoisyByPython())[0])
     assert text in found
 
 
@@ -142,6 +158,19 @@ def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         assert train(loss, kind(), exact=exact)[1] == tried
         monkeypatch.undo()
+
+
+def test_a_compiled_model_is_compiled_after_the_trial() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    model = InPlace()
+    model.compile(backend=backend)
+    train(cross_entropy, model)
+    assert graphs
 
 
 def test_a_pipeline_finds_it_too(printed: Callable[..., list[dict[str, Any]]], tmp_path: Any) -> None:

@@ -181,3 +181,17 @@ def test_a_result_that_no_checkpoint_has_is_of_a_later_model(tmp_path: Path, cap
     assert first == last
     (said,) = [one.message for one in caplog.records if "evaluate:" in one.message]
     assert "no result of this call after step 3" in said and "the model of step 7" in said
+
+
+def test_epochs_are_numbered_as_by_range(tmp_path: Path) -> None:
+    session = start(tmp_path, 100, resume=False)
+    numbers = []
+    for end in (3, 5):
+        for epoch in session.epochs(1, end):
+            assert all(session.step(batch).applied for batch in session.batches())
+            numbers.append((epoch, session.position))
+    assert numbers == [(1, 4), (2, 8), (3, 12), (4, 16)]
+    assert list(session.epochs(3, 1)) == []
+    for wrong in (2.5, -1, True):
+        with pytest.raises(paceline.ConfigError, match=r"epochs\(.*give a whole number"):
+            session.epochs(1, wrong)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ class Port:
 
 PORTS = {
     "images": Port(most=12),
-    "vae": Port(most=12),
+    "vae": Port(most=10),
     "recurrent": Port(most=15),
     "bert": Port(most=10),
     "dcgan": Port(most=20),

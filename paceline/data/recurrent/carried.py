@@ -14,7 +14,8 @@ epoch begins without states.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,11 +52,6 @@ def takes_state(forward: Any) -> bool:
         return False
     by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
     return len([one for one in parameters if one.default is one.empty and one.kind in by_position]) > 2
-
-
-def without_state(forward: Callable[..., Any], model: nn.Module, data: Any) -> Any:
-    """The loss of a forward pass that begins without a state, as in an evaluation."""
-    return _pair_of(forward(model, data, None))[0]
 
 
 def check_rows(order: BatchOrder, data: Any) -> None:
@@ -105,6 +101,8 @@ class CarriedState:
         self._epoch = 0
         self._states: States = {}
         self._next: dict[int, tuple[int, Any]] = {}  # of each microbatch computed here, with its step
+        self._along = False
+        self._left: Any = None  # by the segment before, in an evaluation
 
     def forward(self, model: nn.Module, data: Any, step: int, microbatch: int) -> Any:
         """The forward pass of a microbatch, which may change its state in place.
@@ -122,6 +120,21 @@ class CarriedState:
         loss, following = _pair_of(self._forward(model, data, copied))
         self._next[microbatch] = step, map_tensors(torch.detach, following)
         return loss
+
+    def alone(self, model: nn.Module, data: Any) -> Any:
+        """The loss of a forward pass outside of training, which begins without a state, but for :meth:`along`."""
+        loss, following = _pair_of(self._forward(model, data, self._left))
+        self._left = following if self._along else None
+        return loss
+
+    @contextmanager
+    def along(self) -> Iterator[None]:
+        """Forward passes outside of training in here go on from each other."""
+        self._along = True
+        try:
+            yield
+        finally:
+            self._along, self._left = False, None
 
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self._device, copy=True)

@@ -137,7 +137,8 @@ def _check_steps(schedule: LRScheduler) -> None:
         raise InputError(
             f"{type(schedule).__name__} cannot be the schedule: its step() needs {' and '.join(needs)}, but "
             f"it is called without arguments, after each update. Use a schedule over the number of updates, such as "
-            f"torch.optim.lr_scheduler.CosineAnnealingLR, or LambdaLR with a function of your own."
+            f"torch.optim.lr_scheduler.CosineAnnealingLR, or LambdaLR with a function of your own; or change the rates "
+            f"of session.optimizer between two steps."
         )
 
 

@@ -8,23 +8,23 @@
     reduction="sum"                          s                2s             3s     taken for a mean
     loss, accuracy                        x, a              x, a           x, a     taken for a sum and a count
 
-A loss over pairs of samples, such as a contrastive one, does none of this, and is left alone.
+A loss over pairs of samples, such as a contrastive one, does none of this, and is left alone. Samples that are repeated
+get the random numbers of torch that they got the first time, in dropout and elsewhere.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, seed_all
-from paceline.data.nested import concatenated, leaves_in, map_tensors, rows
+from paceline.data.nested import concatenated, leaves_in, map_tensors, rows, tensors_in
 from paceline.errors import InputError
 from paceline.step.job import Job
 from paceline.step.loss import is_counted, sum_and_count
@@ -77,14 +77,19 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
         return "", False
     half = max(min(first.samples, 2), (first.samples + 1) // 2)
     part = rows(first.data, 0, half)
-    with without_trace(job) as trial, torch.no_grad(), _without_dropout(job.compute.model):
+    repeated = _Repeated()
+    eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
+    with without_trace(job) as trial, torch.no_grad(), eager:
 
         def computed(data: Any) -> tuple[float, float, bool]:
             found = _computed(job, data, step)
             trial.restore_weights()
             return found
 
-        values = [computed(concatenated([part] * times)) for times in (1, 2, 3)]
+        values = []
+        for times in (1, 2, 3):
+            with repeated.again():
+                values.append(computed(concatenated([part] * times)))
         totals, counts = [value for value, *_ in values], [count for _, count, _ in values]
         if not values[0][2]:
             return _of_scalar(job, totals)
@@ -173,14 +178,43 @@ def _has_rows(piece: Piece) -> bool:
     )
 
 
-@contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
-    """In which no dropout layer draws: their random numbers would hide what is looked for."""
-    layers = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
-    for module in layers:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in layers:
-            module.training = True
+class _Repeated(TorchDispatchMode):
+    """Records the random numbers of a forward pass; when it is made again with its samples repeated, so are these."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._drawn: list[list[torch.Tensor]] = []
+        self._number = 0
+        self._first = True
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In which a forward pass is made."""
+        self._number = 0
+        with self:
+            yield
+        self._first = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            if self._first:
+                self._drawn.append([tensor.clone() for tensor in tensors_in(result)])
+            elif self._number < len(self._drawn):
+                for tensor, before in zip(tensors_in(result), self._drawn[self._number], strict=False):
+                    _repeat(tensor, before)
+            self._number += 1
+        return result
+
+
+def _repeat(tensor: torch.Tensor, part: torch.Tensor) -> None:
+    """Fill a tensor with repetitions of one for fewer samples, if that can be."""
+    if (
+        tensor.ndim == part.ndim > 0
+        and tensor.shape[1:] == part.shape[1:]
+        and len(part)
+        and not len(tensor) % len(part)
+    ):
+        tensor.copy_(part.repeat(len(tensor) // len(part), *[1] * (part.ndim - 1)))
