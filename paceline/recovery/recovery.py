@@ -102,6 +102,7 @@ class Recovery:
             WorkerLost: the run cannot go on, or the coordinator is gone.
         """
         world, begin = self._job.world, time.perf_counter()
+        lost: list[int] = []
         while True:
             if progress is not None:
                 fault_points.reach("during recovery", progress.steps)
@@ -111,6 +112,7 @@ class Recovery:
             if isinstance(answer, Departure):
                 self._depart(answer, progress)
             agreed = time.perf_counter()
+            lost += answer.lost  # a membership that could not be joined has lost them too
             try:
                 before = world.device
                 world.join(answer)
@@ -131,18 +133,18 @@ class Recovery:
                         progress = self._go_back(everyone)
                     progress.compared = max(one.compared for one in everyone if one is not None)
                     self._share_findings()
-            except WorkerLost as lost:
-                planned, ended = False, world.worker_ids(lost.ranks)
+            except WorkerLost as error:
+                planned, ended = False, world.worker_ids(error.ranks)
                 continue
             env.set_identity(world.rank, world.size, world.local_rank, world.local_size)
             self._job.events.move(world.rank, answer.generation)
             now = time.perf_counter()
             seconds = {"agreeing": agreed - begin, "connecting": connected - agreed, "catching_up": now - connected}
-            self._record(answer, progress.steps, seconds)
+            self._record(answer, lost, progress.steps, seconds)
             return progress
 
-    def _record(self, membership: Membership, step: int, seconds: dict[str, float]) -> None:
-        launched, count = env.launch_info(), len(membership.lost)
+    def _record(self, membership: Membership, lost: Sequence[int], step: int, seconds: dict[str, float]) -> None:
+        launched, count = env.launch_info(), len(lost)
         if count and launched is not None and launched.ulfm and self._job.world.rank == 0:
             # there is no launcher to say it
             left = len(membership.members)
@@ -152,7 +154,7 @@ class Recovery:
             step=step,
             workers=[member.worker for member in membership.members],
             joined=list(membership.joined),
-            lost=list(membership.lost),
+            lost=list(lost),
             seconds=sum(seconds.values()),
             **seconds,
         )
