@@ -105,6 +105,30 @@ def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None
     check(run(PLAIN, *ELASTIC, faults=plan), undisturbed(PLAIN), 1)
 
 
+FAILS_TO_JOIN = """
+from paceline.comm.world import World
+from paceline.errors import WorkerLost
+
+join, failed = World.join, set()
+
+def join_at_the_second_try(world, membership):
+    if membership.generation == 1 and not failed:
+        failed.add(1)
+        raise WorkerLost("the others could not be reached")
+    join(world, membership)
+
+World.join = join_at_the_second_try
+"""
+
+
+def test_who_was_lost_is_told_after_a_membership_that_could_not_be_joined(run: Run, undisturbed: Any) -> None:
+    ran = run(FAILS_TO_JOIN + PLAIN, *ELASTIC, faults=faults.kill(rank=2, step=5))
+    check(ran, undisturbed(PLAIN), 2)
+    recovered = (one for one in ran.events() if one["event"] == "recovered")
+    recoveries = [(one["generation"], one["lost"]) for one in recovered if one["lost"]]
+    assert recoveries == [(2, [2]), (2, [2])]
+
+
 def test_a_kill_beside_processes_that_load(run: Run, undisturbed: Any) -> None:
     check(run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6), LOADERS="1"), undisturbed(MORE), 2)
 
