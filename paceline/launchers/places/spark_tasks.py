@@ -156,11 +156,8 @@ def run_agent(task: Task, rows: Iterator[int]) -> Iterator[tuple[int, int]]:
     order = sorted(tuple(json.loads(one)) for one in context.allGather(json.dumps([host, own, port])))
     first, leader, port = order[0]
     number = [one for _, one, _ in order].index(own)
-    gpus = context.resources().get("gpu")
-    variables = {name: value for name, value in env.inherited().items() if name not in _OF_SPARK}
-    variables.update(task.environment)
-    if gpus is not None:
-        variables.setdefault("CUDA_VISIBLE_DEVICES", ",".join(gpus.addresses))
+    inherited = {name: value for name, value in env.inherited().items() if name not in _OF_SPARK}
+    variables = {**inherited, **_gpus_of(context), **task.environment}
     command = [sys.executable, *(word.replace(MEETING, f"{first}:{port}") for word in task.command[1:])]
     if number and context.allGather("")[leader] != _LISTENS:
         return
@@ -201,10 +198,14 @@ def run_slot(agent: Agent, folder: str, rows: Iterator[int]) -> Iterator[tuple[s
     if lacking := [*missing_files([folder], rows)]:
         yield socket.gethostname(), StartError.exit_code, lacking[0]
         return
-    context = TaskContext.get()
-    gpus = context.resources().get("gpu") if context is not None else None
-    seen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
-    yield socket.gethostname(), *run_here(agent.command, {**seen, **agent.environment}, folder)
+    variables = {**_gpus_of(TaskContext.get()), **agent.environment}
+    yield socket.gethostname(), *run_here(agent.command, variables, folder)
+
+
+def _gpus_of(context: Any) -> dict[str, str]:
+    """What makes an agent see the GPUs that Spark gives its task, and no others."""
+    gpus = context.resources().get("gpu")
+    return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
 
 
 def _to_driver(task: Task, number: int, machine: str, stream: str) -> Connection[Any, Any]:
