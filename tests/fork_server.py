@@ -250,6 +250,7 @@ def _code_of(call: Callable[[], object]) -> int:
 
 def _report(error: BaseException) -> None:
     """Call the hook for what nobody has caught; what goes wrong in it is printed, as Python does."""
+    sys.last_value = error  # as Python does
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except BaseException:  # noqa: BLE001 - a handler of signals may raise anything

@@ -22,7 +22,15 @@ _TAIL_LINES = 30
 _LONGEST_TRACEBACK = 500
 _TAIL_BYTES = 64 * 1024
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
-_CUT_OFF = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
+_CUT_OFF = (
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused"),
+    *(
+        "has left: its process ended",
+        "has called shutdown",
+        "has ended by ",
+        "has failed: rank ",
+    ),  # of paceline.horovod
+)
 _KINDS = {
     "ConfigError": "settings",
     "InputError": "input",

@@ -29,7 +29,6 @@ from paceline.horovod.waits import BLOCKED_SECONDS, EXPLAIN_SECONDS, Waits, say
 
 PLAN = "plan"
 _LEFT = "has left: its process ended"
-_SHUTDOWN = "has called shutdown"
 _OPERATIONS: dict[str, Callable[[Members, Item, Task], None]] = {
     "allgather": operations.allgather,
     "alltoall": operations.alltoall,
@@ -72,7 +71,7 @@ class Engine:
         self._cache: dict[Key, tuple[int, Request]] = {}
         self._keys: dict[int, Key] = {}
         self._unnamed: defaultdict[Key, itertools.count[int]] = defaultdict(itertools.count)
-        self._closing = False
+        self._closing = ""
         self._quiet_since = time.monotonic()
         self._departed = threading.Event()
         self._interrupted = ""
@@ -138,9 +137,9 @@ class Engine:
         self._interrupted = why
         self._links.wake()
 
-    def close(self) -> None:
-        """Leave the others, who are told; what is under way fails."""
-        self._closing = True
+    def close(self, why: str) -> None:
+        """Leave the others, who are told why; what is under way fails."""
+        self._closing = why
         self._links.wake()
         self._departed.wait()
         for plan in self.plans():
@@ -156,17 +155,18 @@ class Engine:
     # on the thread
 
     def _run(self) -> None:
-        why = f"Rank {self.rank} has called shutdown."
+        why = ""
         try:
             while not self._closing:
                 self._turn()
+            why = f"Rank {self.rank} {self._closing}."
             if self._is_needed():
-                self._lost(0, _SHUTDOWN)
+                self._lost(0, self._closing)
                 self._fail(why)
                 self._departed.set()
             while self._is_needed():
                 self._turn()
-            self._links.send_all({"type": "bye", "why": _SHUTDOWN}, self.settings.start_seconds)
+            self._links.send_all({"type": "bye", "why": self._closing}, self.settings.start_seconds)
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             why = str(error) if isinstance(error, HorovodInternalError) else f"{type(error).__name__}: {error}"
             self._links.send_all({"type": "bye", "why": f"has failed: {why}"}, self.settings.start_seconds)
@@ -357,7 +357,11 @@ class Engine:
         return operations.open_group(ranks, self.rank, self.settings.deadline_seconds)
 
     def _look_at_waits(self) -> None:
-        """Tell rank 0 of long waits that it does not know of."""
+        """Tell rank 0 of long waits that it does not know of; it ends those that take too long, if it can."""
+        if self._negotiation is None:
+            with self._lock:
+                pending = list(self._pending.values())
+            self.waits.give_up(pending)
         message = self.waits.news()
         if message is None:
             return

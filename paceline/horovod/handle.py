@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -22,12 +23,14 @@ class Handle:
     Attributes:
         request: what was asked for.
         task: its tensors and results.
+        since: when it was asked for.
         value: a result that is no tensor: the last rank of a join, the number of a process set, a process group; of
             ``allgather`` and ``alltoall`` the rows of each member.
     """
 
     def __init__(self, request: Request, task: Task, on_wait: Callable[[Handle], None]) -> None:
         self.request, self.task, self._on_wait = request, task, on_wait
+        self.since = time.monotonic()
         self.value: Any = None
         self._error: str = ""
         self._done = threading.Event()

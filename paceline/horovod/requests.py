@@ -66,7 +66,7 @@ def from_json(values: list[Any]) -> Request:
 REFUSED = "refused"
 """The kind of a request that its own worker has found wrong."""
 _COMPARED = ("kind", "op", "dtypes", "root", "prescale", "postscale", "detail")
-_WORDS = {"dtypes": "type", "op": "reduction", "root": "root rank", "shapes": "shape", "set": "process set"}
+_WORDS = {"dtypes": "type", "op": "reduction", "root": "root rank", "shapes": "shape", "detail": "arguments"}
 _FIRST_DIFFERS = ("allgather", "alltoall")
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +26,8 @@ from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.settings import HorovodSettings, read_settings
 from paceline.recovery.generations import Generations
 
+_LONGEST_TEXT = 1000
+"""Characters of an error that the others are told."""
 _engine: Engine | None = None
 _left: list[Engine] = []
 _host = LOOPBACK
@@ -166,17 +170,23 @@ def shutdown() -> None:
 
     Process sets without rank 0 go on: it keeps their table until they have left, at the end of its process at least.
     """
+    _shut_down("has called shutdown")
+
+
+def _shut_down(why: str) -> None:
     global _engine
     if _engine is not None:
-        _engine.close()
+        _engine.close(why)
         forget(_engine)
         _left.append(_engine)
         _engine = None
 
 
 def _leave() -> None:
-    """At the end of the process."""
-    shutdown()
+    """At the end of the process; Python has printed the exception that ends it, if one does."""
+    error = getattr(sys, "last_value", None)
+    text = "" if error is None else traceback.format_exception_only(error)[0].strip()
+    _shut_down(f"has ended by {text[:_LONGEST_TEXT]}" if text else "has called shutdown")
     for one in _left:
         one.serve()
 

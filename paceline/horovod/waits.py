@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from paceline.comm.rendezvous.env_init import reason_of
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.handle import Handle
+from paceline.horovod.negotiation import JOIN
 from paceline.horovod.requests import Key
 from paceline.horovod.settings import HorovodSettings
 from paceline.horovod.timeline import Timeline, open_timeline
@@ -19,6 +20,8 @@ EXPLAIN_SECONDS = 2.0
 """How long to wait for the news of who left, before an error is raised without it."""
 BLOCKED_SECONDS = 1.0
 """How long the script must have waited for an operation before rank 0 hears of it."""
+_ANSWER_SECONDS = 10.0
+"""How long after the deadline rank 0 may be busy before it is taken for stopped."""
 _LOOK_SECONDS = 0.01
 
 
@@ -74,6 +77,20 @@ class Waits:
             return None
         self.blocked = None
         return None if handle.done() else handle.request.key
+
+    def give_up(self, pending: Iterable[Handle]) -> None:
+        """Do not wait for ever for rank 0, which has a deadline for all waits but those in a join.
+
+        Raises:
+            HorovodInternalError: it has let the deadline of an operation pass: it, or its machine, is stopped.
+        """
+        limit = time.monotonic() - self._settings.deadline_seconds - _ANSWER_SECONDS
+        late = [one for one in pending if one.since < limit and one.request.kind != JOIN]
+        if late:
+            raise HorovodInternalError(
+                f"Rank {self.rank}: rank 0, which ends waits, has not answered for "
+                f"{time.monotonic() - late[0].since:.0f} s: it is stopped, or cannot be reached."
+            )
 
     def record(self, path: str, mark_cycles: bool = False) -> None:
         """Record operations in a file from now on, in no other; without a path in none. Only rank 0 does.

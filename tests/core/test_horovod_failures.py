@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import paceline.horovod.torch as hvd
+from paceline.horovod.handle import Handle
 from paceline.horovod.negotiation import Negotiation
+from paceline.horovod.operations import Task
 from paceline.horovod.requests import GLOBAL, Request
+from paceline.horovod.settings import read_settings
+from paceline.horovod.waits import Waits
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]
@@ -53,6 +59,13 @@ refused(lambda: hvd.broadcast(ones(2), root_rank=size), "root rank", kind=ValueE
 refused(lambda: hvd.allreduce(ones(2), process_set=hvd.ProcessSet([0])), "not added", kind=ValueError)
 refused(lambda: hvd.allreduce(ones(2), process_set=[0], name="w"), f"Rank {rank}", "'w'", "ProcessSet", kind=ValueError)
 refused(lambda: hvd.reducescatter(torch.tensor(1.0)), "no dimension", kind=ValueError)
+refused(lambda: hvd.allreduce(torch.tensor([True])), "truth values", "hvd.Max", kind=ValueError)
+refused(lambda: hvd.allreduce(ones(2, device="meta") if odd else ones(2), name="z"), "rank 1", "z", "meta device")
+refused(lambda: hvd.synchronize(hvd.sparse_allreduce_async(ones(2 + rank).to_sparse(), "s", hvd.Sum)),
+        "'s.values' differs in its arguments", "shape [2] on rank 0", "shape [3] on rank 1")
+refused(lambda: hvd.sparse_allreduce_async(ones(2).to_sparse(), "s", hvd.Max), "'s'", "not for Max", kind=ValueError)
+refused(lambda: hvd.synchronize(3), "synchronize(3)", "handle", kind=TypeError)
+refused(lambda: hvd.poll(None), "poll(None)", "handle", kind=TypeError)
 for _ in range(3):  # the same name again, at once
     refused(lambda: hvd.allgather("text" if odd else ones(2), name="z"), "rank 1", "'z'" if odd else "z", "a str")
     refused(lambda: hvd.broadcast_(ones(2).to_sparse() if odd else ones(2), 0, name="z"), "rank 1", "z", "sparse_coo")
@@ -201,11 +214,26 @@ def test_a_rank_that_stops_in_fixed_buckets_is_named(ranks: Run, tmp_path: Path)
     assert second.late
 
 
+def test_a_stopped_rank_0_does_not_hold_the_others() -> None:
+    """Waits in a join, for which there is no deadline, stay."""
+    waits = Waits(1, replace(read_settings(), deadline_seconds=0.0), lambda: None)
+    call, join = (Handle(Request(GLOBAL, "x", kind), Task([], []), waits.block) for kind in ("allreduce", "join"))
+    waits.give_up([call, join])
+    call.since = join.since = time.monotonic() - 20.0
+    waits.give_up([join])
+    with pytest.raises(hvd.HorovodInternalError, match=r"Rank 1: rank 0, .* has not answered for 20 s: it is stopped"):
+        waits.give_up([join, call])
+
+
 def test_a_rank_that_leaves_is_named(ranks: Run, tmp_path: Path) -> None:
     for last in (1, 10):  # before there is a plan, and with one
-        for way, why in (("sys.exit(0)", "has called shutdown"), ("import os; os._exit(7)", "has left")):
+        for way, code, why in (
+            ("sys.exit(0)", 0, "has called shutdown"),
+            ("import os; os._exit(7)", 7, "has left"),
+            ("raise KeyError('no such thing')", 1, "has ended by KeyError: 'no such thing'"),
+        ):
             script = HEAD + LEAVES.replace("LAST", str(last)).replace("WAY", way)
-            first, second = ranks(script, 2, tmp_path / f"{last}{why[-4:]}", deadline=120)
-            assert second.code == (0 if "exit(0)" in way else 7), second
+            first, second = ranks(script, 2, tmp_path / f"{last}{code}", deadline=120)
+            assert second.code == code, second
             assert first.code == 1 and f"rank 1 {why}" in first.err, first
             assert ("HorovodInternalError" in first.err and "weight" in first.err) or "bias" in first.err, first

@@ -101,6 +101,17 @@ def test_a_connection_that_was_closed_is_no_cause(scenario: Scenario) -> None:
     assert scenario.lines()[0] == "rank 1: was killed by signal 9 (SIGKILL)"
 
 
+@pytest.mark.parametrize(
+    "why",
+    ["has left: its process ended.", "has called shutdown.", "has ended by ValueError: bad.", "has failed: Rank 1: x"],
+)
+def test_an_operation_of_horovod_that_lost_a_rank_is_no_cause(scenario: Scenario, why: str) -> None:
+    scenario.reports(0, "HorovodInternalError", f"allreduce 'x': rank 1 {why}", 0.5).reports(
+        1, "ValueError", "bad", 1.0
+    )
+    assert scenario.lines()[0] == "rank 1: ValueError: bad (train.py:41)"
+
+
 def test_a_closed_connection_alone_is_the_cause(scenario: Scenario) -> None:
     scenario.reports(0, "RuntimeError", "Connection closed by peer", 0.5).reports(1, "RuntimeError", "broken pipe", 1.0)
     assert scenario.lines()[0] == "rank 0: RuntimeError: Connection closed by peer (train.py:41)"

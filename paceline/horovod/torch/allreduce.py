@@ -16,9 +16,9 @@ from paceline.horovod.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.requests import GLOBAL
 from paceline.horovod.torch.compression import Compression, Compressor, compress_all
-from paceline.horovod.torch.gathering import allgather_async
+from paceline.horovod.torch.gathering import allgather_part
 from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
-from paceline.horovod.torch.requests import Adasum, Average, reduction_of, submit
+from paceline.horovod.torch.requests import Adasum, Average, Sum, reduction_of, submit
 
 
 def _start(
@@ -188,10 +188,17 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Any, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start to add up sparse tensors, by gathering their entries; gives what waits for the sum, or the mean."""
+    """Start to add up sparse tensors, by gathering their entries; gives what waits for the sum, or the mean.
+
+    Raises:
+        ValueError: neither ``Average`` nor ``Sum``.
+    """
+    if op not in (Average, Sum):
+        raise ValueError(f"sparse_allreduce of {name!r} is for hvd.Average and hvd.Sum, not for {op}.")
     tensor = tensor.coalesce()
-    indices = allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
+    described = f"{op} of a sparse tensor of shape {list(tensor.shape)}"
+    indices = allgather_part(tensor.indices().t().contiguous(), f"{name}.indices", process_set, described)
+    values = allgather_part(tensor.values().contiguous(), f"{name}.values", process_set, described)
 
     def finish() -> torch.Tensor:
         found = values.results()

@@ -14,8 +14,10 @@ from paceline.horovod.torch.handles import Operation, Tensors, differentiated, l
 from paceline.horovod.torch.requests import Average, full_name, number_of, refuse, submit
 
 
-def _start_gather(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> Handle:
-    return submit("allgather", tensors, [None] * len(tensors), name, process_set, grouped)
+def _start_gather(
+    tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False, detail: str = ""
+) -> Handle:
+    return submit("allgather", tensors, [None] * len(tensors), name, process_set, grouped, detail=detail)
 
 
 def _gathered(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> list[torch.Tensor]:
@@ -46,6 +48,11 @@ def allgather_async(
 ) -> Operation:
     """Start :func:`allgather`; the handle is for ``poll`` and ``synchronize``."""
     return Operation(_start_gather([tensor], name, process_set), single=True)
+
+
+def allgather_part(tensor: torch.Tensor, name: str, process_set: ProcessSet, detail: str) -> Operation:
+    """Start to gather a part of something that all members must describe alike."""
+    return Operation(_start_gather([tensor], name, process_set, detail=detail), single=True)
 
 
 def allgather(

@@ -30,7 +30,13 @@ class Operation:
 
 
 def poll(handle: Operation) -> bool:
-    """Whether :func:`synchronize` would return at once."""
+    """Whether :func:`synchronize` would return at once.
+
+    Raises:
+        TypeError: it is no handle.
+    """
+    if not isinstance(handle, Operation):
+        raise _no_handle("poll", handle)
     return handle.handle.done()
 
 
@@ -39,8 +45,17 @@ def synchronize(handle: Any) -> Any:
 
     Raises:
         HorovodInternalError: it has failed.
+        TypeError: it is no handle.
     """
-    return handle.results() if isinstance(handle, Operation) else handle()
+    if isinstance(handle, Operation):
+        return handle.results()
+    if not callable(handle):
+        raise _no_handle("synchronize", handle)
+    return handle()
+
+
+def _no_handle(called: str, given: Any) -> TypeError:
+    return TypeError(f"hvd.{called}({given!r}): give the handle that an operation ending in _async has returned.")
 
 
 class _Differentiated(torch.autograd.Function):

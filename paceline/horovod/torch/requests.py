@@ -116,16 +116,26 @@ def refuse(running: Engine, request: Request, why: str) -> None:
 
 def _wrong(request: Request, tensors: Sequence[torch.Tensor], members: int) -> str:
     for tensor in tensors:
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.layout != torch.strided:
-            return f"a tensor of type {tensor.dtype} and layout {tensor.layout} is not supported."
-        if not tensor.is_contiguous():
-            return f"a tensor of shape {list(tensor.shape)} is not contiguous: give tensor.contiguous()."
-        if request.kind in ("allgather", "alltoall", "reducescatter") and tensor.dim() == 0:
-            return "the tensor has no dimension: it needs a first one."
+        if text := _wrong_tensor(request, tensor):
+            return text
     if request.kind == "broadcast" and request.root < 0:
         return f"there is no root rank {request.root}."
     if request.kind == "alltoall":
         rows = tensors[0].shape[0]
         if len(request.splits) != members or min(request.splits) < 0 or sum(request.splits) > rows:
             return f"splits {list(request.splits)} do not divide {rows} rows among {members} members."
+    return ""
+
+
+def _wrong_tensor(request: Request, tensor: torch.Tensor) -> str:
+    if str(tensor.dtype).removeprefix("torch.") not in DTYPES or tensor.layout != torch.strided:
+        return f"a tensor of type {tensor.dtype} and layout {tensor.layout} is not supported."
+    if tensor.is_meta:
+        return "a tensor on the meta device has no values."
+    if tensor.dtype == torch.bool and request.op == Average:
+        return "there is no mean of truth values: give op=hvd.Sum, hvd.Min or hvd.Max."
+    if not tensor.is_contiguous():
+        return f"a tensor of shape {list(tensor.shape)} is not contiguous: give tensor.contiguous()."
+    if request.kind in ("allgather", "alltoall", "reducescatter") and tensor.dim() == 0:
+        return "the tensor has no dimension: it needs a first one."
     return ""
