@@ -124,14 +124,7 @@ class Recovery:
                     self._undo_warm_up()
                     progress = self._begin()
                 else:
-                    everyone = world.gather(progress, RE_FORMING)
-                    self._state.keeps_script = progress is not None  # its script has come further since the last step
-                    if assemble(self._job, everyone):
-                        progress = None if progress is None else replace(progress, holds=None)
-                        progress = self._catch_up(everyone, progress)
-                    else:
-                        progress = self._go_back(everyone)
-                    progress.compared = max(one.compared for one in everyone if one is not None)
+                    progress = self._same_state(progress)
                     self._share_findings()
             except WorkerLost as error:
                 planned, ended = False, world.worker_ids(error.ranks)
@@ -158,6 +151,18 @@ class Recovery:
             seconds=sum(seconds.values()),
             **seconds,
         )
+
+    def _same_state(self, progress: Progress | None) -> Progress:
+        """Bring all members to the state of the furthest, or if it is lost to a checkpoint; return the progress."""
+        everyone = self._job.world.gather(progress, RE_FORMING)
+        self._state.keeps_script = progress is not None  # its script has come further since the last step
+        if assemble(self._job, everyone):
+            progress = None if progress is None else replace(progress, holds=None)
+            progress = self._catch_up(everyone, progress)
+        else:
+            progress = self._go_back(everyone)
+        progress.compared = max(one.compared for one in everyone if one is not None)
+        return progress
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
         """Send the state of the furthest workers to those behind them; return the progress of this worker."""
