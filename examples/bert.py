@@ -1,7 +1,6 @@
 """A small BERT learns whether a word is in a text, on many workers: paceline run -n 2 bert.py"""
 
 import argparse
-from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -67,8 +66,9 @@ def accuracy(model, batch):
 
 train, test = [example(number) for number in range(480)], [example(number) for number in range(120)]
 model = Bert()
-optimizer = partial(torch.optim.AdamW, lr=args.lr)
-session = paceline.start(model=model, optimizer=optimizer, forward=loss_of, data=train, collate=pad, batch=args.batch)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+given = {"data": train, "collate": pad, "batch": args.batch}
+session = paceline.start(model=model, optimizer=lambda model: optimizer, forward=loss_of, **given)
 for epoch in session.epochs(args.epochs):
     train_loss = 0
     for batch in session.batches():

@@ -50,10 +50,8 @@ def draw(count):
     return netG(torch.randn(count, NOISE, 1, 1, device=next(netG.parameters()).device))
 
 
-def optimizers(model):
-    optimizerD = optim.Adam(netD.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
-    optimizerG = optim.Adam(netG.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
-    return {"D": optimizerD, "G": optimizerG}
+optimizerD = optim.Adam(netD.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
+optimizerG = optim.Adam(netG.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
 
 
 def loss_of_D(model, batch):  # real pictures are 1, others 0
@@ -67,8 +65,9 @@ def loss_of_G(model, batch):  # its pictures are to be taken for real ones
 
 model = nn.ModuleDict({"D": netD, "G": netG})
 losses = {"D": loss_of_D, "G": loss_of_G}
+optimizers = {"D": optimizerD, "G": optimizerG}
 given = {"data": train_set, "batch": args.batch_size}
-session = paceline.start(model=model, optimizer=optimizers, forward=losses, **given)
+session = paceline.start(model=model, optimizer=lambda model: optimizers, forward=losses, **given)
 for epoch in session.epochs(args.epochs):
     total_D = total_G = 0
     for batch in session.batches():

@@ -41,10 +41,10 @@ class Net(nn.Module):
 
 model = Net()
 criterion = nn.CrossEntropyLoss()
-optimizer = partial(optim.SGD, lr=args.lr, momentum=0.9, weight_decay=5e-4)
+optimizer = optim.SGD(model.parameters(), lr=args.lr, momentum=0.9, weight_decay=5e-4)
 scheduler = partial(StepLR, step_size=-(-len(train_set) // args.batch_size), gamma=0.7)  # in steps
-given = {"data": train_set, "batch": args.batch_size}
-session = paceline.start(model=model, optimizer=optimizer, schedule=scheduler, loss=criterion, **given)
+given = {"data": train_set, "batch": args.batch_size, "schedule": scheduler}
+session = paceline.start(model=model, optimizer=lambda model: optimizer, loss=criterion, **given)
 print = session.print
 
 

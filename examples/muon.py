@@ -24,13 +24,11 @@ def accuracy(output, target):
     return (output.argmax(dim=1) == target).float().mean()
 
 
-def optimizers(parameters):
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    rest = [parameter for parameter in parameters if parameter.ndim != 2]
-    return [Muon(matrices, lr=0.02), AdamW(rest, lr=3e-3)]
-
-
-session = paceline.start(model=model, optimizer=optimizers, loss=cross_entropy, data=train_set, batch=64)
+parameters = list(model.parameters())
+matrices = [parameter for parameter in parameters if parameter.ndim == 2]
+rest = [parameter for parameter in parameters if parameter.ndim != 2]
+optimizers = [Muon(matrices, lr=0.02), AdamW(rest, lr=3e-3)]
+session = paceline.start(model=model, optimizer=lambda model: optimizers, loss=cross_entropy, data=train_set, batch=64)
 for epoch in session.epochs(args.epochs):
     train_loss = 0
     for batch in session.batches():

@@ -40,12 +40,12 @@ class Port:
 
 
 PORTS = {
-    "images": Port(most=12),
+    "images": Port(most=11),
     "vae": Port(most=10),
     "recurrent": Port(most=15),
-    "bert": Port(most=10),
-    "dcgan": Port(most=20),
-    "muon": Port(most=10),
+    "bert": Port(most=9),
+    "dcgan": Port(most=18),
+    "muon": Port(most=8),
 }
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this PyTorch has no Muon")
