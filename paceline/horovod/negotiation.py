@@ -194,6 +194,7 @@ class Negotiation:
             first = first._replace(root=self._add_set(first.splits))
         elif first.kind == REMOVE_SET:
             self.sets.pop(first.root, None)
+            self._complete += [waiting for waiting in self._entries if waiting[0] == first.root]  # they fail
         return Item(first, number, rows, new)
 
     def _add_set(self, ranks: tuple[int, ...]) -> int:

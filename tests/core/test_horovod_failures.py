@@ -12,7 +12,7 @@ import torch
 
 import paceline.horovod.torch as hvd
 from paceline.horovod.handle import Handle
-from paceline.horovod.negotiation import Negotiation
+from paceline.horovod.negotiation import REMOVE_SET, Negotiation
 from paceline.horovod.operations import Task
 from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.settings import read_settings
@@ -191,6 +191,16 @@ def test_who_can_go_on_is_not_failed() -> None:
     assert "rank 1 waited for rank 0 in allreduce 'x', rank 2 in join, which" in other
     asked(0, "x"), table.block(1, (GLOBAL, "x"))
     assert not errors()  # what rank 1 has waited for was another x
+
+
+def test_who_waits_in_a_process_set_that_is_removed_is_told() -> None:
+    table = Negotiation(3, threshold=16, capacity=8)
+    table.sets[1] = (0, 1)
+    table.submit(0, Request(1, "x", "allreduce"), 0.0)
+    for rank in range(3):
+        table.submit(rank, Request(GLOBAL, REMOVE_SET, REMOVE_SET, root=1, detail="1"), 0.0)
+    removed, failed = table.take_ready()
+    assert not removed.error and "'x': there is no process set 1; it was removed" in failed.error
 
 
 STOPS = """
