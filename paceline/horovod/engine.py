@@ -247,7 +247,18 @@ class Engine:
         elif kind == "news":
             self.waits.learn(message)
         elif kind == "waits" and self._negotiation is not None:
-            _note_waits(self._negotiation, rank, message)
+            self._note_waits(self._negotiation, rank, message)
+
+    def _note_waits(self, negotiation: Negotiation, rank: int, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        for name, set_, seconds in message["begun"]:
+            negotiation.wait_outside(rank, name, set_, now - seconds)
+        for name in message["ended"]:
+            negotiation.end_wait(rank, name)
+        if message["blocked"]:
+            negotiation.block(rank, tuple(message["blocked"]))
+        if rank != 0:  # it then knows that this process is not stopped
+            self._links.send(rank, {"type": "news", "gone": [], "stalled": {}}, self.settings.deadline_seconds)
 
     def _lost(self, rank: int, why: str) -> None:
         if rank in self.waits.gone:
@@ -360,8 +371,7 @@ class Engine:
         """Tell rank 0 of long waits that it does not know of; it ends those that take too long, if it can."""
         if self._negotiation is None:
             with self._lock:
-                pending = list(self._pending.values())
-            self.waits.give_up(pending)
+                self.waits.give_up(self._pending.values())
         message = self.waits.news()
         if message is None:
             return
@@ -388,13 +398,3 @@ class Engine:
             left, self._pending, self._submitted = list(self._pending.values()), {}, []
         for handle in left:
             handle.end(f"{handle.request.words}: {why}")
-
-
-def _note_waits(negotiation: Negotiation, rank: int, message: dict[str, Any]) -> None:
-    now = time.monotonic()
-    for name, set_, seconds in message["begun"]:
-        negotiation.wait_outside(rank, name, set_, now - seconds)
-    for name in message["ended"]:
-        negotiation.end_wait(rank, name)
-    if message["blocked"]:
-        negotiation.block(rank, tuple(message["blocked"]))

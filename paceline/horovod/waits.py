@@ -50,6 +50,7 @@ class Waits:
         self.blocked: tuple[Handle, float] | None = None
         self._begun: dict[str, tuple[float, int, bool]] = {}
         self._ended: list[str] = []
+        self._asked: float | None = None
         self._lock = threading.Lock()
 
     def waiting(self, name: str, set_: int) -> None:
@@ -105,7 +106,8 @@ class Waits:
             self.timeline = open_timeline(path, mark_cycles)
 
     def learn(self, news: dict[str, Any]) -> None:
-        """Take the news of rank 0: who is gone, and what stalls."""
+        """Take the news of rank 0: who is gone, and what stalls; none is its answer to news from here."""
+        self._asked = None
         self.gone.update(dict(news["gone"]))
         self.stalled.update(news["stalled"])
 
@@ -119,13 +121,17 @@ class Waits:
         with self._lock:
             ended, self._ended = self._ended, []
         blocked = self._new_block()
-        return (
-            {"type": "waits", "begun": begun, "ended": ended, "blocked": blocked} if begun or ended or blocked else None
-        )
+        if not (begun or ended or blocked):
+            return None
+        if self.rank != 0 and self._asked is None:
+            self._asked = now
+        return {"type": "waits", "begun": begun, "ended": ended, "blocked": blocked}
 
     def explain(self, what: str, name: str, error: RuntimeError) -> HorovodInternalError:
         """The error of an operation that has failed, with who left or is missing."""
         why = "; ".join(f"rank {rank} {why}" for rank, why in self.gone.items()) or self.stalled.get(name)
+        if not why and self._asked is not None:
+            why = f"rank 0 has not answered for {time.monotonic() - self._asked:.0f} s: {reason_of(error)}"
         return HorovodInternalError(f"Rank {self.rank}: {what} failed: {why or reason_of(error)}")
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:

@@ -235,6 +235,16 @@ def test_a_stopped_rank_0_does_not_hold_the_others() -> None:
         waits.give_up([join, call])
 
 
+def test_a_rank_0_that_answers_nothing_is_named_where_a_wait_fails() -> None:
+    waits = Waits(1, replace(read_settings(), stall_seconds=1e-9), lambda: None)
+    timed_out = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
+    waits.waiting("weight", GLOBAL)
+    assert waits.news()
+    assert "failed: rank 0 has not answered for 0 s: Timed" in str(waits.explain("allreduce", "weight", timed_out))
+    waits.learn({"gone": [], "stalled": {}})
+    assert "rank 0" not in str(waits.explain("allreduce", "weight", timed_out))
+
+
 def test_a_rank_that_leaves_is_named(ranks: Run, tmp_path: Path) -> None:
     for last in (1, 10):  # before there is a plan, and with one
         for way, code, why in (
