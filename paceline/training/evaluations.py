@@ -76,18 +76,19 @@ class Evaluations:
         return found.value
 
     def _predict(self, call: Call, number: int, measure: Measure, data: Any, everywhere: bool, found: _Found) -> None:
-        workers, world = self._workers, self._job.world
+        workers, job = self._workers, self._job
         while number >= workers.progress.predictions.get(call, 0):
             self._steps.meet("predicting")
             self._warn_of_past(_PAST, call)
-            result = evaluate(self._job, workers.progress.steps, measure, data, "predict", everywhere=everywhere)
-            found.value, found.known = result[0], True
+            wanted = everywhere or job.world.rank == 0
+            result = evaluate(job, workers.progress.steps, measure, data, "predict", everywhere=everywhere)
+            found.value, found.known = result[0], wanted
             workers.progress.predictions[call] = workers.progress.predictions.get(call, 0) + 1
             self._steps.follow(result[1])
-        if not found.known and (everywhere or world.rank == 0):
+        if not found.known and (everywhere or job.world.rank == 0):  # it has come later, or has been another rank
             self._warn_of_past(_PAST, call)
             workers.activity.begin("predicting", busy=True)
-            found.value, found.known = evaluate_alone(self._job, measure, data, "predict"), True
+            found.value, found.known = evaluate_alone(job, measure, data, "predict"), True
         workers.activity.begin("in the script")
 
     def _warn_of_past(self, text: str, call: Call) -> None:
