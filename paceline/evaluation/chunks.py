@@ -59,12 +59,14 @@ class Chunks:
         self.samples = 0
         if self._is_stream:
             return
-        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__") or len(data) == 0:
+        if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
             raise InputError(
-                f"{what} needs a data set with a length, items by number, and at least one sample, or one that can be "
-                f"iterated over, not this {type(data).__name__}."
+                f"{what} needs a data set with a length and items by number, or one that can be iterated over, not "
+                f"this {type(data).__name__}."
             )
         self.samples = len(data)
+        if self.samples == 0:
+            raise InputError(f"{what}: the data set, a {type(data).__name__}, has no samples (its length is 0).")
         self._read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
 
     def of(self, rank: int, size: int) -> Iterator[Chunk]:

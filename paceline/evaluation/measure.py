@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from paceline import fault_points
+from paceline.comm.values import encode
 from paceline.data.nested import tensors_in
-from paceline.errors import DisagreementError
+from paceline.errors import DisagreementError, InputError
 from paceline.evaluation.chunks import Chunks
 from paceline.step.job import Job
 from paceline.step.replicas import difference, digests, frozen
@@ -57,7 +58,7 @@ def evaluate(
     world = job.world
     chunks = Chunks(job, data, what)
     sums = digests(job) if job.settings.exact and world.size > 1 else frozen(job)
-    own = _computed(job, measure, chunks, world.rank, world.size)
+    own = _computed(job, measure, chunks, world.rank, world.size, what)
     fault_points.reach("in evaluate", steps)
     parcels = _parcels(own)
     said = world.gather((parcels[0], len(parcels), chunks.samples, world.notice(), sums), what)
@@ -78,22 +79,39 @@ def evaluate(
 
 def evaluate_alone(job: Job, measure: Measure, data: Any, what: str) -> Any:
     """The same on this worker alone: the others have done so before."""
-    return _combined(measure, _computed(job, measure, Chunks(job, data, what), 0, 1))
+    return _combined(measure, _computed(job, measure, Chunks(job, data, what), 0, 1, what))
 
 
 def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
     return measure.combine([value for _, value in sorted(found, key=lambda one: one[0])])
 
 
-def _computed(job: Job, measure: Measure, chunks: Chunks, rank: int, size: int) -> list[tuple[int, Any]]:
-    """What each chunk of this worker contributes, with its number."""
+def _computed(job: Job, measure: Measure, chunks: Chunks, rank: int, size: int, what: str) -> list[tuple[int, Any]]:
+    """What each chunk of this worker contributes, with its number.
+
+    Raises:
+        InputError: it cannot be sent; also where there is nobody to send it to, as others may come.
+    """
     compute, found = job.compute, []
     with _evaluating(job):
         for number, samples, data in chunks.of(rank, size):
             with compute.precision(), compute.keeping_weights():
                 found.append((number, measure.compute(compute.model, data, samples)))
             compute.buffers.put_all_back()
+            if len(found) == 1:
+                _check_sendable(found[0][1], what)
     return found
+
+
+def _check_sendable(contribution: Any, what: str) -> None:
+    try:
+        encode(contribution)
+    except TypeError as error:
+        raise InputError(
+            f"{what}: not all that the workers give each other can be sent: {error}. Give {what}(..., forward=...), a "
+            f"function of (model, microbatch) that returns tensors, numbers and texts in tuples, lists and "
+            f"dictionaries, such as the logits of an output."
+        ) from None
 
 
 @contextmanager

@@ -54,6 +54,11 @@ class Metrics:
         self._metrics: dict[str, Any] = {name: keras_loss.adapted(metric) for name, metric in named.items()}
         if not self._metrics:
             raise InputError("evaluate: the dictionary of metrics is empty.")
+        if forward is not None and all(metric is None for metric in self._metrics.values()):
+            raise InputError(
+                "evaluate: forward= is what metrics are called with, and there is none: the loss is that of the "
+                "session. Give a metric as well, or leave out forward=."
+            )
         self._arguments = _arguments(forward, by_loss)
         for name, metric in self._metrics.items():
             if is_keras(metric, "Metric"):
@@ -61,7 +66,7 @@ class Metrics:
                     f"{_named(name)} is a {type(metric).__name__} of Keras, which gets the target first and keeps a "
                     f"running mean: give a function of (output, target), or an object with update, compute and reset."
                 )
-            if metric is not None and not callable(metric) and not is_object(metric):
+            if isinstance(metric, type) or not (metric is None or callable(metric) or is_object(metric)):
                 raise InputError(
                     f"{_named(name)} must be a function, an object with update, compute and reset, or None for the "
                     f"loss, but it is {described(metric)}."

@@ -28,7 +28,18 @@ class Predictions:
         return _on_host(self._forward(model, data), samples)
 
     def combine(self, contributions: list[Any]) -> Any:
-        """The outputs for all samples."""
+        """The outputs for all samples.
+
+        Raises:
+            InputError: those of some chunks cannot become one with the others.
+        """
+        outlines = list(map(_outline, contributions))
+        other = next((one for one in outlines if one != outlines[0]), None)
+        if other is not None:
+            raise InputError(
+                f"The outputs have other parts in other microbatches, {outlines[0]} and {other}: they cannot become "
+                f"one. Return the same parts for every microbatch."
+            )
         return _joined(contributions)
 
 
@@ -55,6 +66,13 @@ def _on_host(value: Any, samples: int) -> Any:
         f"that of the samples, lists with one entry for each of them, and tuples and dictionaries of these: give "
         f"predict(..., forward=...), a function of (model, microbatch) that returns what you need."
     )
+
+
+def _outline(value: Any) -> Any:
+    """The containers of an output, and what is in them by the names of types."""
+    if isinstance(value, dict):
+        return {key: _outline(one) for key, one in value.items()}
+    return tuple(map(_outline, value)) if isinstance(value, tuple) else type(value).__name__
 
 
 def _joined(parts: list[Any]) -> Any:

@@ -140,6 +140,8 @@ def _is_number(value: Any) -> bool:
 
 def described(value: Any) -> str:
     """What a value is, for an error."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {list(value.shape)}" if value.ndim else f"a tensor of type {value.dtype}"
     if isinstance(value, Mapping):

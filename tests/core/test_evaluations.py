@@ -108,6 +108,12 @@ for name, call in {
     "sizes": lambda: session.predict(class_data, lambda model, one: torch.zeros(len(one.target), size_of(one))),
     "scalar": lambda: session.predict(class_data, lambda model, one: one.values.sum()),
     "empty": lambda: session.evaluate(Stream([]), accuracy, forward=pair),
+    "no samples": lambda: session.predict([], pair),
+    "class": lambda: session.evaluate(class_data, Seen, forward=pair),
+    "no use": lambda: session.evaluate(class_data, forward=pair),
+    "given": lambda: session.evaluate(class_data, seen, forward=lambda model, one: (one, one.target)),
+    "entries": lambda: session.predict(class_data, lambda model, one: [one] * len(one.target)),
+    "parts": lambda: session.predict(class_data, lambda model, one: (one.target,) * (1 + size_of(one) % 2)),
 }.items():
     try:
         call()
@@ -140,6 +146,12 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         assert "other sizes in other microbatches" in wrong["sizes"]
         assert "a tensor of type torch.float32" in wrong["scalar"]
         assert "gave no samples" in wrong["empty"]
+        assert "a list, has no samples" in wrong["no samples"]
+        assert "it is the class Seen" in wrong["class"]
+        assert "leave out forward=" in wrong["no use"]
+        assert "evaluate: not all" in wrong["given"] and "Sample, which cannot be sent" in wrong["given"]
+        assert "predict: not all" in wrong["entries"] and "Sample, which cannot be sent" in wrong["entries"]
+        assert "other parts in other microbatches" in wrong["parts"]
 
 
 RESUMED = (
