@@ -111,7 +111,7 @@ class SampledOrder(BatchOrder):
     def _numbers(self, epoch: int) -> torch.Tensor:
         if epoch not in self._known:
             self._known[epoch] = self._checked(epoch, self._drawn(epoch))
-            for other in sorted(self._known)[:-2]:
+            for other in list(self._known)[:-2]:  # those drawn last stay
                 del self._known[other]
         return self._known[epoch]
 

@@ -38,6 +38,8 @@ def test_epochs_of_several_lengths() -> None:
     again = order_of(curriculum)
     again.load(order.state(5))
     assert (again.first_of(2), batch(again, 5)) == (5, [11, 10, 9, 8])
+    ahead = order_of(curriculum)
+    assert (ahead.first_of(4), batch(ahead, 0), batch(ahead, 5)) == (12, [5, 4, 3, 2], [11, 10, 9, 8])
     dropped = order_of(curriculum, drop_last=True)
     assert [batch(dropped, step) for step in range(3)] == [[5, 4, 3, 2], [8, 7, 6, 5], [4, 3, 2, 1]]
 
