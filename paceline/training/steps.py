@@ -63,6 +63,8 @@ class Steps:
 
     def step(self, batch: Batch, phase: str = "") -> tuple[StepResult, float]:
         """Take a step, or a phase of it; see :meth:`TrainingLoop.step`."""
+        if not isinstance(batch, Batch):
+            raise InputError(f"session.step takes a batch from session.batches(), not a {type(batch).__name__}.")
         workers, position = self._workers, self.position
         turn = self._turn_of(batch) if phase else 0
         begin = time.perf_counter()

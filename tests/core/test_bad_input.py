@@ -230,6 +230,12 @@ WHILE_TRAINING = {
         3,
         ["stream gives other samples on rank 1", "step 3.", "get_rank()"],
     ),
+    "no batch of the session": Bad(
+        "paceline.start(**given).step((torch.zeros(1, 12), torch.zeros(1)))",
+        "InputError",
+        2,
+        ["session.step takes a batch from session.batches()", "not a tuple"],
+    ),
     "a loss over nothing": Bad(
         "del given['loss']\ngo(forward=lambda model, data: (model(data[0]).sum(), 0))",
         "InputError",
