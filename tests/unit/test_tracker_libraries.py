@@ -74,6 +74,7 @@ def of_mlflow(folder: Path, output: Callable[..., str]) -> Values:
         rows = store.execute("select run_uuid, key, step, value from metrics").fetchall()
         settings = dict(store.execute("select key, value from params").fetchall())
     store.close()
+    assert not (folder / "mlflow.db").exists()  # in the folder of the script
     assert settings == {"batch": "8", "environment.python": "3"}
     assert len(list((folder / "trackers" / "mlflow").rglob("said.txt"))) == 1
     return {row[0] for row in rows}, Counter((key, step, value) for _, key, step, value in rows)

@@ -48,9 +48,10 @@ def _name(name: str) -> str:
 
 def open_tracker(run: TrackedRun) -> Tracker:
     """Find the run, or create it with the settings as parameters."""
-    client, artifacts = MlflowClient(), None
+    server = artifacts = None
     if not mlflow.is_tracking_uri_set():
-        client, artifacts = MlflowClient(f"sqlite:///{run.directory}/mlflow.db"), (run.directory / "mlflow").as_uri()
+        server, artifacts = f"sqlite:///{run.directory}/mlflow.db", (run.directory / "mlflow").as_uri()
+    client = MlflowClient(server)
     experiment = client.get_experiment_by_name(run.project)
     number = client.create_experiment(run.project, artifacts) if experiment is None else experiment.experiment_id
     found = client.search_runs([number], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
