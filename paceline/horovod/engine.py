@@ -25,7 +25,7 @@ from paceline.horovod.operations import Members, Task
 from paceline.horovod.plan import Plan
 from paceline.horovod.requests import GLOBAL, Key, Request, from_json
 from paceline.horovod.settings import HorovodSettings
-from paceline.horovod.waits import BLOCKED_SECONDS, EXPLAIN_SECONDS, Waits, say
+from paceline.horovod.waits import ANSWER_SECONDS, BLOCKED_SECONDS, EXPLAIN_SECONDS, Waits, say
 
 PLAN = "plan"
 _LEFT = "has left: its process ended"
@@ -184,10 +184,9 @@ class Engine:
         messages, ended = self._links.receive(self._patience())
         if self._interrupted:
             raise HorovodInternalError(f"Rank {self.rank}: {self._interrupted}.")
-        if messages or self._submitted:
-            self._quiet_since = time.monotonic()
-            if (timeline := self.waits.timeline) is not None:
-                timeline.cycle()
+        active = bool(messages or self._submitted)
+        if active and (timeline := self.waits.timeline) is not None:
+            timeline.cycle()
         if self.settings.cycle_seconds and self._submitted:
             time.sleep(self.settings.cycle_seconds)
         self._send_submitted()
@@ -197,13 +196,14 @@ class Engine:
             self._lost(rank, _LEFT)
         if self._negotiation is not None:
             self._respond(self._negotiation)
+        self._quiet_since = time.monotonic() if active else self._quiet_since  # a turn may have taken long
         self._look_at_waits()
 
     def _patience(self) -> float:
         """How long to sleep: until the next look at stalls, if something waits."""
         if self._submitted:
             return 0.0
-        shortest = min(self.settings.stall_seconds or 60.0, self.settings.deadline_seconds, 60.0) / 4
+        shortest = min(self.settings.stall_seconds or 60.0, self.settings.deadline_seconds, ANSWER_SECONDS) / 4
         return min(shortest, BLOCKED_SECONDS) if self._pending else shortest
 
     def _send_submitted(self) -> None:
@@ -371,7 +371,7 @@ class Engine:
         """Tell rank 0 of long waits that it does not know of; it ends those that take too long, if it can."""
         if self._negotiation is None:
             with self._lock:
-                self.waits.give_up(self._pending.values())
+                self.waits.give_up(self._pending.values(), self._quiet_since)
         message = self.waits.news()
         if message is None:
             return

@@ -127,6 +127,7 @@ class Negotiation:
     def take_ready(self) -> list[Response]:
         """Take what can be carried out now, and what has failed."""
         found, fusing = [], _Fusing(self._threshold)
+        removed: list[Response] = []
         for key in self._complete:
             entry = self._entries.get(key)
             if entry is None or not self._is_complete(key, entry):
@@ -139,10 +140,12 @@ class Negotiation:
                 continue
             item = self._item(key, entry, first)
             if not fusing.take(item):
-                found.append(Response((item,), joined=self._joined_of(key)))
+                response = Response((item,), joined=self._joined_of(key))
+                (removed if first.kind == REMOVE_SET else found).append(response)
         self._complete.clear()
         joined = self._joined_of((GLOBAL, ""))
         found += [Response(items, joined=joined) for items in fusing.fused()]
+        found += removed  # some of the others may be for these process sets
         if self._joined and len(self._joined) + len(self._gone) >= len(self.sets[GLOBAL]):
             found.append(Response((Item(Request(GLOBAL, JOIN, JOIN, root=self._joined[-1])),)))
             self._joined = []

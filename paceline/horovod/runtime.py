@@ -185,7 +185,8 @@ def _shut_down(why: str) -> None:
 def _leave() -> None:
     """At the end of the process; Python has printed the exception that ends it, if one does."""
     error = getattr(sys, "last_value", None)
-    text = "" if error is None else traceback.format_exception_only(error)[0].strip()
+    lines = [] if error is None else traceback.format_exception_only(error)
+    text = next((line.strip() for line in lines if not line.startswith(" ")), "")  # of a SyntaxError no code
     _shut_down(f"has ended by {text[:_LONGEST_TEXT]}" if text else "has called shutdown")
     for one in _left:
         one.serve()

@@ -20,8 +20,8 @@ EXPLAIN_SECONDS = 2.0
 """How long to wait for the news of who left, before an error is raised without it."""
 BLOCKED_SECONDS = 1.0
 """How long the script must have waited for an operation before rank 0 hears of it."""
-_ANSWER_SECONDS = 10.0
-"""How long after the deadline rank 0 may be busy before it is taken for stopped."""
+ANSWER_SECONDS = 10.0
+"""How long after the deadline rank 0 may say nothing before it is taken for stopped."""
 _LOOK_SECONDS = 0.01
 
 
@@ -79,18 +79,22 @@ class Waits:
         self.blocked = None
         return None if handle.done() else handle.request.key
 
-    def give_up(self, pending: Iterable[Handle]) -> None:
+    def give_up(self, pending: Iterable[Handle], quiet_since: float) -> None:
         """Do not wait for ever for rank 0, which has a deadline for all waits but those in a join.
+
+        Args:
+            pending: what is under way.
+            quiet_since: since when nothing was sent to rank 0, or came from it.
 
         Raises:
             HorovodInternalError: it has let the deadline of an operation pass: it, or its machine, is stopped.
         """
-        limit = time.monotonic() - self._settings.deadline_seconds - _ANSWER_SECONDS
-        late = [one for one in pending if one.since < limit and one.request.kind != JOIN]
-        if late:
+        now = time.monotonic()
+        limit = now - self._settings.deadline_seconds - ANSWER_SECONDS
+        if quiet_since < limit and any(one.since < limit and one.request.kind != JOIN for one in pending):
             raise HorovodInternalError(
-                f"Rank {self.rank}: rank 0, which ends waits, has not answered for "
-                f"{time.monotonic() - late[0].since:.0f} s: it is stopped, or cannot be reached."
+                f"Rank {self.rank}: rank 0, which ends waits, has not answered for {now - quiet_since:.0f} s: it is "
+                f"stopped, or cannot be reached."
             )
 
     def record(self, path: str, mark_cycles: bool = False) -> None:
@@ -130,8 +134,8 @@ class Waits:
     def explain(self, what: str, name: str, error: RuntimeError) -> HorovodInternalError:
         """The error of an operation that has failed, with who left or is missing."""
         why = "; ".join(f"rank {rank} {why}" for rank, why in self.gone.items()) or self.stalled.get(name)
-        if not why and self._asked is not None:
-            why = f"rank 0 has not answered for {time.monotonic() - self._asked:.0f} s: {reason_of(error)}"
+        if not why and (asked := self._asked) is not None:
+            why = f"rank 0 has not answered for {time.monotonic() - asked:.0f} s: {reason_of(error)}"
         return HorovodInternalError(f"Rank {self.rank}: {what} failed: {why or reason_of(error)}")
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:

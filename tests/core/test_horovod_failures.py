@@ -199,8 +199,17 @@ def test_who_waits_in_a_process_set_that_is_removed_is_told() -> None:
     table.submit(0, Request(1, "x", "allreduce"), 0.0)
     for rank in range(3):
         table.submit(rank, Request(GLOBAL, REMOVE_SET, REMOVE_SET, root=1, detail="1"), 0.0)
-    removed, failed = table.take_ready()
+    failed, removed = table.take_ready()
     assert not removed.error and "'x': there is no process set 1; it was removed" in failed.error
+
+
+def test_a_process_set_is_removed_after_what_it_has_still_to_do() -> None:
+    table = Negotiation(2, threshold=16, capacity=8)
+    table.sets[1] = (0, 1)
+    for rank in range(2):
+        table.submit(rank, Request(1, "x", "allreduce", ("float32",), ((2,),), op="Sum"), 0.0)
+        table.submit(rank, Request(GLOBAL, REMOVE_SET, REMOVE_SET, root=1, detail="1"), 0.0)
+    assert [one.items[0].request.kind for one in table.take_ready()] == ["allreduce", REMOVE_SET]
 
 
 STOPS = """
@@ -228,11 +237,13 @@ def test_a_stopped_rank_0_does_not_hold_the_others() -> None:
     """Waits in a join, for which there is no deadline, stay."""
     waits = Waits(1, replace(read_settings(), deadline_seconds=0.0), lambda: None)
     call, join = (Handle(Request(GLOBAL, "x", kind), Task([], []), waits.block) for kind in ("allreduce", "join"))
-    waits.give_up([call, join])
-    call.since = join.since = time.monotonic() - 20.0
-    waits.give_up([join])
-    with pytest.raises(hvd.HorovodInternalError, match=r"Rank 1: rank 0, .* has not answered for 20 s: it is stopped"):
-        waits.give_up([join, call])
+    before = time.monotonic() - 20.0
+    waits.give_up([call, join], before)
+    call.since = join.since = before
+    waits.give_up([join], before)
+    waits.give_up([call, join], time.monotonic())  # it may have much to do
+    with pytest.raises(hvd.HorovodInternalError, match=r"Rank 1: rank 0, .* has not answered for 2\d s: it is stopped"):
+        waits.give_up([join, call], before)
 
 
 def test_a_rank_0_that_answers_nothing_is_named_where_a_wait_fails() -> None:
@@ -240,7 +251,7 @@ def test_a_rank_0_that_answers_nothing_is_named_where_a_wait_fails() -> None:
     timed_out = RuntimeError("Timed out waiting 4000ms for recv operation to complete")
     waits.waiting("weight", GLOBAL)
     assert waits.news()
-    assert "failed: rank 0 has not answered for 0 s: Timed" in str(waits.explain("allreduce", "weight", timed_out))
+    assert "failed: rank 0 has not answered for " in str(waits.explain("allreduce", "weight", timed_out))
     waits.learn({"gone": [], "stalled": {}})
     assert "rank 0" not in str(waits.explain("allreduce", "weight", timed_out))
 
@@ -251,9 +262,10 @@ def test_a_rank_that_leaves_is_named(ranks: Run, tmp_path: Path) -> None:
             ("sys.exit(0)", 0, "has called shutdown"),
             ("import os; os._exit(7)", 7, "has left"),
             ("raise KeyError('no such thing')", 1, "has ended by KeyError: 'no such thing'"),
+            ("exec('1 +')", 1, "has ended by SyntaxError: invalid syntax"),
         ):
             script = HEAD + LEAVES.replace("LAST", str(last)).replace("WAY", way)
-            first, second = ranks(script, 2, tmp_path / f"{last}{code}", deadline=120)
+            first, second = ranks(script, 2, tmp_path / f"{last}{way[:4]}", deadline=120)
             assert second.code == code, second
             assert first.code == 1 and f"rank 1 {why}" in first.err, first
             assert ("HorovodInternalError" in first.err and "weight" in first.err) or "bias" in first.err, first
