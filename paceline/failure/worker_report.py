@@ -22,15 +22,9 @@ _TAIL_LINES = 30
 _LONGEST_TRACEBACK = 500
 _TAIL_BYTES = 64 * 1024
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
-_CUT_OFF = (
-    *("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused"),
-    *(
-        "has left: its process ended",
-        "has called shutdown",
-        "has ended by ",
-        "has failed: rank ",
-    ),  # of paceline.horovod
-)
+_CUT_OFF = ("connection closed by peer", "connection reset by peer", "broken pipe", "connection refused")
+_LEFT = ("has left: its process ended", "has called shutdown", "has ended by ", "has failed: rank ")
+"""What ``paceline.horovod`` says of a rank that is gone."""
 _KINDS = {
     "ConfigError": "settings",
     "InputError": "input",
@@ -124,8 +118,10 @@ class WorkerReport:
 
     def caused_by_loss(self) -> bool:
         """Whether it is an error that follows from the loss of another worker."""
-        text = self.exception.message.lower() if self.exception else ""
-        return any(words in text for words in _CUT_OFF)
+        if self.exception is None:
+            return False
+        text, of_horovod = self.exception.message.lower(), self.exception.type == "HorovodInternalError"
+        return any(words in text for words in (*_CUT_OFF, *(_LEFT if of_horovod else ())))
 
 
 def report_of(

@@ -28,6 +28,7 @@ from paceline.recovery.generations import Generations
 
 _LONGEST_TEXT = 1000
 """Characters of an error that the others are told."""
+_SHUTDOWN = "has called shutdown"
 _engine: Engine | None = None
 _left: list[Engine] = []
 _host = LOOPBACK
@@ -170,7 +171,7 @@ def shutdown() -> None:
 
     Process sets without rank 0 go on: it keeps their table until they have left, at the end of its process at least.
     """
-    _shut_down("has called shutdown")
+    _shut_down(_SHUTDOWN)
 
 
 def _shut_down(why: str) -> None:
@@ -187,7 +188,7 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     lines = [] if error is None else traceback.format_exception_only(error)
     text = next((line.strip() for line in lines if not line.startswith(" ")), "")  # of a SyntaxError no code
-    _shut_down(f"has ended by {text[:_LONGEST_TEXT]}" if text else "has called shutdown")
+    _shut_down(f"has ended by {text[:_LONGEST_TEXT]}" if text else _SHUTDOWN)
     for one in _left:
         one.serve()
 

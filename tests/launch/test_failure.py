@@ -112,6 +112,11 @@ def test_an_operation_of_horovod_that_lost_a_rank_is_no_cause(scenario: Scenario
     assert scenario.lines()[0] == "rank 1: ValueError: bad (train.py:41)"
 
 
+def test_an_error_of_the_script_that_sounds_like_a_lost_rank_is_a_cause(scenario: Scenario) -> None:
+    scenario.reports(0, "ValueError", "the search has ended by chance", 0.5).reports(1, "ValueError", "bad", 1.0)
+    assert scenario.lines()[0] == "rank 0: ValueError: the search has ended by chance (train.py:41)"
+
+
 def test_a_closed_connection_alone_is_the_cause(scenario: Scenario) -> None:
     scenario.reports(0, "RuntimeError", "Connection closed by peer", 0.5).reports(1, "RuntimeError", "broken pipe", 1.0)
     assert scenario.lines()[0] == "rank 0: RuntimeError: Connection closed by peer (train.py:41)"
