@@ -10,12 +10,12 @@ CLEAN = {name: value for name, value in os.environ.items() if not name.startswit
 """The environment of mpiexec."""
 
 
-def run(mpiexec: tuple[str, ...], count: int, script: Path, *arguments: str) -> tuple[int, str]:
-    """Run a script in so many processes; the exit code, and what all printed."""
+def run(mpiexec: tuple[str, ...], count: int, script: Path, *arguments: str, **variables: str) -> tuple[int, str]:
+    """Run a script in so many processes, with more variables; the exit code, and what all printed."""
     process = subprocess.Popen(
         [*mpiexec, "-n", str(count), sys.executable, script, *arguments],
         cwd=script.parent,
-        env=CLEAN,
+        env={**CLEAN, **variables},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -15,7 +15,7 @@ import dataclasses, json, os
 
 import scripted
 import torch
-from subjects import convnet, images
+from subjects import Folded, convnet, images
 from torch.nn import functional
 
 @dataclasses.dataclass
@@ -34,16 +34,6 @@ class Net(torch.nn.Module):
         self.layers = convnet()
     def forward(self, values):
         return Output(self.layers(values))
-
-class Folded:
-    '''Depends on the order of the samples, and is no mean.'''
-    def reset(self):
-        self.value = torch.zeros(())
-    def update(self, output, target):
-        for one in output[:, 0] + target:
-            self.value = 0.9 * self.value + one
-    def compute(self):
-        return self.value.item().hex()
 
 def metrics_of(output, target):
     hit, second = output.logits.argmax(1) == target, target == 2
