@@ -169,7 +169,7 @@ class Engine:
             self._links.send_all({"type": "bye", "why": self._closing}, self.settings.start_seconds)
         except Exception as error:  # noqa: BLE001 - whoever waits raises it
             why = str(error) if isinstance(error, HorovodInternalError) else f"{type(error).__name__}: {error}"
-            self._links.send_all({"type": "bye", "why": f"has failed: {why}"}, self.settings.start_seconds)
+            self._links.send_all({"type": "bye", "why": f"has failed: {why.rstrip('.')}"}, self.settings.start_seconds)
         self._fail(why)
         self._links.close()
         self.waits.record("")

@@ -188,7 +188,8 @@ def _leave() -> None:
     error = getattr(sys, "last_value", None)
     lines = [] if error is None else traceback.format_exception_only(error)
     text = next((line.strip() for line in lines if not line.startswith(" ")), "")  # of a SyntaxError no code
-    _shut_down(f"has ended by {text[:_LONGEST_TEXT]}" if text else _SHUTDOWN)
+    text = text[:_LONGEST_TEXT].rstrip(".")
+    _shut_down(f"has ended by {text}" if text else _SHUTDOWN)
     for one in _left:
         one.serve()
 
