@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import SystemRandom
 
 from paceline import env
 from paceline.coordinator.authentication import AGENT, NotAuthenticated, Refused
@@ -30,6 +31,7 @@ from paceline.launchers.secret import Secret, Shared
 _TRY_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0
 _LOOK_SECONDS = 0.05
+_LISTEN_TRIES = 5
 _SIOCGIFADDR = 0x8915
 
 
@@ -121,13 +123,17 @@ def is_here(address: str) -> bool:
 
 
 def listen_if_here(where: Rendezvous) -> socket.socket | None:
-    """Open the coordinator's socket if this is its machine and no other process has it; else None."""
+    """Open the coordinator's socket if this is its machine and no other process has it; else None.
+
+    Of two processes that ask for a port in the same microsecond Linux may refuse both; so who is refused asks again.
+    """
     if not is_here(where.address):
         return None
-    try:
-        return listen((where.address, where.port))
-    except StartError:
-        return None
+    for _ in range(_LISTEN_TRIES):
+        with contextlib.suppress(StartError):
+            return listen((where.address, where.port))
+        time.sleep(SystemRandom().uniform(0.0, _LOOK_SECONDS))  # forked processes share the state of the other one
+    return None
 
 
 def interface_of(address: str) -> str | None:

@@ -1,9 +1,14 @@
-"""What the coordinator tells the agent of another machine."""
+"""Which machine holds the coordinator, and what it tells the agents of the others."""
 
 import socket
 
-from paceline.coordinator.machines import AgentClient, Applicant, Rendezvous, _register
-from paceline.coordinator.messages import Connection, encode
+import pytest
+
+from paceline.coordinator import machines
+from paceline.coordinator.machines import AgentClient, Applicant, Rendezvous, _register, listen_if_here
+from paceline.coordinator.messages import Connection, encode, listen
+from paceline.errors import StartError
+from paceline.launchers.machine import choose_port
 
 
 def test_what_comes_with_the_first_answer_is_kept() -> None:
@@ -16,3 +21,21 @@ def test_what_comes_with_the_first_answer_is_kept() -> None:
             where = Rendezvous("here", "127.0.0.1", 1)
             client = AgentClient(connection, *_register(connection, Applicant(1, "train.py", None, {}), where))
             assert (client.first, client.shown, client.over) == (1000, 1000, None)
+
+
+def test_a_port_that_was_refused_to_both_who_asked_at_once_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = iter([True, False])
+
+    def refuse_first(address: tuple[str, int]) -> socket.socket:
+        if next(refused):
+            raise StartError("in use")
+        return listen(address)
+
+    monkeypatch.setattr(machines, "listen", refuse_first)
+    where = Rendezvous("here", "127.0.0.1", choose_port(None))
+    first = listen_if_here(where)
+    assert first is not None
+    monkeypatch.setattr(machines, "listen", listen)
+    with first:
+        assert first.getsockname() == (where.address, where.port)
+        assert listen_if_here(where) is None
