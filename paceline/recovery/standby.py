@@ -10,6 +10,7 @@ import torch
 
 from paceline.checkpoint.training_state import TrainingState
 from paceline.step.job import Job
+from paceline.step.optimizers.exclusive import updating
 
 _log = logging.getLogger("paceline")
 
@@ -27,7 +28,8 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
     try:
         (piece,) = job.feed.load(0, [range(1)])
         compute.forward_pass(piece, 0).total.backward()
-        optimizer.step()
+        with updating:
+            optimizer.step()
     except Exception as error:  # noqa: BLE001 - what the script's functions use may not exist before start() returns
         _log.info("the spare worker could not warm up: %s", error)
     compute.buffers.reset()

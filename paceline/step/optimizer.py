@@ -20,6 +20,7 @@ from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings, Settings
 from paceline.step.optimizers.calling import begin_training, closure_users, evaluating
+from paceline.step.optimizers.exclusive import refuse_other_steps, updating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.loss_scale import LossScale
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
@@ -131,6 +132,7 @@ class Update:
             group["lr"] = group["lr"] * scaling.factor
         self.closure_users = closure_users(self.optimizer)
         begin_training(self.optimizer)
+        refuse_other_steps(self.optimizer)
         self.take: Callable[[Optimizer], None] | None = None
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)
@@ -275,10 +277,11 @@ class Update:
         """Call the optimizer, and explain what it says about gradients of which some are sparse."""
         before = generator_states() if self.drew is None else None
         try:
-            if self.take is None:
-                self.optimizer.step()
-            else:
-                self.take(self.optimizer)
+            with updating:
+                if self.take is None:
+                    self.optimizer.step()
+                else:
+                    self.take(self.optimizer)
         except RuntimeError as error:
             sparse = [name for name, one in self.parameters.items() if one.grad is not None and one.grad.is_sparse]
             if not sparse:

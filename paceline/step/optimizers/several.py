@@ -85,12 +85,17 @@ def kind_of(optimizer: Optimizer) -> str:
     return ", ".join(f"{name}: {type(one).__name__}" for name, one in optimizer.optimizers.items())
 
 
+def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
+    """An optimizer, and those that it wraps, such as SAM its base."""
+    return [optimizer, *(inner for inner in vars(optimizer).values() if isinstance(inner, Optimizer))]
+
+
 def share_state(optimizer: Optimizer, state: defaultdict[Any, Any]) -> None:
-    """Let an optimizer keep its state in a dictionary, and those that it wraps, such as SAM its base, too.
+    """Let an optimizer keep its state in a dictionary, and those that it wraps, too.
 
     Nobody else would save the state of an optimizer that is hidden in another one.
     """
-    for one in (optimizer, *(inner for inner in vars(optimizer).values() if isinstance(inner, Optimizer))):
+    for one in with_wrapped(optimizer):
         if one.state is not state:
             for parameter, values in one.state.items():
                 state[parameter].update(values)

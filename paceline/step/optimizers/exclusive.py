@@ -1,0 +1,51 @@
+"""Only the session calls ``step`` of its optimizers: a script that does so as well would update the model twice."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from torch.optim import Optimizer
+
+from paceline.errors import InputError
+from paceline.step.optimizers.several import parts_of, with_wrapped
+
+
+class _Updating(threading.local):
+    """A context in which a thread may call ``step`` of the optimizers of a session; servers have threads of theirs."""
+
+    depth = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        self.depth -= 1
+
+
+updating = _Updating()
+
+
+def refuse_other_steps(optimizer: Optimizer) -> None:
+    """Let ``step`` of an optimizer, and of those in it, raise outside ``updating``.
+
+    A copy by ``copy.deepcopy`` or pickle has no hooks, and is the script's own. Nor has a wrapper that does not call
+    the constructor of ``Optimizer``: what it wraps has.
+    """
+    for one in (inner for part in parts_of(optimizer) for inner in with_wrapped(part)):
+        if hasattr(one, "_optimizer_step_pre_hooks"):
+            one.register_step_pre_hook(_check)
+
+
+def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """The hook.
+
+    Raises:
+        InputError: not the session calls the optimizer.
+    """
+    if not updating.depth:
+        raise InputError(
+            f"The script calls step() of the optimizer {type(optimizer).__name__}, which session.step(batch) does: the "
+            f"model would be updated twice. Remove optimizer.step() from the script, and the loss.backward() and "
+            f"optimizer.zero_grad() that go with it. A further loss is added in forward(model, microbatch)."
+        )
