@@ -6,9 +6,9 @@ number of workers (with as many threads each).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -16,13 +16,15 @@ from torch import nn
 from paceline import fault_points
 from paceline.comm.values import encode
 from paceline.data.nested import tensors_in
-from paceline.errors import DisagreementError, InputError
+from paceline.errors import DisagreementError, InputError, WorkerLost
 from paceline.evaluation.chunks import Chunks
 from paceline.step.job import Job
 from paceline.step.replicas import difference, digests, frozen
 
 _PARCEL_BYTES = 64 << 20
 """What a worker sends at once."""
+
+_T = TypeVar("_T")
 
 
 class Measure(Protocol):
@@ -40,6 +42,9 @@ def evaluate(
 ) -> tuple[Any, int]:
     """Measure the model on a data set; all workers call this together.
 
+    If something raises on some workers, they raise it as soon as the others know, who raise an error that quotes it: a
+    script that catches it finds all workers at the same place.
+
     Args:
         job: what is trained, and with whom.
         steps: how many steps are done.
@@ -52,29 +57,61 @@ def evaluate(
         the result, and the notice of the workers (``comm.world``): whether the world is to change.
 
     Raises:
-        InputError: the data or what is computed cannot be used, or a weight of the model changed.
+        InputError: the data or what is computed cannot be used, or a weight of the model changed; or another worker
+            has failed.
         DisagreementError: the bits of the state are to be the same on all workers, and are not; or their streams.
     """
     world = job.world
-    chunks = Chunks(job, data, what)
-    sums = digests(job) if job.settings.exact and world.size > 1 else frozen(job)
-    own = _computed(job, measure, chunks, world.rank, world.size, what)
+
+    def compute() -> tuple[int, list[tuple[int, Any]], dict[str, Any]]:
+        chunks = Chunks(job, data, what)
+        sums = digests(job) if job.settings.exact and world.size > 1 else frozen(job)
+        own = _computed(job, measure, chunks, world.rank, world.size, what)
+        return chunks.samples, own, sums
+
+    computed, error = _try(compute)
     fault_points.reach("in evaluate", steps)
+    samples, own, sums = computed or (0, [], {})
     parcels = _parcels(own)
-    said = world.gather((parcels[0], len(parcels), chunks.samples, world.notice(), sums), what)
+    said = world.gather((_words(error), parcels[0], len(parcels), samples, world.notice(), sums), what)
+    _raise_first(error, [failed for failed, *_ in said], what)
     differs = difference([sums for *_, sums in said])
     if differs:
         raise DisagreementError(differs)
-    lengths = [samples for _, _, samples, *_ in said]
+    lengths = [samples for _, _, _, samples, *_ in said]
     if len(set(lengths)) > 1:
         raise DisagreementError(f"{what}: the data set has other numbers of samples on other ranks: {lengths}.")
-    found = [one for parcel, *_ in said for one in parcel]
+    found = [one for _, parcel, *_ in said for one in parcel]
     wanted = everywhere or world.rank == 0
-    for place in range(1, max(count for _, count, *_ in said)):
+    for place in range(1, max(count for _, _, count, *_ in said)):
         more = world.gather(parcels[place] if place < len(parcels) else [], what)
         found += [one for parcel in more for one in parcel] if wanted else []
-    notice = max(notice for _, _, _, notice, _ in said)
-    return (_combined(measure, found) if wanted else None), notice
+    result, error = _try(lambda: _combined(measure, found) if wanted else None)
+    _raise_first(error, world.gather(_words(error), what), what)
+    return result, max(notice for *_, notice, _ in said)
+
+
+def _try(act: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """What a function gives, or what it raises: the others hear of it first."""
+    try:
+        return act(), None
+    except WorkerLost:
+        raise
+    except Exception as error:  # noqa: BLE001 - raised again as soon as the others know
+        return None, error
+
+
+def _words(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
+
+
+def _raise_first(error: Exception | None, failures: Sequence[str], what: str) -> None:
+    """Raise the error of this worker; if it has none, one that quotes that of the first one."""
+    if error is not None:
+        raise error
+    for rank, failed in enumerate(failures):
+        if failed:
+            raise InputError(f"session.{what} failed on rank {rank}: {failed}")
 
 
 def evaluate_alone(job: Job, measure: Measure, data: Any, what: str) -> Any:
