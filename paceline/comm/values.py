@@ -50,6 +50,15 @@ def encode(value: object) -> bytes:
     return b"".join((_HEAD.pack(len(text), sum(map(len, encoder.parts))), text, *encoder.parts))
 
 
+def check(value: object) -> None:
+    """Check that a value can be written, without a copy of its tensors.
+
+    Raises:
+        TypeError: a part of it cannot be sent; says which.
+    """
+    _Checker().plain(value, "")
+
+
 def encode_call(what: str, value: object, made: tuple[float, float]) -> bytes:
     """Write what a worker says in a gather: where in the script it is, its value, and which calls it has made.
 
@@ -116,17 +125,27 @@ class _Encoder:
         if isinstance(value, np.generic) and value.dtype.kind in "biufc":
             return "number", [value.dtype.str, self.put(value.tobytes())]
         if kind in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
-            flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            return "tensor", [str(value.dtype), list(value.shape), self.put(flat.view(torch.uint8).numpy().tobytes())]
+            return "tensor", self.tensor(value)
         if _CLASSES.get(kind.__name__) is kind:
             fields = [self.plain(getattr(value, name), f"{where}.{name}") for name in _fields(kind)]
             return "class", [kind.__name__, *fields]
         raise TypeError(f"{where or 'it'} is a {kind.__module__}.{kind.__qualname__}, which cannot be sent")
 
+    def tensor(self, value: torch.Tensor) -> list[Any]:
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        return [str(value.dtype), list(value.shape), self.put(flat.view(torch.uint8).numpy().tobytes())]
+
     def put(self, data: bytes) -> list[int]:
         self.parts.append(data)
         self._size += len(data)
         return [self._size - len(data), self._size]
+
+
+class _Checker(_Encoder):
+    """Goes through the same, and leaves tensors where they are."""
+
+    def tensor(self, value: torch.Tensor) -> list[Any]:
+        return []
 
 
 class _Decoder:

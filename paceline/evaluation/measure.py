@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from paceline import fault_points
-from paceline.comm.values import encode
+from paceline.comm.values import check
 from paceline.data.nested import tensors_in
 from paceline.errors import DisagreementError, InputError, WorkerLost
 from paceline.evaluation.chunks import Chunks
@@ -133,16 +133,16 @@ def _computed(job: Job, measure: Measure, chunks: Chunks, rank: int, size: int, 
     with _evaluating(job):
         for number, samples, data in chunks.of(rank, size):
             with compute.precision(), compute.keeping_weights():
-                found.append((number, measure.compute(compute.model, data, samples)))
+                contribution = measure.compute(compute.model, data, samples)
             compute.buffers.put_all_back()
-            if len(found) == 1:
-                _check_sendable(found[0][1], what)
+            _check_sendable(contribution, what)
+            found.append((number, contribution))
     return found
 
 
 def _check_sendable(contribution: Any, what: str) -> None:
     try:
-        encode(contribution)
+        check(contribution)
     except TypeError as error:
         raise InputError(
             f"{what}: not all that the workers give each other can be sent: {error}. Give {what}(..., forward=...), a "

@@ -37,6 +37,14 @@ class Failing:
 def sizes(model, microbatch):
     return torch.zeros(len(microbatch[1]), int(microbatch[1][0]) + 1)
 
+def entries():
+    # of texts; in a later chunk of rank 1 of something that cannot be sent
+    chunks = []
+    def forward(model, microbatch):
+        chunks.append(microbatch)
+        return ["text" if session.rank != 1 or len(chunks) < 3 else object() for _ in microbatch[1]]
+    return forward
+
 def raised(call):
     try:
         call()
@@ -52,6 +60,7 @@ for batch in session.batches(steps=2):
         lambda: session.predict(test, lambda model, one: failing(None, None) or model(one[0])),
         lambda: session.predict(test, sizes, everywhere=False),
         lambda: session.evaluate([] if session.rank == 1 else test),
+        lambda: session.predict(test, entries()),
     ):
         found.append(raised(call))
         values.append([session.evaluate(test), session.predict(test)[0].tolist()])
@@ -64,8 +73,8 @@ def test_all_workers_raise_what_one_does(printed: Printed, tmp_path: Path, worke
     told = printed(SCRIPT, workers, tmp_path)
     assert len({str([one["values"], one["last"], one["print"]]) for one in told}) == 1
     for rank, one in enumerate(told):
-        metric, computing, outputs, sizes, data = one["found"][:5]
-        assert one["found"][5:] == one["found"][:5]
+        metric, computing, outputs, sizes, data, entries = one["found"][:6]
+        assert one["found"][6:] == one["found"][:6]
         for text, method in ((metric, "evaluate"), (computing, "evaluate"), (outputs, "predict")):
             quoted = f"InputError: session.{method} failed on rank 1: LookupError: no such class"
             assert text == ("LookupError: no such class" if rank == 1 else quoted)
@@ -73,3 +82,5 @@ def test_all_workers_raise_what_one_does(printed: Printed, tmp_path: Path, worke
         assert sizes.startswith(f"{begin}The outputs have other sizes")
         begin = "InputError: " if rank == 1 else "InputError: session.evaluate failed on rank 1: InputError: "
         assert data == f"{begin}evaluate: the data set, a list, has no samples (its length is 0)."
+        begin = "InputError: " if rank == 1 else "InputError: session.predict failed on rank 1: InputError: "
+        assert entries.startswith(f"{begin}predict: not all that the workers give each other can be sent: it is a b")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.comm.values import decode, encode, sendable
+from paceline.comm.values import check, decode, encode, sendable
 
 
 @sendable
@@ -106,8 +106,9 @@ def test_tensors(tensor: torch.Tensor) -> None:
     ],
 )
 def test_what_cannot_be_sent_is_named(value: Any, named: str) -> None:
-    with pytest.raises(TypeError, match=named):
-        encode(value)
+    for looks in (encode, check):
+        with pytest.raises(TypeError, match=named):
+            looks(value)
 
 
 @pytest.mark.parametrize(
