@@ -48,6 +48,8 @@ from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
 
 _log = logging.getLogger("paceline")
+_EXACT = ("allreduce", "stealing")
+"""The strategies to name where another one is not exact."""
 
 
 @dataclass(frozen=True)
@@ -148,11 +150,14 @@ def _check_capabilities(settings: Settings, capabilities: Capabilities, given: C
             f"forward(model, microbatch, state) hands a state from batch to batch, so a step must follow the one "
             f"before: strategy {settings.strategy!r} does not wait for that. Use 'allreduce' or 'stealing'."
         )
-    cure = f"set {capabilities.exact_with}, or use" if capabilities.exact_with else "use"
+    others = " or ".join(repr(one) for one in _EXACT if one != settings.strategy)
+    cure, which = f"use strategy {others}", repr(settings.strategy)
+    if capabilities.exact_with:
+        cure, which = f"set {capabilities.exact_with}, or {cure}", f"{which} with these settings"
     if settings.exact and not capabilities.exact:
         raise ConfigError(
-            f"strategy {settings.strategy!r} cannot give the same bits for any number of workers: leave out "
-            f"exact=True, {'or ' if not capabilities.exact_with else ''}{cure} 'allreduce' or 'stealing'."
+            f"strategy {which} cannot give the same bits for any number of workers: leave out exact=True, "
+            f"{'' if capabilities.exact_with else 'or '}{cure}."
         )
     if settings.average.kind is not None and not capabilities.averages:
         raise ConfigError(
@@ -170,7 +175,7 @@ def _check_capabilities(settings: Settings, capabilities: Capabilities, given: C
     if env.trace() is not None and not capabilities.exact:
         raise ConfigError(
             f"paceline verify is for strategies that compute the same function on any number of workers, which "
-            f"strategy {settings.strategy!r} does not: {cure} 'allreduce' or 'stealing'."
+            f"strategy {which} does not: {cure}."
         )
     if settings.checkpoint.every == "auto" and not capabilities.replicated:
         raise ConfigError(
