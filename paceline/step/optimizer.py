@@ -24,6 +24,7 @@ from paceline.step.optimizers.exclusive import refuse_other_steps, updating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.loss_scale import LossScale
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
+from paceline.step.optimizers.structure import Structure
 from paceline.weights.averages import Averages
 
 
@@ -172,7 +173,8 @@ class Update:
                 f"loss's parameters into the model, and use forward(model, microbatch)."
             )
         self.parameters = {name: value for name, value in named.items() if value.requires_grad or value in owned}
-        self._frozen = {name: value for name, value in named.items() if name not in self.parameters}
+        frozen = {name: value for name, value in named.items() if name not in self.parameters}
+        self._structure = Structure(model, frozen)
 
     def copied(self, names: Container[str]) -> Update:
         """An update of copies of some parameters, for another thread; its optimizer and schedule begin without a state.
@@ -188,7 +190,7 @@ class Update:
             name: nn.Parameter(torch.empty_like(value) if name in names else value.new_empty(0))
             for name, value in self.parameters.items()
         }
-        made.drew, made._frozen = False, {}
+        made.drew = False
         memo: dict[int, Any] = {id(value): made.parameters[name] for name, value in self.parameters.items()}
         memo[id(self.optimizer.state)] = defaultdict(dict)
         try:
@@ -211,19 +213,13 @@ class Update:
         made.schedule = self.schedule.schedules.get(name) if isinstance(self.schedule, SeveralSchedules) else None
         return made
 
-    def check_frozen(self) -> None:
-        """Refuse a parameter that requires a gradient now, and was frozen when the optimizer got what it trains.
+    def check_structure(self) -> None:
+        """Refuse a parameter that requires a gradient now, and that the optimizer did not get at the start.
 
         Raises:
             InputError: names it.
         """
-        for name, value in self._frozen.items():
-            if value.requires_grad:
-                raise InputError(
-                    f"The parameter {name!r} was frozen at the start and requires a gradient now, but the optimizer "
-                    f"does not have it. A factory gets frozen ones too if its parameter is called model: "
-                    f"lambda model: torch.optim.AdamW(model.parameters(), lr=3e-4)."
-                )
+        self._structure.check()
 
     @property
     def learning_rate(self) -> float:

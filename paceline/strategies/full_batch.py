@@ -55,7 +55,7 @@ class FullBatch:
             what is known of each piece, and the means of the buffers that the forward pass changes.
         """
         self._job.compute.buffers.begin()
-        self._job.update.check_frozen()
+        self._job.update.check_structure()
         parts, computed, table = self._means(step, pieces)
         self._fusion.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)

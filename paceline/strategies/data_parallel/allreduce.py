@@ -105,7 +105,7 @@ class AllReduce(Strategy):
         job, layout = self._job, self._layout(step)
         shares = self._shares(len(job.order.parts_of(step)))
         job.compute.buffers.begin()
-        job.update.check_frozen()
+        job.update.check_structure()
         computed = self._gradients(step, pieces, layout, shares)
         header = computed.header
         self.seconds = header.seconds

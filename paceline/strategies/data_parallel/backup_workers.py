@@ -133,7 +133,7 @@ class BackupWorkers(Strategy):
         groups = self._groups(progress, step)
         self._reducer.clear()
         job.compute.buffers.begin()
-        job.update.check_frozen()
+        job.update.check_structure()
         self._quorum.begin(step, len(groups.members), groups.needed)
         counted = self._compute(step, groups)
         agreed = self._quorum.agreed()

@@ -79,7 +79,7 @@ class WorkStealing(Strategy):
         computed = ComputedPieces(job, step, pieces)
         self._reducer.clear()
         job.compute.buffers.begin()
-        job.update.check_frozen()
+        job.update.check_structure()
         self._steps += 1
         self._leases.begin(self._steps, self._shares(step), self._pace.seconds())
         while (lease := self._leases.next()) is not None:

@@ -91,7 +91,7 @@ class PipeDream(Strategy):
         begin = self._entered
         if begin == 0:
             job.compute.buffers.begin()
-        job.update.check_frozen()
+        job.update.check_structure()
         self._updates.forget_done()
         self._entered += len(job.order.parts_of(step))
         self.stages.mark_updated()

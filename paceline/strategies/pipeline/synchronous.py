@@ -142,7 +142,7 @@ class Synchronous(Strategy):
         job = self._job
         gradients = _StepGradients(job, self.stages, schedule)
         job.compute.buffers.begin()
-        job.update.check_frozen()
+        job.update.check_structure()
         for parameter in self._parameters.values():
             parameter.grad = None
         self._executor.reset()
