@@ -7,7 +7,7 @@ import hashlib
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -20,7 +20,8 @@ _CURES = {
     "setting": "Start every worker with the same settings.",
     "optimizer": "The optimizer factory must not depend on the rank.",
     "trained": "Freeze the same parameters, and give the optimizer the same ones, on every worker.",
-    "data": "Every worker must see the whole data set; Paceline hands out the shares.",
+    "data": "Every worker must see the whole data set, in the same order; Paceline hands out the shares. If the script "
+    "shuffles or splits it, then with the same seed everywhere.",
     "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
     "threads": "Set threads= to the same number everywhere; it changes the bits.",
     "canary": "The same small computation gives other bits on their processors. Use machines with the same processor "
@@ -69,10 +70,22 @@ def check(world: World, facts: Mapping[str, object]) -> None:
     Raises:
         DisagreementError: names the first fact that differs, the workers and their values, and the cure.
     """
-    everyone = world.gather(dict(facts), "start")
+    compare(world.gather(dict(facts), "start"))
+
+
+def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
+    """Compare the facts of all workers, which are ordered by rank.
+
+    Args:
+        everyone: the facts of each rank.
+        where: how the message begins.
+
+    Raises:
+        DisagreementError: names the first fact that differs, the workers and their values, and the cure.
+    """
     keys = dict.fromkeys(key for own in everyone for key in own)
     for key in keys:
         values = [own.get(key, "nothing") for own in everyone]
         if any(value != values[0] for value in values):
             each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise DisagreementError(f"The workers do not agree on {key}: {each}. {_CURES[key.split()[0]]}")
+            raise DisagreementError(f"{where}The workers do not agree on {key}: {each}. {_CURES[key.split()[0]]}")

@@ -21,9 +21,9 @@ from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved, check_machines, flat
+from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
 from paceline.data.order import BatchOrder
-from paceline.data.parquet import ParquetDataset
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
 from paceline.data.source import is_stream, order_of
@@ -113,9 +113,7 @@ def build(
     }
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
     phases = _phases(given.forward, update, capabilities, settings)
-    facts = _facts(settings, order, update, threads, initial)
-    if isinstance(given.data, ParquetDataset):
-        facts["data fingerprint"] = given.data.fingerprint[:16]
+    facts = _facts(settings, order, update, threads, initial) | facts_of(given.data, exact=bool(settings.exact))
     compute = Compute(given.model, forward, settings.seed, settings.autocast, largest)
     if takes_state(given.forward):
         compute.carried = CarriedState(forward, order, world.device)

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from paceline.data.comparison import facts_of
 from paceline.data.feed import KeyedDataset, LoadRequest, collated
 from paceline.data.keys import COLLATE, seed_all, seed_of
 from paceline.data.nested import default_collate
@@ -68,6 +69,10 @@ class Chunks:
         if self.samples == 0:
             raise InputError(f"{what}: the data set, a {type(data).__name__}, has no samples (its length is 0).")
         self._read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
+
+    def facts(self) -> dict[str, object]:
+        """What all workers must agree on; of a stream when it has been read."""
+        return {"data length": self.samples} | facts_of(self._data, exact=bool(self._job.settings.exact))
 
     def of(self, rank: int, size: int) -> Iterator[Chunk]:
         """Load those of one of so many workers."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from paceline import fault_points
+from paceline.agreement import compare
 from paceline.comm.values import check
 from paceline.data.nested import tensors_in
 from paceline.errors import DisagreementError, InputError, WorkerLost
@@ -63,24 +64,22 @@ def evaluate(
     """
     world = job.world
 
-    def compute() -> tuple[int, list[tuple[int, Any]], dict[str, Any]]:
+    def compute() -> tuple[list[tuple[int, Any]], dict[str, object], dict[str, Any]]:
         chunks = Chunks(job, data, what)
         sums = digests(job) if job.settings.exact and world.size > 1 else frozen(job)
         own = _computed(job, measure, chunks, world.rank, world.size, what)
-        return chunks.samples, own, sums
+        return own, chunks.facts(), sums
 
     computed, error = _try(compute)
     fault_points.reach("in evaluate", steps)
-    samples, own, sums = computed or (0, [], {})
+    own, facts, sums = computed or ([], {}, {})
     parcels = _parcels(own)
-    said = world.gather((_words(error), parcels[0], len(parcels), samples, world.notice(), sums), what)
+    said = world.gather((_words(error), parcels[0], len(parcels), facts, world.notice(), sums), what)
     _raise_first(error, [failed for failed, *_ in said], what)
     differs = difference([sums for *_, sums in said])
     if differs:
         raise DisagreementError(differs)
-    lengths = [samples for _, _, _, samples, *_ in said]
-    if len(set(lengths)) > 1:
-        raise DisagreementError(f"{what}: the data set has other numbers of samples on other ranks: {lengths}.")
+    compare([facts for _, _, _, facts, *_ in said], f"{what}: ")
     found = [one for _, parcel, *_ in said for one in parcel]
     wanted = everywhere or world.rank == 0
     for place in range(1, max(count for _, _, count, *_ in said)):

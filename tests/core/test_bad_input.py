@@ -188,6 +188,18 @@ BEFORE_TRAINING = {
     "data sets that differ": Bad(
         "go(data=classes(256 - RANK))", "DisagreementError", 3, ["data length", "rank 0: 256", "rank 1: 255"]
     ),
+    "data that the script has divided": Bad(
+        "go(data=torch.utils.data.Subset(classes(256), range(RANK, 256, 2)))",
+        "DisagreementError",
+        3,
+        ["data samples 0, 18, 36, 54, 72, 90, 108, 127", "rank 0: ", "rank 1: ", "whole data set"],
+    ),
+    "data that the script has shuffled": Bad(
+        "import random\nrows = list(classes(256))\nrandom.Random(RANK).shuffle(rows)\ngo(data=rows)",
+        "DisagreementError",
+        3,
+        ["data samples 0, 36, ", "same order", "same seed everywhere"],
+    ),
 }
 
 WHILE_TRAINING = {

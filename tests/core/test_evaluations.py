@@ -119,6 +119,11 @@ for name, call in {
         call()
     except paceline.InputError as error:
         wrong[name] = str(error)
+for name, stop in {"lengths": None, "samples": 50}.items():
+    try:
+        session.evaluate(class_data[session.rank :][:stop], accuracy, forward=pair)
+    except paceline.DisagreementError as error:
+        wrong[name] = str(error)
 tell(wrong=wrong)
 """
 )
@@ -152,6 +157,11 @@ def test_metrics_and_predictions_are_the_same_on_any_number_of_workers(printed: 
         assert "evaluate: not all" in wrong["given"] and "Sample, which cannot be sent" in wrong["given"]
         assert "predict: not all" in wrong["entries"] and "Sample, which cannot be sent" in wrong["entries"]
         assert "other parts in other microbatches" in wrong["parts"]
+    for one in three:
+        wrong = one["wrong"]
+        assert "evaluate: The workers do not agree on data length: rank 0: 60, rank 1: 59" in wrong["lengths"]
+        assert "evaluate: The workers do not agree on data samples 0, 7, 14, " in wrong["samples"]
+    assert not {"lengths", "samples"} & set(alone["wrong"])
 
 
 RESUMED = (
