@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paceline.cli.launch import launch
-    from paceline.data.parquet import ParquetDataset
     from paceline.data.recurrent.token_rows import TokenRows
+    from paceline.data.tables.parquet import ParquetDataset
     from paceline.errors import (
         CheckpointError,
         ConfigError,
@@ -35,7 +35,7 @@ _HOMES = {
     "InputError": "errors",
     "NonFiniteLoss": "errors",
     "PacelineError": "errors",
-    "ParquetDataset": "data.parquet",
+    "ParquetDataset": "data.tables.parquet",
     "Report": "session",
     "RunFailed": "errors",
     "Session": "session",

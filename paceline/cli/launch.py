@@ -17,7 +17,7 @@ import paceline
 from paceline import config
 from paceline.cli import run
 from paceline.cli.options import chosen_place, node_range
-from paceline.data.tables import writer_of
+from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, RunFailed
 from paceline.launchers import call_worker
 from paceline.launchers.base import Request

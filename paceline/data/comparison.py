@@ -14,9 +14,9 @@ import torch
 from torch.utils.data import Subset, TensorDataset
 
 from paceline.data.nested import leaves_in
-from paceline.data.parquet import ParquetDataset
 from paceline.data.recurrent.token_rows import TokenRows
 from paceline.data.streams.reader import digest
+from paceline.data.tables.parquet import ParquetDataset
 
 _SAMPLES = 8
 

@@ -11,7 +11,7 @@ from torch.utils.data.dataloader import _InfiniteConstantSampler
 from paceline.data.order import BatchOrder, Order
 from paceline.data.sampler import SampledOrder, SampleNumbers
 from paceline.data.streams.order import StreamOrder
-from paceline.data.tables import writer_of
+from paceline.data.tables.engines import writer_of
 from paceline.errors import ConfigError, InputError
 from paceline.schedule.shares import default_microbatches
 from paceline.settings import Settings

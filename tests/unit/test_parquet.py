@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from paceline import ParquetDataset
-from paceline.data import parquet_files
+from paceline.data.tables import parquet_files
 from paceline.errors import ConfigError, InputError
 
 pa = pytest.importorskip("pyarrow")

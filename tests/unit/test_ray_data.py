@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from paceline import ParquetDataset
-from paceline.data.ray_data import plain
+from paceline.data.tables.ray_data import plain
 from paceline.errors import ConfigError, InputError
 
 pa = pytest.importorskip("pyarrow")

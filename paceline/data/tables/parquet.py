@@ -21,8 +21,8 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
-from paceline.data import data_frame, parquet_files, ray_data
-from paceline.data.parquet_files import Column
+from paceline.data.tables import data_frame, parquet_files, ray_data
+from paceline.data.tables.parquet_files import Column
 from paceline.errors import InputError
 
 _GIGABYTE = 10**9

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from paceline.data import parquet_files
+from paceline.data.tables import parquet_files
 from paceline.errors import ConfigError, InputError
 
 _ROW_GROUP_BYTES = 2**20

@@ -1,0 +1,1 @@
+"""Tables: samples in Parquet files, and what engines write to them."""
