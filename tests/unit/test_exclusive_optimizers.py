@@ -127,6 +127,13 @@ def test_a_copy_of_the_script_is_its_own(copied: Callable[[Optimizer], Optimizer
     assert set(made.optimizer.state_dict()) == {"state", "param_groups"}
 
 
+@pytest.mark.parametrize("factory", [pair, partial(SGD, lr=0.1)], ids=["two", "one"])
+def test_gradients_may_be_dropped(factory: Any) -> None:
+    made = update(factory)
+    made.optimizer.zero_grad()
+    assert all(value.grad is None for value in made.parameters.values())
+
+
 def test_an_optimizer_may_be_given_to_a_second_session() -> None:
     model = nn.Linear(3, 2)
     optimizer = SGD(model.parameters(), lr=0.1)

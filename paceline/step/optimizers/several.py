@@ -46,6 +46,11 @@ class SeveralOptimizers(Optimizer):
         for one in self.optimizers.values():
             one.step()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Let each drop the gradients of its parameters."""
+        for one in self.optimizers.values():
+            one.zero_grad(set_to_none)
+
 
 class SeveralSchedules(LRScheduler):
     """The schedules of several optimizers.
