@@ -371,7 +371,7 @@ class Engine:
         """Tell rank 0 of long waits that it does not know of; it ends those that take too long, if it can."""
         if self._negotiation is None:
             with self._lock:
-                self.waits.give_up(self._pending.values(), self._quiet_since)
+                self.waits.give_up(self._pending.values(), self._quiet_since, self._links.looked)
         message = self.waits.news()
         if message is None:
             return

@@ -34,10 +34,14 @@ class Links:
     Args:
         rank: of this worker.
         connections: by rank of the other end.
+
+    Attributes:
+        looked: when :meth:`receive` was called last; what had come by then has been read.
     """
 
     def __init__(self, rank: int, connections: dict[int, Connection]) -> None:
         self.rank = rank
+        self.looked = time.monotonic()
         self._connections = connections
         self._sleeping, self._waking = socket.socketpair()
         self._sleeping.setblocking(False)
@@ -72,6 +76,7 @@ class Links:
 
     def receive(self, seconds: float) -> tuple[list[tuple[int, Message]], list[int]]:
         """Wait until something comes; gives messages with their ranks, and the ranks whose connection has ended."""
+        self.looked = time.monotonic()
         messages: list[tuple[int, Message]] = []
         ended = []
         for descriptor, _ in self._poll.poll(max(0.0, seconds) * 1000):

@@ -79,21 +79,21 @@ class Waits:
         self.blocked = None
         return None if handle.done() else handle.request.key
 
-    def give_up(self, pending: Iterable[Handle], quiet_since: float) -> None:
+    def give_up(self, pending: Iterable[Handle], quiet_since: float, looked: float) -> None:
         """Do not wait for ever for rank 0, which has a deadline for all waits but those in a join.
 
         Args:
             pending: what is under way.
             quiet_since: since when nothing was sent to rank 0, or came from it.
+            looked: when that was last seen; this process may have been stopped since, with an answer unread.
 
         Raises:
             HorovodInternalError: it has let the deadline of an operation pass: it, or its machine, is stopped.
         """
-        now = time.monotonic()
-        limit = now - self._settings.deadline_seconds - ANSWER_SECONDS
+        limit = looked - self._settings.deadline_seconds - ANSWER_SECONDS
         if quiet_since < limit and any(one.since < limit and one.request.kind != JOIN for one in pending):
             raise HorovodInternalError(
-                f"Rank {self.rank}: rank 0, which ends waits, has not answered for {now - quiet_since:.0f} s: it is "
+                f"Rank {self.rank}: rank 0, which ends waits, has not answered for {looked - quiet_since:.0f} s: it is "
                 f"stopped, or cannot be reached."
             )
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import paceline.horovod.torch as hvd
+from paceline.horovod import engine, handle, waits
 from paceline.horovod.handle import Handle
-from paceline.horovod.negotiation import REMOVE_SET, Negotiation
+from paceline.horovod.negotiation import REMOVE_SET, Item, Negotiation, Response
 from paceline.horovod.operations import Task
 from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.settings import read_settings
@@ -237,13 +240,64 @@ def test_a_stopped_rank_0_does_not_hold_the_others() -> None:
     """Waits in a join, for which there is no deadline, stay."""
     waits = Waits(1, replace(read_settings(), deadline_seconds=0.0), lambda: None)
     call, join = (Handle(Request(GLOBAL, "x", kind), Task([], []), waits.block) for kind in ("allreduce", "join"))
-    before = time.monotonic() - 20.0
-    waits.give_up([call, join], before)
+    now = time.monotonic()
+    before = now - 20.0
+    waits.give_up([call, join], before, now)
     call.since = join.since = before
-    waits.give_up([join], before)
-    waits.give_up([call, join], time.monotonic())  # it may have much to do
-    with pytest.raises(hvd.HorovodInternalError, match=r"Rank 1: rank 0, .* has not answered for 2\d s: it is stopped"):
-        waits.give_up([join, call], before)
+    waits.give_up([join], before, now)
+    waits.give_up([call, join], now, now)  # it may have much to do
+    with pytest.raises(hvd.HorovodInternalError, match=r"Rank 1: rank 0, .* has not answered for 20 s: it is stopped"):
+        waits.give_up([join, call], before, now)
+
+
+class Stopping:
+    """Links of a process that is stopped for a while after it has looked; the answer has come by then."""
+
+    def __init__(self) -> None:
+        self.looked = self.now = 0.0
+        self._awake = threading.Event()
+        self._asked: list[Request] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wake(self) -> None:
+        self._awake.set()
+
+    def receive(self, seconds: float) -> tuple[list[Any], list[int]]:
+        self.looked = self.now
+        if not self._asked:
+            self._awake.wait()
+            return [], []
+        if self.now == 0.0:
+            self.now = 1000.0
+            return [], []
+        (request,), self._asked = self._asked, []
+        self._awake.clear()
+        answer = Response((Item(request),), "all have called something else")
+        return [(0, {"type": "run", "responses": [[answer.written, answer.error, answer.joined]]})], []
+
+    def send(self, rank: int, message: dict[str, Any], seconds: float) -> None:
+        self._asked += message.get("new", [])
+
+    def send_all(self, message: dict[str, Any], seconds: float) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_process_that_was_stopped_itself_does_not_blame_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    links: Any = Stopping()
+    for module in (engine, handle, waits):
+        monkeypatch.setattr(module, "time", links)
+    one = engine.Engine(1, 2, links, None, replace(read_settings(), cycle_seconds=0.0, deadline_seconds=60.0))
+    try:
+        call = one.submit(Request(GLOBAL, "x", "allreduce"), Task([], []))
+        with pytest.raises(hvd.HorovodInternalError, match=r"^all have called something else$"):
+            call.wait()
+    finally:
+        one.close("ends")
 
 
 def test_a_rank_0_that_answers_nothing_is_named_where_a_wait_fails() -> None:
