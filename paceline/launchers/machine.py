@@ -6,6 +6,8 @@ import contextlib
 import os
 import resource
 import socket
+import sys
+from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
@@ -16,6 +18,9 @@ from paceline.launchers.base import Machine
 _NODES = Path("/sys/devices/system/node")
 _GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT, _DRAWS = 10_000, 100
+_MOST_MARKS = 32
+_marks: deque[int] = deque()
+"""Descriptors of the sockets whose names say which ports this process has drawn."""
 _FILES, _THREADS = 64, 12
 """Of a worker or a launcher, besides those for the others; measured: 17 to 25 files, and 7 to 10 threads."""
 _FILES_OF_CHILD, _THREADS_OF_CHILD = 5, 2
@@ -122,7 +127,8 @@ def choose_port(wanted: int | None) -> int:
     """The wanted port if nobody listens on it; without a wish, a free one.
 
     The workers bind it seconds later. So it is drawn from those that the system does not give to whoever asks for any,
-    as each connection does; a program that wants this very one can still take it, and a worker then says so.
+    as each connection does, and that no process has drawn like this and still holds; a program that wants this very one
+    can still take it, and a worker then says so.
 
     Raises:
         StartError: the wanted port is in use.
@@ -131,7 +137,7 @@ def choose_port(wanted: int | None) -> int:
         below, chance = _first_given_port(), SystemRandom()  # tests may have seeded the other one
         for _ in range(_DRAWS if below > 2 * _LOWEST_PORT else 0):
             with contextlib.suppress(OSError):
-                return _bind(chance.randrange(_LOWEST_PORT, below))
+                return _draw(chance.randrange(_LOWEST_PORT, below))
     try:
         return _bind(wanted or 0)
     except OSError as error:
@@ -147,6 +153,22 @@ def listens(port: int) -> bool:
     except StartError:
         return True
     return False
+
+
+def _draw(port: int) -> int:
+    """Take a port, and mark it as drawn by a name in this network namespace, which ends with this process.
+
+    Raises:
+        OSError: it is in use, or marked.
+    """
+    _bind(port)
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as mark:
+            mark.bind(f"\0paceline-port-{port}")
+            _marks.append(mark.detach())
+        if len(_marks) > _MOST_MARKS:
+            os.close(_marks.popleft())
+    return port
 
 
 def _bind(port: int) -> int:

@@ -38,6 +38,33 @@ def test_no_connection_is_given_the_port_that_was_found(tmp_path: Path, monkeypa
     assert 1 <= machine.choose_port(None) <= 65535
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="marks are names in a network namespace of Linux")
+def test_a_port_that_was_drawn_and_is_not_bound_yet_is_not_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Same:
+        def randrange(self, lowest: int, below: int) -> int:
+            return next(draws)
+
+    first, second = machine.choose_port(None), machine.choose_port(None)
+    for mark in machine._marks:
+        os.close(mark)
+    machine._marks.clear()
+    monkeypatch.setattr(machine, "SystemRandom", Same)
+    draws = iter([first])
+    assert machine.choose_port(None) == first
+    again = f"from paceline.launchers import machine; machine._draw({first})"
+    other = subprocess.run([sys.executable, "-c", again], capture_output=True, text=True, check=False)
+    assert "Address already in use" in other.stderr
+    draws = iter([first, second])
+    assert machine.choose_port(None) == second
+    assert len(machine._marks) == 2
+
+
+def test_only_the_last_draws_are_marked() -> None:
+    for _ in range(machine._MOST_MARKS + 2):
+        machine.choose_port(None)
+    assert len(machine._marks) <= machine._MOST_MARKS
+
+
 @pytest.mark.parametrize(
     ("allowed", "here", "largest", "text"),
     [
