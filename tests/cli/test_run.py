@@ -151,9 +151,18 @@ def test_an_error_before_start_shows_its_traceback_once(paceline: Paceline, scri
 def test_the_cause_is_told_before_its_consequences(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     path = script(
         """
+        def wait_for(true):
+            until = time.monotonic() + 60
+            while not true():
+                assert time.monotonic() < until
+                time.sleep(0.01)
+
+        cause = run / "errors" / "rank-1.json"
         if rank == 1:
+            wait_for(lambda: all((run / f"up-{other}").exists() for other in (0, 2)))
             fail("CheckpointError", "step-10 is damaged", code=4)
-        time.sleep(0.2)
+        (run / f"up-{rank}").touch()
+        wait_for(lambda: cause.exists() and cause.read_text().endswith("}"))
         fail("WorkerLost", "rank 1 went away", consequence=True, code=5)
         """
     )
