@@ -31,42 +31,64 @@ def facts_of(data: Any, *, exact: bool) -> dict[str, object]:
     """
     if isinstance(data, ParquetDataset):
         return {"data fingerprint": data.fingerprint[:16]}
-    if type(data) is not Subset and not _is_plain(data):
+    if type(data) is not Subset and not _is_stored(data):
         return {}
     last = len(data) - 1
     numbers = sorted({last * place // (_SAMPLES - 1) for place in range(_SAMPLES)})
-    samples = [[_seen(leaf, exact) for leaf in leaves_in(_sample(data, number))] for number in numbers]
+    samples = [[_plain(leaf) for leaf in leaves_in(_sample(data, number))] for number in numbers]
+    if not exact:
+        floating = [[_values(leaf) for leaf in leaves if _is_floating(leaf)] for leaves in samples]
+        samples = [[leaf for leaf in leaves if not _is_floating(leaf)] for leaves in samples]
+        samples += [[_large(values) for values in found] for found in floating]
+        for field in zip(*floating, strict=False):  # of a single number only the others tell whether it is large
+            samples.append([_large(numpy.array([one.item() for one in field if one.size == 1]))])
     return {f"data samples {', '.join(map(str, numbers))}": digest(samples)}
 
 
 def _sample(data: Any, number: int) -> Any:
     """A sample; of a subset with its number, of what cannot be seen nothing."""
     if type(data) is Subset:
-        origin = int(data.indices[number])
+        origin = data.indices[number]
         return origin, _sample(data.dataset, origin)
-    if _is_plain(data):
+    if _is_stored(data):
         with contextlib.suppress(IndexError):  # of a subset; reading it says so later
             return data[number]
     return None
 
 
-def _is_plain(data: Any) -> bool:
+def _is_stored(data: Any) -> bool:
     """Whether reading a sample does nothing else."""
-    return type(data) in (TensorDataset, TokenRows, list, tuple) or isinstance(data, torch.Tensor | numpy.ndarray)
+    return type(data) in (TensorDataset, TokenRows, list, tuple, range) or isinstance(
+        data, torch.Tensor | numpy.ndarray
+    )
 
 
-def _seen(leaf: Any, exact: bool) -> Any:
-    if isinstance(leaf, str | PurePath):  # files may be in another folder on each machine
-        return PurePath(leaf).name
-    if exact or not _is_floating(leaf):
-        return leaf
-    values = torch.as_tensor(leaf).detach().double()
-    return values > (values.max() + values.min()) / 2
+def _plain(leaf: Any) -> Any:
+    """A leaf without what may be others elsewhere: the folders of files; of a tensor without values nothing."""
+    if isinstance(leaf, str | PurePath):
+        return PurePath(leaf).name if PurePath(leaf).is_absolute() else str(leaf)
+    if isinstance(leaf, torch.Tensor) and (leaf.is_meta or leaf.is_nested or leaf.is_quantized):
+        return None
+    return leaf
 
 
 def _is_floating(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
-        return leaf.is_floating_point() and leaf.layout == torch.strided and leaf.numel() > 0
+        return leaf.layout == torch.strided and leaf.is_floating_point()
     if isinstance(leaf, numpy.ndarray):
-        return leaf.dtype.kind == "f" and leaf.size > 0
+        return bool(leaf.dtype.kind == "f")
     return isinstance(leaf, float | numpy.floating)
+
+
+def _values(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        leaf = leaf.detach().cpu().double().resolve_neg().numpy()
+    return numpy.asarray(leaf, numpy.float64)
+
+
+def _large(values: Any) -> Any:
+    """Which values lie in the upper part of their range; the bound is one that no usual value is near to."""
+    if values.size == 0:
+        return values
+    with numpy.errstate(all="ignore"):
+        return values > values.min() + (values.max() - values.min()) * 0.6180339887

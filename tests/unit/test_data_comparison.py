@@ -33,6 +33,13 @@ class Unread(Dataset[Any]):
         (TensorDataset(INPUTS, LABELS), TensorDataset(shuffled(INPUTS), LABELS)),
         (TensorDataset(INPUTS, LABELS), TensorDataset(INPUTS, shuffled(LABELS))),
         (INPUTS, shuffled(INPUTS)),
+        (
+            TensorDataset(INPUTS[:, :1], INPUTS[:, 1:2]),
+            TensorDataset(shuffled(INPUTS)[:, :1], shuffled(INPUTS)[:, 1:2]),
+        ),
+        (INPUTS[:, :2].tolist(), shuffled(INPUTS)[:, :2].tolist()),
+        (["one/end", "a"], ["two/end", "a"]),
+        (range(0, 50), range(50, 100)),
         (INPUTS.numpy(), shuffled(INPUTS).numpy()),
         (
             [{"text": str(row), "label": row} for row in range(9)],
@@ -72,6 +79,11 @@ def test_a_data_set_of_its_own_class_is_not_read() -> None:
         [numpy.float32(1.0), numpy.array(["a"]), None, b"a", object(), torch.empty(0), 1.5],
         Subset([1, 2], [0, 5]),
         [torch.eye(3).to_sparse()],
+        numpy.frombuffer(bytes(80), ">f8"),
+        [torch.ones(3, dtype=torch.complex64).conj().imag, torch.tensor([float("nan"), float("inf")])],
+        [torch.empty(3, device="meta"), torch.empty(1, device="meta"), torch.tensor(2.0)],
+        Subset({"a": 1, "b": 2}, ["a", "b"]),  # type: ignore[arg-type]
+        [torch.ones(3, dtype=torch.complex64).conj(), torch.ones(3, dtype=torch.complex64).conj().imag],
     ],
 )
 def test_whatever_a_sample_is(data: Any) -> None:

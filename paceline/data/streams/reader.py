@@ -259,6 +259,7 @@ def _add(seen: Any, item: Any) -> None:
         item = item.detach().cpu()
         seen.update(str((item.dtype, tuple(item.shape))).encode())
         if item.layout == torch.strided:
+            item = item.resolve_conj().resolve_neg()
             seen.update(item.contiguous().flatten().view(torch.uint8).numpy().tobytes())
     elif isinstance(item, numpy.ndarray | numpy.generic):
         seen.update(str((item.dtype, item.shape)).encode())
