@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sized
 from typing import Any
 
@@ -43,6 +44,11 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
                 f"of its own: give a data set with a length and items by number, or leave sampler out."
             )
         return _stream(data, settings, batch, parts)
+    if isinstance(data, str | bytes | os.PathLike):
+        raise InputError(
+            f"data is {data!r}, a {type(data).__name__}, and Paceline does not open files: give a data set that reads "
+            f"them, such as torchvision.datasets.ImageFolder(path), or paceline.ParquetDataset(path)."
+        )
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise _no_data_set(data)
     if len(data) == 0:

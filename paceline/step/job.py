@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,6 +12,7 @@ from paceline.comm.values import sendable
 from paceline.comm.world import World
 from paceline.data.feed import Feed, Piece
 from paceline.data.order import BatchOrder
+from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.settings import Settings
 from paceline.step.forward import Compute
@@ -93,6 +94,17 @@ class Batch:
 
     def __len__(self) -> int:
         return self.samples
+
+    def __iter__(self) -> NoReturn:
+        """Say what is done with a batch instead of ``for input, target in session.batches()``.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "A batch is shared out among the workers, so it has no values to unpack. Write `for batch in "
+            "session.batches(): session.step(batch)`; loss=, or forward=, computes with the values."
+        )
 
 
 @sendable

@@ -60,6 +60,16 @@ MISTAKES = {
         "data is a DataLoader, but Paceline loads the samples itself",
         "data=loader.dataset (Samples), batch=8",
     ),
+    "a batch that is unpacked": (
+        """
+session = start()
+for inputs, targets in session.batches(steps=2):
+    session.step((inputs, targets))
+""",
+        2,
+        "A batch is shared out among the workers, so it has no values to unpack.",
+        "Write `for batch in session.batches(): session.step(batch)`",
+    ),
     "an optimizer": (
         "train(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))",
         2,

@@ -93,6 +93,7 @@ BEFORE_TRAINING = {
         2,
         ["DataLoader", "data=loader.dataset", "batch=3", "drop_last=True", "workers_per_loader=2"],
     ),
+    "a file as data": Bad("go(data='rows.csv')", "InputError", 2, ["data is 'rows.csv', a str", "data set that reads"]),
     "data without length": Bad(
         "class Endless:\n    def __getitem__(self, place): return place\ngo(data=Endless())",
         "InputError",
