@@ -123,7 +123,8 @@ def test_the_bits_are_those_of_one_process(
 ) -> None:
     fixed = {key: value for key, value in given.items() if key == "exact"}
     alone = undisturbed(SCRIPT, GIVEN=json.dumps(fixed), WORKERS="1")
-    for one in attack(run, workers, given, tmp_path):
+    may_miss = 2 if given.get("strategy") == "stealing" else 0  # others may have taken all that a late one had
+    for one in attack(run, workers, given, tmp_path, may_miss):
         assert one["fingerprint"] == alone["fingerprint"]
         assert one["values"] in (alone["values"], [])
 
