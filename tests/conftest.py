@@ -1,20 +1,29 @@
+import json
 import os
 import random
 import signal
 import sys
 import tempfile
+import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+import failures
 import pytest
 from fork_server import ForkServer, adopt_orphans
+from launching import Ran, Run, check_nothing_is_left, launch
+
+from paceline.testing import ranks as processes
+from paceline.testing.faults import Plan
 
 adopt_orphans()
 for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the background without them
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
 
+Ranks = Callable[..., list[processes.Ended]]
 _SECONDS_TO_END = 30.0
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 """Set when torch is first asked to look for its compiler."""
@@ -54,6 +63,22 @@ def _environment() -> dict[str, str]:
 def _process_group() -> bool:
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if not hasattr(session.config, "workerinput"):  # the process that hands out the tests
+        failures.clear()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Keep the output and the events of a failed test's processes, and show the end of their output."""
+    report = yield
+    if report.failed:
+        found = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Path)]
+        folder = failures.keep(item.nodeid, report.longreprtext, [path for path in found if path.is_dir()])
+        report.sections.append((f"processes; all of it is in {folder}", failures.last_lines(folder)))
+    return report
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -98,6 +123,81 @@ def fork_server(no_temporary_files: None) -> Iterator[ForkServer]:
     """The process from which those of tests are forked."""
     with ForkServer() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def ranks(fork_server: ForkServer) -> Ranks:
+    """``paceline.testing.ranks.run``, with a quick start of each worker."""
+
+    def start(script: str | Path, workers: int, directory: Path, **options: Any) -> list[processes.Ended]:
+        return processes.run(script, workers, directory, start=fork_server.start_workers, **options)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def printed(ranks: Ranks) -> Callable[..., list[dict[str, Any]]]:
+    """Run a script that must end well; all that each worker told, put together."""
+
+    def start(script: str | Path, workers: int, directory: Path, **options: Any) -> list[dict[str, Any]]:
+        everyone = ranks(script, workers, directory, **options)
+        assert [one.code for one in everyone] == [0] * workers, "\n".join(one.out + one.err for one in everyone)
+        found = []
+        for one in everyone:
+            values: dict[str, Any] = {}
+            for line in one.out.splitlines():
+                if line.startswith("{"):
+                    values.update(json.loads(line))
+            found.append(values)
+        return found
+
+    return start
+
+
+@pytest.fixture
+def run(fork_server: ForkServer, tmp_path: Path) -> Iterator[Run]:
+    """Run a script with ``paceline run``; nothing of it may be left when the test ends."""
+
+    def start(
+        script: str,
+        *words: object,
+        arguments: Sequence[object] = (),
+        faults: Plan | None = None,
+        name: str = "one",
+        deadline: float = 120.0,
+        **environment: str,
+    ) -> Ran:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(script))
+        if faults is not None:
+            environment |= faults.environment(tmp_path / "marks")
+        given = ["run", "--quiet", "--name", name, *map(str, words), str(path), *map(str, arguments)]
+        code, said = launch(fork_server, given, tmp_path, deadline, **environment)
+        check_nothing_is_left(tmp_path)
+        return Ran(code, said, tmp_path / "runs" / name)
+
+    yield start
+    check_nothing_is_left(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+    """What comes out of a script in one process to which nothing happens; each is run once."""
+    known: dict[str, dict[str, Any]] = {}
+
+    def of(script: str, arguments: Sequence[object] = (), **environment: str) -> dict[str, Any]:
+        key = json.dumps((script, arguments, environment))
+        if key not in known:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            (directory / "train.py").write_text(textwrap.dedent(script))
+            words = ["run", "--quiet", "--name", "one", str(directory / "train.py"), *map(str, arguments)]
+            code, said = launch(fork_server, words, directory, 60.0, ALONE="1", **environment)
+            ran = Ran(code, said, directory / "runs" / "one")
+            assert code == 0, ran.report()
+            (known[key],) = ran.printed()
+        return known[key]
+
+    return of
 
 
 @pytest.fixture(autouse=True)

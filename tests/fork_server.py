@@ -33,7 +33,7 @@ from paceline.launchers.child import end_with_parent
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
-PATHS = (HERE.parent, HERE / "core", HERE / "recovery")
+PATHS = (HERE.parent, HERE, HERE / "core", HERE / "recovery")
 MODULES = (
     "torch._dynamo",
     "torch.distributed.checkpoint",

@@ -11,7 +11,7 @@ import pytest
 from paceline.testing import faults
 
 if TYPE_CHECKING:
-    from conftest import Ran, Run
+    from launching import Ran, Run
 
 TRAIN = """
 import os, signal, sys, time

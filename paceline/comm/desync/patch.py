@@ -13,15 +13,15 @@ import atexit
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline import user_code
 from paceline.comm.desync.compare import SYMMETRIC
 from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
 
@@ -112,7 +112,7 @@ def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
         if original is not None:
             recorded[original] = recorder(name, original)
             _replace(dist, name, original, recorded[original])
-    for module in _modules_of_script():
+    for module in user_code.script_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, FunctionType) and value in recorded:
                 _replace(module, name, value, recorded[value])
@@ -131,19 +131,6 @@ def stop() -> None:
 def _replace(module: ModuleType, name: str, original: Callable[..., Any], recorded: Callable[..., Any]) -> None:
     setattr(module, name, recorded)
     _replaced.append((module, name, original, recorded))
-
-
-def _modules_of_script() -> Iterator[ModuleType]:
-    """The main module and those beside it."""
-    main = sys.modules["__main__"]
-    yield main
-    if getattr(main, "__file__", None) is None:
-        return
-    home = Path(str(main.__file__)).resolve().parent
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if file and module is not main and Path(file).is_relative_to(home) and "site-packages" not in Path(file).parts:
-            yield module
 
 
 def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
