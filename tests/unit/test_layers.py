@@ -271,8 +271,13 @@ def scalar(output: Any) -> torch.Tensor:
 
 
 def whole(model: nn.Module, data: Any, autocast: bool) -> Any:
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = model(data)
+    try:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = model(data)
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("torch has no LSTM in bfloat16 for this processor")
     scalar(output).backward()
     return output
 
