@@ -6,6 +6,7 @@ import sys
 import tempfile
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,18 +84,25 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test that is ``crossed``, what is not on the diagonal of its parameters is ``slow``."""
-    places: dict[pytest.Function, tuple[int, ...]] = {}
+    """Mark as ``slow`` the later cases of a ``sampled`` test, and those off the diagonal of a ``crossed`` one."""
+    taken: Counter[tuple[Path, str]] = Counter()
+    crossed: dict[pytest.Function, tuple[int, ...]] = {}
     axes: dict[object, list[list[str]]] = {}  # of each test: the values of each ``parametrize``, in their order
     for item in items:
-        if isinstance(item, pytest.Function) and item.get_closest_marker("crossed"):
+        if not isinstance(item, pytest.Function):
+            continue
+        if (sampled := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
+            taken[item.path, item.originalname] += 1
+            if taken[item.path, item.originalname] > sampled.args[0]:
+                item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("crossed"):
             given = [_values(item, mark) for mark in item.iter_markers("parametrize")]
             known = axes.setdefault((item.path, item.originalname), [[] for _ in given])
             for value, values in zip(given, known, strict=True):
                 if value not in values:
                     values.append(value)
-            places[item] = tuple(values.index(value) for value, values in zip(given, known, strict=True))
-    for item, place in places.items():
+            crossed[item] = tuple(values.index(value) for value, values in zip(given, known, strict=True))
+    for item, place in crossed.items():
         sizes = [len(values) for values in axes[item.path, item.originalname]]
         if place not in {tuple(number % size for size in sizes) for number in range(max(sizes))}:
             item.add_marker(pytest.mark.slow)

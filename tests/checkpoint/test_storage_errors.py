@@ -89,6 +89,7 @@ def removes(storage: Storage) -> None:
     retain(storage, 4, OLD, 1, None)
 
 
+@pytest.mark.sampled(1)
 def test_a_removal_that_was_killed_is_completed(places: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any operation; by the next writer, after its next save."""
     with monkeypatch.context() as patch:

@@ -115,6 +115,7 @@ class Trial:
             assert sorted(os.listdir(self.place)) == ["latest", "step-000012"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(10 * SEEDS)
 @pytest.mark.parametrize("later", NEXT)
 def test_two_writers_and_a_reader(places: Any, later: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ def test_the_demo_fails_when_the_hashes_differ(
     assert "differ" in result.err
 
 
+@pytest.mark.slow
 def test_the_script_of_the_demo_reads_digits(tmp_path: Path) -> None:
     """As it is started: Python looks for modules in its folder first."""
     result = tmp_path / "result.json"

@@ -75,6 +75,7 @@ with open(f"{sys.argv[1]}/{os.environ['PACELINE_WORKER']}.json", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_a_script_survives_a_kill_and_a_replacement_joins(paceline: Paceline, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
@@ -250,6 +251,7 @@ def test_the_options_of_horovodrun(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             translate(line.split())
 
 
+@pytest.mark.slow
 def test_a_script_adds_workers(paceline: Paceline, tmp_path: Path) -> None:
     hosts, script, discovery = tmp_path / "hosts", tmp_path / "train.py", tmp_path / "discover.sh"
     hosts.write_text("localhost:1\n")

@@ -31,6 +31,7 @@ UNCHANGED = """
 """
 
 
+@pytest.mark.slow
 def test_an_unchanged_script(paceline: Paceline, script: Script) -> None:
     result = paceline("run", "--horovod", script(UNCHANGED))
     assert "[rank 0] [(0, 7), (1, 7)]" in result.out.splitlines(), result.err
@@ -47,6 +48,7 @@ if __name__ == "__main__" and hvd.size() == size:
 """
 
 
+@pytest.mark.slow
 def test_a_module_is_run_as_by_python_m(paceline: Paceline, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "train.py").write_text(MODULE)
@@ -72,6 +74,7 @@ VARIABLES = """
 """
 
 
+@pytest.mark.slow
 def test_what_a_script_finds_before_init(paceline: Paceline, script: Script) -> None:
     result = paceline("run", "--horovod", "-n", "2", script(VARIABLES))
     found = [[[rank, "2", rank, None], [rank, "7", rank, "2"]] for rank in "01"]
@@ -85,6 +88,7 @@ def fail(rank: int) -> None:
     hvd.allreduce(torch.ones(2), name="never")
 
 
+@pytest.mark.slow
 def test_an_exception_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with (

@@ -56,6 +56,7 @@ def start(fork_server: ForkServer, tmp_path: Path) -> Callable[..., Ran]:
     return run
 
 
+@pytest.mark.slow
 def test_what_set_said_holds_on_resume(start: Callable[..., Ran]) -> None:
     run = (*PACELINE, "run")
     setting = "--set", "exact=true", "--set", "checkpoint.every=2", "--set", "timeout-seconds=99"

@@ -168,6 +168,7 @@ def run(fork_server: ForkServer, tmp_path: Path) -> Callable[[str], tuple[int, s
     return start
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_has_one_message(run: Callable[[str], tuple[int, str]], name: str) -> None:
     script, code, says, cure = MISTAKES[name]

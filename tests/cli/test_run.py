@@ -41,6 +41,7 @@ def test_the_number_of_workers_behind_the_script(paceline: Paceline, script: Scr
     assert "stands behind" not in paceline("run", "-n", 2, path, "-n", 2).err
 
 
+@pytest.mark.slow
 def test_a_script_for_horovod(paceline: Paceline, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
     path = script(
         """

@@ -51,6 +51,7 @@ def operations(page: Path) -> list[list[str]]:
     return [sorted(title.split(", version")[0] for title in row if "version" in title) for row in titles]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_run_is_drawn(paceline: Paceline, script: Script, tmp_path: Path, schedule: str) -> None:
     settings = "--set", f"pipeline.schedule={schedule}", "--quiet", "--name", schedule
@@ -74,6 +75,7 @@ def test_a_run_is_drawn(paceline: Paceline, script: Script, tmp_path: Path, sche
         assert all(any("forward pass, stage" in one for one in row) for row in drawn)
 
 
+@pytest.mark.slow
 def test_a_step_a_file_and_no_torch(paceline: Paceline, script: Script, tmp_path: Path) -> None:
     given = "--set", 'pipeline.cut=["1"]', "--quiet", "--name", "mine", "--runs-dir", "all my runs"
     assert paceline("run", "-n", 2, *given, script(TRAINS)).code == 0

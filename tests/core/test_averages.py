@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
@@ -89,6 +91,7 @@ tell(said=said)
 """
 
 
+@pytest.mark.slow
 def test_the_averages_are_those_of_torch(printed: Printed, tmp_path: Path) -> None:
     (one,) = printed(HEAD + REFERENCE.replace("FOLDER", repr(str(tmp_path))), 1, tmp_path)
     hogwild, unset, step = one["said"]

@@ -64,6 +64,7 @@ def saved(tmp_path: Path) -> dict[str, str]:
     return {"SAVED": str(tmp_path / "saved")}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_last_save_is_finished(ranks: Run, printed: Printed, tmp_path: Path, saved: Any, end: str) -> None:
     line, code = ENDS[end]

@@ -124,6 +124,7 @@ def check_epochs(sets: list[dict[str, Any]]) -> None:
         assert Counter(used) == Counter(range(LENGTH))
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_late_workers_are_not_waited_for_and_no_sample_is_lost(train: Any, tmp_path: Path, one_machine: bool) -> None:
     everyone = train(3, late=[1], one_machine=one_machine)
@@ -138,6 +139,7 @@ def test_late_workers_are_not_waited_for_and_no_sample_is_lost(train: Any, tmp_p
     assert all(rank != 1 for one in sets for rank, _ in one["used"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("servers", [1, 2])
 def test_servers_do_not_wait_for_late_workers_either(train: Any, tmp_path: Path, servers: int) -> None:
     given = {"strategy": "parameter-server", "backup": {"workers": 1}, "server": {"count": servers}}
@@ -148,6 +150,7 @@ def test_servers_do_not_wait_for_late_workers_either(train: Any, tmp_path: Path,
     assert all(rank != 1 for one in sets for rank, _ in one["used"])
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_what_is_lost_is_not_used(train: Any, tmp_path: Path, one_machine: bool) -> None:
     everyone = train(3, late=[1], one_machine=one_machine, backup={"late": "lose"})
@@ -176,6 +179,7 @@ def test_statistics_are_means_over_the_samples_used(train: Any, tmp_path: Path) 
         assert one["mean"] == pytest.approx(0.1 * sum(used) / len(used), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_other_workers_and_owes_the_epoch_the_same(train: Any, tmp_path: Path) -> None:
     """The checkpoint is in the middle of an epoch; the worker that goes on alone uses what was too late."""
     keeping = {"directory": str(tmp_path / "kept"), "every": 6}
@@ -206,6 +210,7 @@ for name in ("mlp, momentum", "batch norm, dropout, short batch"):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_without_backup_workers_it_is_all_reduce_bit_for_bit(printed: Printed, tmp_path: Path, workers: int) -> None:
     plain, backup = (
@@ -221,6 +226,7 @@ for name in ("batch norm, dropout, short batch", "layer used sometimes"):
 """
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_all_workers_hold_the_same_model(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     first, *others = printed(CASES, 3, tmp_path, one_machine=one_machine)

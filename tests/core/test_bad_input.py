@@ -297,6 +297,7 @@ def test_alone_the_message_names_no_rank(ranks: Run, tmp_path: Path) -> None:
     assert one.err.rstrip().endswith(f"[script.py, line {HEAD[: HEAD.index('paceline.start')].count(chr(10)) + 1}]")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("accident", ["raise OSError('boom')", "sys.exit(7)", "os._exit(0)", "os.kill(os.getpid(), 9)"])
@@ -316,6 +317,7 @@ go(steps=20, microbatches=8, loss=only(lambda: RANK == 1 and (calls.append(1) or
         assert re.search(r"log of ranks? (0, )?1\b", message(one, "WorkerLost"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_a_worker_that_stays_silent(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     """Rank 1 says nothing until rank 0 has ended."""
@@ -337,6 +339,7 @@ go(steps=20, microbatches=8, timeout_seconds=6, loss=only(lambda: RANK == 1 and 
     message(ended[1], "WorkerLost")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("skipped", [1, 2], ids=["inside", "before a short batch"])
 def test_a_worker_that_leaves_out_a_batch(ranks: Run, tmp_path: Path, skipped: int, one_machine: bool) -> None:
@@ -356,6 +359,7 @@ print("done")
     assert any(one.code == 3 for one in ended)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_a_worker_that_ends_early(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     ended = ranks(HEAD + "go(steps=6 if RANK else 9)", 3, tmp_path, deadline=60, one_machine=one_machine)
@@ -390,6 +394,7 @@ def test_modules_that_differ(fork_server: ForkServer, tmp_path: Path) -> None:
     check(ended, Bad("", "DisagreementError", 3, ["code of part.py", "rank 0: ", "rank 1: "]))
 
 
+@pytest.mark.slow
 def test_a_port_in_use(ranks: Run, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -404,6 +409,7 @@ def test_a_port_in_use(ranks: Run, tmp_path: Path) -> None:
     assert [one.code for one in ended] == [3, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("absent", "words"), [((1,), "rank 1 of 3"), ((1, 2), "ranks 1, 2 of 3"), ((0,), "reach rank 0")]
 )
@@ -450,6 +456,7 @@ tell(without=session.fingerprint(), steps=len(reports), rate=reports[-1].learnin
 """
 
 
+@pytest.mark.slow
 def test_skipping_leaves_no_trace(printed: Callable[..., list[dict[str, object]]], tmp_path: Path) -> None:
     """The state is that of a run which never saw the bad batches."""
     found = [one for workers in (1, 2, 3) for one in printed(SKIPPED, workers, tmp_path / str(workers))]
@@ -477,6 +484,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("left", [0, 20_000], ids=["nothing left", "a little left"])
 def test_a_full_disk(ranks: Run, tmp_path: Path, small_disk: Path, left: int) -> None:
     """Saving fails with the reason, also in the middle; the checkpoint before stays and can be used."""

@@ -52,6 +52,7 @@ def second_is_other(workers: list[Worker]) -> Sequence[Process]:
     return start_new(workers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", ["0", "1"])
 def test_among_workers(tmp_path: Path, exact: str) -> None:
     environment = {"EXACT": exact, "TMPDIR": str(tmp_path)}
@@ -65,6 +66,7 @@ def test_among_workers(tmp_path: Path, exact: str) -> None:
             assert "MKL_CBWR" in one.err
 
 
+@pytest.mark.slow
 def test_on_resume(tmp_path: Path) -> None:
     script = SCRIPT.replace('"saved"', repr(str(tmp_path / "saved")))
 

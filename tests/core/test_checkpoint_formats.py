@@ -142,6 +142,7 @@ def manifest_in(folder: Path, step: int) -> manifests.Manifest:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("workers", [2, 4])
 def test_each_worker_writes_and_reads_its_part(

@@ -135,6 +135,7 @@ for factory in (sam, lbfgs):
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_it_trains_as_in_plain_pytorch(printed: Printed, tmp_path: Path, clip: float | None) -> None:
     for told in printed(PLAIN.replace("CLIP", repr(clip)), 2, tmp_path):
@@ -160,6 +161,7 @@ for name, factory in {"sam": sam, "lbfgs": lbfgs}.items():
 )
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint(printed: Printed, tmp_path: Path) -> None:
     (told,) = printed(SAVED, 1, tmp_path, environment={"SAVED": str(tmp_path / "saved")})
     assert all(first == again for first, again in told.values()) and len(told) == 2

@@ -44,6 +44,7 @@ def alone(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     return one
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machines", [(2,), (3,), (1, 1), (2, 2)], ids=str)
 def test_the_loss_is_that_of_one_process_up_to_rounding(
     printed: Printed, tmp_path: Path, alone: dict[str, Any], machines: tuple[int, ...]

@@ -37,6 +37,7 @@ session.fingerprint()
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["allreduce", "stealing", "parameter-server"])
 @pytest.mark.parametrize("workers", [2, 6])
 def test_one_for_each_worker_of_the_machine(

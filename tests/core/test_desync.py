@@ -132,12 +132,14 @@ def _line(body: str, part: str) -> int:
     return script[: script.index(part, start)].count("\n") + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_different_calls_on_one_machine(ranks: Run, tmp_path: Path, name: str) -> None:
     differs = DIFFERENT[name]
     check(ranks(HEAD + differs.body + "go(metric)", 3, tmp_path, deadline=60), differs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in DIFFERENT if name != "a call that only one makes"])
 def test_different_calls_over_the_network(ranks: Run, tmp_path: Path, name: str) -> None:
     differs = DIFFERENT[name]
@@ -145,12 +147,14 @@ def test_different_calls_over_the_network(ranks: Run, tmp_path: Path, name: str)
     check(ranks(script, 3, tmp_path, deadline=60, one_machine=False), differs)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_equal_calls_in_another_order(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     script = HEAD + SWAPPED.body + "go(metric)"
     check(ranks(script, 3, tmp_path, deadline=60, one_machine=one_machine), SWAPPED)
 
 
+@pytest.mark.slow
 def test_a_call_that_only_one_makes_over_the_network(ranks: Run, tmp_path: Path) -> None:
     """Nobody can look while all wait; the first that gives up finds out."""
     differs = DIFFERENT["a call that only one makes"]
@@ -204,6 +208,7 @@ go(metric)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_in_a_smaller_group(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     script = HEAD + IN_A_GROUP
@@ -284,6 +289,7 @@ tell(done=True)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_scripts_that_are_right(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     """Lines by rank, smaller groups, calls that do not wait, sizes by rank, other threads, a call that is refused."""
@@ -338,6 +344,7 @@ go(metric)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_a_worker_that_ends_while_others_call(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     ended = ranks(HEAD + LOST, 2, tmp_path, deadline=60, one_machine=one_machine)

@@ -93,6 +93,7 @@ STEP = dict.fromkeys(PRINTED, 4) | {"in evaluate": 3}
 VICTIM = dict.fromkeys(PRINTED, 1) | {"inside a save": 0}  # rank 0 writes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", PRINTED)
 def test_a_kill_at_each_point(crew: Run, tmp_path: Path, fingerprint: str, point: Point) -> None:
     victim = VICTIM[point]
@@ -121,6 +122,7 @@ def test_the_model_of_a_kill_after_the_update_is_lost_with_it(crew: Run) -> None
     assert all(steps_of(one)[-1] in (4, 5) for one in ended)
 
 
+@pytest.mark.slow
 def test_a_stop_that_ends_changes_nothing(crew: Run, fingerprint: str, tmp_path: Path) -> None:
     ended = crew(
         faults.stop(rank=1, step=2, seconds=0.3) + faults.stop(rank=0, step=5, point="after update", seconds=0.1)
@@ -130,6 +132,7 @@ def test_a_stop_that_ends_changes_nothing(crew: Run, fingerprint: str, tmp_path:
     assert faults.happened(tmp_path / "marks").keys() == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_stop_that_does_not_end_is_a_lost_worker(crew: Run) -> None:
     kill = Kill("lost", ranks=(1,), by=0)
     first, stopped, second = crew(faults.stop(rank=1, step=2), environment={"TIMEOUT": "6"}, kill=kill)
@@ -146,6 +149,7 @@ def test_an_exit_has_its_code(crew: Run) -> None:
     assert ended[2].err == ""
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loaders", [0, 1])
 def test_an_error_is_reported_with_its_text(crew: Run, loaders: int) -> None:
     plan = faults.error(rank=0, step=5, point="in the loader", text="no such sample")
@@ -164,6 +168,7 @@ def test_a_process_that_loads_is_killed(crew: Run) -> None:
     assert ended[1].code != 0 and any(words in ended[1].err for words in ("killed by signal: Killed", in_an_item))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{"seconds": 0.01}, {"factor": 3}], ids=str)
 def test_slow_changes_nothing_but_the_time(crew: Run, fingerprint: str, how: Any) -> None:
     ended = crew(faults.slow(rank=1, step=2, until=6, **how))

@@ -93,6 +93,7 @@ tell(losses=[str(report.loss) for report in reports], fingerprint=session.finger
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("machines", [(1,), (3,), (1, 1)], ids=str)
 @pytest.mark.parametrize(("value", "repeated"), [("0.5", 1), ("1e5", 2), ("float('nan')", 1)])
 def test_a_step_is_repeated_if_a_gradient_does_not_fit(
@@ -172,6 +173,7 @@ tell(fingerprint=session.fingerprint(), position=session.position)
 """
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_the_units(printed: Printed, ranks: Any, tmp_path: Path) -> None:
     """A run that goes on with other workers ends with the same bits; with sums along the tree it is refused."""
 

@@ -32,6 +32,7 @@ tell(sent=sorted(sent), fingerprint=session.fingerprint())
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machines", [(3,), (1, 2)], ids=str)
 @pytest.mark.parametrize(
     ("given", "most"),

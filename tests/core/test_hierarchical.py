@@ -59,6 +59,7 @@ choice.measure_links = unequal
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("machines", [(1, 1, 1), (2, 1, 2), (1, 1, 1, 1)], ids=str)
 def test_the_bits_do_not_depend_on_the_links(
     printed: Printed, tmp_path: Path, machines: tuple[int, ...], results: Any
@@ -72,6 +73,7 @@ def test_the_bits_do_not_depend_on_the_links(
         }
 
 
+@pytest.mark.slow
 def test_a_machine_with_a_slow_link_sends_less(printed: Printed, tmp_path: Path) -> None:
     """Of eight, one at half the rate: it adds up nothing, so its parts are all it sends; in small buckets."""
     small = "import paceline.schedule.link_shares as link_shares\nlink_shares._LEAST_MESSAGE = 64\n"
@@ -104,6 +106,7 @@ def bytes_sent(run: Path, rank: int) -> int:
     return sum(one["bytes"] for one in events if one["event"] == "exchange" and one["what"] == "gradients")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("machines", "most"), [((2, 2), 1.0), ((4, 4), 1.0), ((2, 2, 2, 2), 1.5)], ids=str)
 def test_a_machine_sends_its_sums_once(
     printed: Printed, tmp_path: Path, machines: tuple[int, ...], most: float

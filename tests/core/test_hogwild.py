@@ -87,6 +87,7 @@ tell(fingerprint=fingerprint(named_tensors(bag, steps)))
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
 def test_where_one_process_computes_all_it_is_the_plain_optimizer(
     printed: Printed, tmp_path: Path, optimizer: str

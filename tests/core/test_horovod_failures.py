@@ -227,6 +227,7 @@ for step in range(20):
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_stops_in_fixed_buckets_is_named(ranks: Run, tmp_path: Path) -> None:
     limits = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}
     first, second = ranks(HEAD + STOPS, 2, tmp_path, environment=limits, deadline=120, after_failure=0)
@@ -310,6 +311,7 @@ def test_a_rank_0_that_answers_nothing_is_named_where_a_wait_fails() -> None:
     assert "rank 0" not in str(waits.explain("allreduce", "weight", timed_out))
 
 
+@pytest.mark.slow
 def test_a_rank_that_leaves_is_named(ranks: Run, tmp_path: Path) -> None:
     for last in (1, 10):  # before there is a plan, and with one
         for way, code, why in (

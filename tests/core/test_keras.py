@@ -54,6 +54,7 @@ tell(
 """
 
 
+@pytest.mark.slow
 def test_one_hash_on_any_number_of_workers_also_resumed(printed: Printed, tmp_path: Path) -> None:
     def trained(workers: int, **more: str) -> list[dict[str, Any]]:
         variables = {"TO": str(tmp_path / f"of {workers}"), **more}
@@ -149,6 +150,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_updates_are_those_of_keras_and_what_cannot_be_is_refused(printed: Printed, tmp_path: Path) -> None:
     printed(HEAD + BY_HAND, 1, tmp_path)
 
@@ -207,5 +209,6 @@ hvd.shutdown()
 """
 
 
+@pytest.mark.slow
 def test_callbacks_give_the_loss_of_one_process(printed: Printed, tmp_path: Path) -> None:
     printed(HEAD + CALLBACKS, 2, tmp_path, environment={"TO": str(tmp_path)})

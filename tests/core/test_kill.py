@@ -91,6 +91,7 @@ def check_the_end(results: list[dict[str, Any]], started_from: range, uninterrup
         assert result == uninterrupted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [(3, 2, 4), (2, 5, 1), (1, 4, 2)], ids=str)
 def test_killed_twice(
     ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, workers: tuple[int, int, int]
@@ -106,6 +107,7 @@ def test_killed_twice(
     check_the_end(last, range(15, STEPS), uninterrupted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_one_killed(
     ranks: Run, printed: Printed, tmp_path: Path, saved: Any, uninterrupted: Any, one_machine: bool
@@ -120,6 +122,7 @@ def test_one_killed(
     check_the_end(printed(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "moment",
     ["write_part 2 before", "_write_synced 3 before", "rename 2 before", "rename 2 after", "_write_synced 4 after"],
@@ -176,6 +179,7 @@ tell(fingerprint=session.fingerprint())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", ["", "file://"], ids=["path", "url"])
 def test_killed_at_random_moments_of_saving(ranks: Run, printed: Printed, tmp_path: Path, store: str) -> None:
     """The run always goes on from a checkpoint no further back than the interval, and ends with the same bits."""

@@ -60,6 +60,7 @@ tell(
 """
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_an_average_after_each_step_is_all_reduce(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     """Up to rounding, whatever the shares; also where all but one worker have nothing to do and no optimizer state."""
@@ -146,6 +147,7 @@ tell(fingerprint=session.fingerprint())
 """
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_nobody_waits_between_two_averages(printed: Printed, tmp_path: Path, one_machine: bool) -> None:
     """The second worker does not finish its step 1 before the first one has done step 3."""
@@ -188,6 +190,7 @@ tell(fingerprint=session.fingerprint(), measured=measured)
 """
 
 
+@pytest.mark.slow
 def test_checkpoints_and_evaluations(printed: Printed, tmp_path: Path) -> None:
     """A run that goes on from a checkpoint has the bits of one that was not interrupted; all workers agree."""
 

@@ -87,6 +87,7 @@ def test_the_means_are_those_of_the_whole_batch(alone: dict[str, Any]) -> None:
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("machines", [(3,), (1, 2)], ids=["memory", "network"])
 def test_every_strategy_gives_the_same_means(
     printed: Printed, tmp_path: Path, alone: dict[str, Any], machines: tuple[int, ...]

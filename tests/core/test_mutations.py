@@ -6,6 +6,7 @@ import mutations
 import pytest
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("store", "signed", "count"), [("", False, 36), ("file://", False, 12), ("memory://", False, 12), ("", True, 12)]
 )

@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
@@ -87,6 +89,7 @@ LOOSE = [
 ]
 
 
+@pytest.mark.slow
 def test_named_outputs_with_each_strategy(printed: Printed, tmp_path: Path) -> None:
     (alone,) = printed(SCRIPT, 1, tmp_path, environment={"GIVEN": json.dumps([{"exact": True}])})
     given = [one | {"exact": True} for one in EXACT] + LOOSE

@@ -24,12 +24,14 @@ Printed = Callable[..., list[dict[str, Any]]]
 Run = Callable[..., Any]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_each_step_is_applied_once(counted: Any, dedicated: bool) -> None:  # noqa: F811
     updates = counted({"mode": "async", "dedicated": dedicated}, one_machine=False)
     assert {one["rank"] for one in updates} == ({1, 2} if dedicated else {0, 1, 2})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("bound", "dedicated"), [(0, False), (1, True), (3, False)])
 def test_staleness_is_never_above_the_bound(counted: Any, bound: int, dedicated: bool) -> None:  # noqa: F811
     server = {"mode": "bounded", "staleness": bound, "dedicated": dedicated}
@@ -47,12 +49,14 @@ def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path) -> No
     assert dropped and min(one["delay"] for one in dropped) > 1
 
 
+@pytest.mark.slow
 def test_a_late_gradient_has_a_smaller_rate(counted: Any) -> None:  # noqa: F811
     updates = counted({"mode": "async", "scale_lr": True}, 4, one_machine=False)
     assert all(one["learning_rate"] == RATE / (1 + one["delay"]) for one in updates)
     assert max(one["delay"] for one in updates) > 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 @pytest.mark.parametrize(
     ("case", "count"),
@@ -74,6 +78,7 @@ def test_one_worker_that_computes_is_the_single_process(
         assert one == alone
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("workers", "server"), [(2, {}), (4, {"count": 4}), (4, {"count": 2, "dedicated": True})], ids=str
 )
@@ -89,6 +94,7 @@ def test_in_mode_sync_the_bits_are_those_of_all_reduce(
         assert one == averaged
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_it_goes_on_from_a_checkpoint(printed: Printed, tmp_path: Path, mode: str) -> None:
     """Of workers over the network, of workers on one machine, and alone."""
@@ -100,6 +106,7 @@ def test_it_goes_on_from_a_checkpoint(printed: Printed, tmp_path: Path, mode: st
     assert alone == {"start": 15, "weights": expected(2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path, mode: str) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": json.dumps({"mode": mode}), "THEN": "skip", "EPOCHS": "2"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -99,6 +100,7 @@ def pipedream_reference(ranks: list[int]) -> torch.Tensor:
     return weights.detach()
 
 
+@pytest.mark.slow
 @processes(WORKERS, deadline=180)
 def test_every_second_workers_share(worker: Worker) -> None:
     register("every-second", Entry(EverySecond, capabilities=capabilities))

@@ -54,6 +54,7 @@ def run(
     return printed(SCRIPT, workers, directory, environment={"CASES": json.dumps(cases)}, deadline=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
 def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path, workers: int) -> None:
     (tmp_path / "alone").mkdir()

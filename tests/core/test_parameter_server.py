@@ -78,6 +78,7 @@ SERVERS = [
 ]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_each_step_is_applied_once(counted: Any, server: dict[str, Any]) -> None:
     updates = counted(server)
@@ -95,6 +96,7 @@ def staleness(updates: Sequence[dict[str, Any]], computing: int) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("dedicated", [False, True])
 @pytest.mark.parametrize("bound", [0, 1, 3])
@@ -111,6 +113,7 @@ def test_without_a_bound_staleness_is_above_it(counted: Any) -> None:
     assert max(staleness(counted({"mode": "async"}, slow="0.06,0,0.001"), 3)) > 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path, dedicated: bool) -> None:
     """The weights are the sum of what was applied: a gradient that was dropped and yet applied would be there twice."""
@@ -150,6 +153,7 @@ tell(fingerprint=session.fingerprint(), values=values, learning_rate=session._jo
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("mode", ["async", "bounded"])
 @pytest.mark.parametrize(
@@ -185,6 +189,7 @@ tell(start=start, weights=sample_counts.weights(session))
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_it_goes_on_from_a_checkpoint(printed: Printed, tmp_path: Path, dedicated: bool) -> None:
     server = json.dumps({"mode": "async", "dedicated": dedicated})
@@ -221,6 +226,7 @@ tell(known=known, outcomes=outcomes, fingerprint=session.fingerprint())
 ASYNCHRONOUS = [{"strategy": "hogwild"}, *({"strategy": "parameter-server", "server": server} for server in SERVERS)]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("given", ASYNCHRONOUS, ids=str)
 def test_each_report_has_an_outcome(printed: Printed, tmp_path: Path, given: dict[str, Any]) -> None:
     """Also of a worker that has computed nothing yet, of a server, after synchronizing and from a checkpoint."""
@@ -248,6 +254,7 @@ tell(finite=all(weight == weight for weight in sample_counts.weights(session)), 
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path, server: dict[str, Any]) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": json.dumps(server), "THEN": "skip", "EPOCHS": "2"}
@@ -257,6 +264,7 @@ def test_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path,
     assert len(updates_in(tmp_path, "skipped")) == 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_a_loss_that_is_not_finite_ends_the_run(ranks: Run, tmp_path: Path, server: dict[str, Any]) -> None:
     environment = {"SERVER": json.dumps(server), "THEN": "stop", "EPOCHS": "1"}
@@ -373,6 +381,7 @@ print(session.fingerprint())
 SHARING = [*ASYNCHRONOUS, {"strategy": "parameter-server"}]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("given", SHARING, ids=str)
 @pytest.mark.parametrize(
     ("case", "words"),
@@ -440,6 +449,7 @@ def averaged(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict
     return one
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("workers", "server"),
     [(2, {}), (3, {"count": 2}), (4, {"count": 4}), (2, {"dedicated": True}), (4, {"count": 2, "dedicated": True})],
@@ -508,6 +518,7 @@ tell(fingerprint=session.fingerprint(), reports=reports, made=made)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("workers", "dedicated"), [(2, "0"), (3, "0"), (3, "1")])
 def test_in_mode_sync_only_servers_call_the_optimizer(
     printed: Printed, tmp_path: Path, workers: int, dedicated: str

@@ -167,11 +167,13 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
     check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
 
 
+@pytest.mark.slow
 def test_one_worker_alone_cuts_nothing(ranks: Run, tmp_path: Path) -> None:
     (alone,) = ranks(HEAD + "go(pipeline={'stages': 4, 'cut': ['nowhere']})", 1, tmp_path)
     assert (alone.code, alone.out) == (0, "done\n"), alone.err
@@ -209,6 +211,7 @@ small(layers(nn.Tanh(), Mean()), data=Lengths(), collate=collate, pipeline={"cut
     check_ended(ended, "InputError", ["output of stage 0", "4 samples", "[4, 3, 12]", "[4, 5, 12]", "pad"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
 def test_a_loss_that_is_not_a_number(ranks: Run, tmp_path: Path, schedule: str) -> None:
     body = f"""
@@ -240,6 +243,7 @@ small(layers(Sometimes(), nn.Tanh()), pipeline={{"schedule": {schedule!r}, "cut"
     check_ended(ended, "InputError", ["'1.layer.weight'", "microbatch", "missing_gradient='zero'"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_tied_weight_that_is_used_sometimes(ranks: Run, tmp_path: Path, exact: bool) -> None:
     body = f"""
@@ -328,6 +332,7 @@ APART = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("body", "why"), APART.values(), ids=APART)
 def test_uses_of_a_weight_that_cannot_be_told_apart(ranks: Run, tmp_path: Path, body: str, why: str) -> None:
     ended = ranks(HEAD + body.replace("EXACT", "True"), 2, tmp_path, deadline=60)
@@ -353,6 +358,7 @@ class Rows(Table):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream", "2bw"])
 def test_sparse_gradients(ranks: Run, tmp_path: Path, schedule: str) -> None:
     body = f"small(layers(Rows()), pipeline={{'cut': ['1'], 'schedule': {schedule!r}}})"
@@ -427,6 +433,7 @@ def script_of(accident: str, schedule: str, seconds: int) -> str:
     return HEAD + ACCIDENT.replace("ACCIDENT", accident).replace("SCHEDULE", schedule).replace("SECONDS", str(seconds))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
@@ -445,6 +452,7 @@ def test_a_worker_is_lost_in_the_middle_of_a_step(
         assert re.search(r"log of ranks? ([02], )?1\b", message(one, "WorkerLost"))
 
 
+@pytest.mark.slow
 @pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])

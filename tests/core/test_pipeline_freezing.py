@@ -72,6 +72,7 @@ def way(case: Case, schedule: str, **more: Any) -> dict[str, Any]:
     return {"pipeline": {"schedule": schedule, "cut": cut, **more}}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path, case: Case) -> None:
     ways = [way(case, schedule) | {"exact": True} for schedule in ("1f1b", "gpipe", "zb-h1", "zb-v", "interleaved")]
@@ -79,6 +80,7 @@ def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path, cas
     assert run(printed, tmp_path, 2, case, ways) == [[alone] * len(ways)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [FIRST, TIED], ids=str)
 def test_several_workers_hold_a_stage(printed: Printed, tmp_path: Path, case: Case) -> None:
     ways = [way(case, "1f1b", stages=2) | {"exact": True}]
@@ -86,6 +88,7 @@ def test_several_workers_hold_a_stage(printed: Printed, tmp_path: Path, case: Ca
     assert run(printed, tmp_path, 3, case, ways) == [[alone]] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [FIRST, TIED], ids=str)
 def test_else_the_result_differs_by_rounding_only(printed: Printed, tmp_path: Path, case: Case) -> None:
     ways = [way(case, "1f1b"), way(case, "zb-v")]
@@ -96,6 +99,7 @@ def test_else_the_result_differs_by_rounding_only(printed: Printed, tmp_path: Pa
             assert one["sums"] == pytest.approx(alone["sums"], rel=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.crossed
 @pytest.mark.parametrize(("case", "workers", "more"), [(FIRST, 3, {"replicas": [2, 1]}), (TIED, 2, {})], ids=str)
 @pytest.mark.parametrize("recompute", [False, True])

@@ -84,12 +84,14 @@ def test_pipedream_computes_again_what_it_computed(train: Train) -> None:
     assert train(2, "", recompute=True, **way) == train(2, "", **way)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("act", ["changing_mode", "holding_views", "clamping"])
 def test_what_a_script_does_between_steps(train: Train, act: str) -> None:
     (alone,) = train(1, act)
     assert train(2, act) == [alone] * 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_another_mode_in_a_pipeline_that_never_runs_empty(train: Train, recompute: bool) -> None:
     """Not the same bits, but all workers have the same model in the end."""
@@ -97,6 +99,7 @@ def test_another_mode_in_a_pipeline_that_never_runs_empty(train: Train, recomput
     assert first["fingerprint"] == second["fingerprint"] and first["evaluation"] == second["evaluation"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_what_is_computed_again_starts_from_the_same_buffers(train: Train, schedule: str) -> None:
     (alone,) = train(1, "")

@@ -59,6 +59,7 @@ def run(
     return printed(SCRIPT, workers, folder, environment={"WAYS": ways}, deadline=100)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("times", [OFTEN, NOBODY_KNOWS], ids=["often", "nobody knows"])
 def test_the_bits_are_those_of_one_process(printed: Printed, tmp_path: Path, times: list[int | None]) -> None:
     ways = [{"exact": True, "pipeline": {"schedule": schedule, "cut": CUT}} for schedule in ("interleaved", "zb-v")]

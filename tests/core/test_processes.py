@@ -67,6 +67,7 @@ def one_fails(worker: Worker, folder: Path) -> None:
     time.sleep(60)
 
 
+@pytest.mark.slow
 def test_the_traceback_of_the_one_that_failed_comes_first(tmp_path: Path) -> None:
     with pytest.raises(WorkersFailed) as caught:
         one_fails(folder=tmp_path)
@@ -107,6 +108,7 @@ def wait_for_nobody() -> None:
     threading.Event().wait()
 
 
+@pytest.mark.slow
 def test_the_deadline_shows_where_it_hangs() -> None:
     with pytest.raises(TimeoutError, match=r"Still running after 6 s: ranks 1\.") as caught:
         one_hangs()
@@ -171,6 +173,7 @@ def test_what_cannot_be_run() -> None:
         test_each_has_its_rank_and_can_be_given_fixtures(lambda: None)
 
 
+@pytest.mark.slow
 @processes(3, one_machine=False, faults=faults.kill(rank=1, step=2), ends={1: "SIGKILL"}, deadline=120)
 def test_the_others_notice_that_one_was_killed(worker: Worker) -> None:
     import torch

@@ -158,6 +158,7 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
     shown = command("list", "-n", 2, "--stages", 2, "--output", "plan.toml", "--", "--size", "a b")
     assert shown.code == 0, shown.err
@@ -174,6 +175,7 @@ def test_a_plan_is_written(command: Command, tmp_path: Path) -> None:
     assert f"paceline run -n 2 --plan plan.toml {tmp_path / 'train.py'} --size 'a b'\n" in shown.out
 
 
+@pytest.mark.slow
 def test_the_best_cuts_of_a_model_in_one_class(command: Command) -> None:
     shown = command("one class")
     assert shown.code == 0, shown.err
@@ -185,6 +187,7 @@ def test_the_best_cuts_of_a_model_in_one_class(command: Command) -> None:
     assert "use -n 2 or more to measure the link" in lines[-1]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_profiled(command: Command) -> None:
     shown = command("no loss")
     assert shown.code == 2
@@ -200,6 +203,7 @@ def test_what_cannot_be_profiled(command: Command) -> None:
     assert "The loss uses the parameter '0.weight'" in shown.err
 
 
+@pytest.mark.slow
 def test_a_model_with_one_layer(command: Command) -> None:
     shown = command("one layer")
     assert shown.code == 2

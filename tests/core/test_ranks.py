@@ -73,6 +73,7 @@ def test_what_a_worker_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert os.environ["WORLD_SIZE"] == "9"
 
 
+@pytest.mark.slow
 def test_workers_that_start_without_a_warm_process(tmp_path: Path) -> None:
     """The usual way to start, from nothing."""
     script = """

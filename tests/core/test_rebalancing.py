@@ -5,6 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from paceline.observe.comparison import compare
 from paceline.schedule.pipeline.operations import Kind
 
@@ -39,6 +41,7 @@ tell(loss=reports[-1].loss, fingerprint=session.fingerprint(), notes=reports[-1]
 """
 
 
+@pytest.mark.slow
 def test_layers_move_away_from_a_slow_worker(printed: Printed, tmp_path: Path) -> None:
     (alone,) = printed(SCRIPT, 1, tmp_path / "one", environment={"STRATEGY": "single"})
     both: list[dict[str, Any]] = printed(

@@ -100,6 +100,7 @@ tell(found=found)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_layer_made_in_the_first_forward_pass(printed: Printed, tmp_path: Path, workers: int) -> None:
     for told in printed(HEAD + MADE_LATE, workers, tmp_path):

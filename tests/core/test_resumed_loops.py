@@ -131,6 +131,7 @@ class Script:
 
 
 # checkpoint.every, and the step in which the script is interrupted: in an epoch, at its end, long after a checkpoint
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("form", "ends"),
     [

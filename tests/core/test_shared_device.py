@@ -56,6 +56,7 @@ CUT: list[dict[str, Any]] = [
 REFUSED: list[dict[str, Any]] = [{"strategy": "parameter-server"}, {"strategy": "hogwild"}]
 
 
+@pytest.mark.slow
 def test_the_bits_are_those_of_the_cpu(printed: Printed, tmp_path: Path) -> None:
     def run(ways: list[dict[str, Any]], device: str) -> list[dict[str, str]]:
         (tmp_path / device).mkdir()

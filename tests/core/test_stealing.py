@@ -73,6 +73,7 @@ def train(printed: Printed, tmp_path: Path) -> Callable[..., list[dict[str, Any]
 Train = Callable[..., list[dict[str, Any]]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("case", ["mlp, momentum", "batch norm, dropout, short batch"])
@@ -87,6 +88,7 @@ def test_the_bits_are_those_of_one_process(train: Train, tmp_path: Path, case: s
     assert all(steal["rank"] != steal["share"] for steal in steals if not steal["again"])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 def test_each_sample_is_computed_once(train: Train, tmp_path: Path, one_machine: bool) -> None:
     """But for those of microbatches that were not back in time."""
@@ -98,12 +100,14 @@ def test_each_sample_is_computed_once(train: Train, tmp_path: Path, one_machine:
     assert set(read) == set(range(256)) and min(map(read.count, range(256))) == 2
 
 
+@pytest.mark.slow
 def test_shares_follow_the_speed(train: Train, tmp_path: Path) -> None:
     train(2, slow=[0.01, 0.06], steps=8)
     counts = [event["counts"] for event in events_of(tmp_path, "shares")]
     assert counts and all(fast > slow for fast, slow in counts)
 
 
+@pytest.mark.slow
 def test_even_shares_stay_even(train: Train, tmp_path: Path) -> None:
     train(2, slow=[0.01, 0.06], steps=8, shares="even")
     assert events_of(tmp_path, "shares") == []
@@ -111,6 +115,7 @@ def test_even_shares_stay_even(train: Train, tmp_path: Path) -> None:
     assert stolen.count(1) > 4 * stolen.count(0)  # on a busy machine the fast one may be the slow one for a while
 
 
+@pytest.mark.slow
 def test_shares_that_processes_load_ahead(train: Train) -> None:
     """What was loaded for shares that have changed since does no harm."""
     first, second = train(2, slow=[0.002, 0.01], steps=8, workers_per_loader=1, exact=True)

@@ -51,6 +51,7 @@ tell(evaluated=evaluated, expected=expected, left=left)
 """
 
 
+@pytest.mark.slow
 def test_they_compute_what_one_process_computes(printed: Printed, tmp_path: Path) -> None:
     (alone,) = printed(SCRIPT, 1, tmp_path)
     several = printed(SCRIPT, 2, tmp_path)

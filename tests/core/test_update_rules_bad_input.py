@@ -133,6 +133,7 @@ def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, strategy
     check_named(ended, "InputError", ["'second.weight'", "no gradient from microbatch", "missing_gradient='zero'"])
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_a_worker_that_leaves_out_a_batch_others_take(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     body = """
@@ -150,6 +151,7 @@ print("done")
             assert re.search("rank 0 at step [12], rank 1 at step [123]", said), said
 
 
+@pytest.mark.sampled(1)
 @WAYS
 def test_a_worker_that_misses_an_average(ranks: Run, tmp_path: Path, one_machine: bool) -> None:
     body = """
@@ -180,6 +182,7 @@ print("done")
         assert "Rank 1 has left out the batch of step 2" in message(one, "DisagreementError")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @BOTH
 @WAYS

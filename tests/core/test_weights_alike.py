@@ -162,6 +162,7 @@ for batch in session.batches(steps=2):
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "settings", ["strategy='pipeline'", "strategy='parameter-server', server={'count': 2, 'dedicated': True}"]
 )

@@ -73,6 +73,7 @@ def test_with_the_session(run: Run) -> None:
     assert "all_reduce" in said and "with_session.py" in said and "rank 1" in said
 
 
+@pytest.mark.slow
 def test_speedup(fork_server: ForkServer, tmp_path: Path) -> None:
     out, err = tmp_path / "out", tmp_path / "err"
     words = (str(FOLDER / "speedup.py"), "--most", "2", "--steps", "3")

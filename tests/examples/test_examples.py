@@ -65,12 +65,14 @@ def arguments(tmp_path: Path) -> dict[str, list[object]]:
     return {"mlp": ["--epochs", 4], "convnet": ["--epochs", 1], "gpt": [text, "--epochs", 1]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", NAMES)
 def test_plain_script(name: str, arguments: dict[str, list[object]], output_of: Output) -> None:
     output = output_of(EXAMPLES / f"{name}_plain.py", *arguments[name])
     assert re.search(r"test accuracy|validation loss", output)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] if name == "convnet" else []) for name in NAMES]
 )

@@ -123,6 +123,7 @@ def numbers(output: str) -> list[float]:
     return [float(number) for number in re.findall(r"-?\d+\.\d+", output)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINED)
 def test_the_losses_are_those_of_the_original(name: str, runs: Runs) -> None:
     """With its samples and random numbers; so that these are the same, a batch is one microbatch."""
@@ -134,6 +135,7 @@ def test_the_losses_are_those_of_the_original(name: str, runs: Runs) -> None:
     assert trained.keys() == expected.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["convnet", "gpt"])
 def test_losses_with_random_samples(name: str, runs: Runs) -> None:
     """Of examples whose data sets draw random numbers."""
@@ -146,6 +148,7 @@ def test_losses_with_random_samples(name: str, runs: Runs) -> None:
     assert numbers("\n".join(ours)) == pytest.approx(numbers(plain), rel=3e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTED)
 def test_one_result_however_it_is_started(name: str, runs: Runs) -> None:
     """By Python, with the variables of torchrun, and by ``paceline run``: the same lines and weights."""

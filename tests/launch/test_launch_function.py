@@ -49,12 +49,14 @@ def fail(rank: int) -> None:
     train(3, 200)
 
 
+@pytest.mark.slow
 def test_the_first_cause_is_raised(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(LookupError, match="rank 1 has no such thing") as caught:
         paceline.launch(fail, 1, workers=3, runs_dir=tmp_path, name="one", settings={"exact": True})
     assert "rank 1: LookupError" in caught.value.__notes__[0]
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed(tmp_path: Path) -> None:
     def die() -> None:
         if os.environ["RANK"] == "1":
@@ -97,6 +99,7 @@ def falter(mark: Path) -> str:
     return session.fingerprint()
 
 
+@pytest.mark.slow
 def test_a_failed_call_is_resumed_as_its_message_says(tmp_path: Path) -> None:
     call = partial(paceline.launch, falter, tmp_path / "mark", workers=2, runs_dir=tmp_path / "runs")
     with pytest.raises(RunFailed) as caught:

@@ -61,6 +61,7 @@ def resumed(tmp_path: Path) -> Request:
     return Request(Path("train.py"), runs=tmp_path, name="mine", settings={"resume": "auto"})
 
 
+@pytest.mark.slow
 def test_of_two_at_once_one_has_it(start: Start) -> None:
     processes = [start() for _ in range(4)]
     found = sorted(map(said, processes), key=len)
@@ -68,6 +69,7 @@ def test_of_two_at_once_one_has_it(start: Start) -> None:
     assert all("exists already" in text or "in use" in text for text in found[1:]), found
 
 
+@pytest.mark.slow
 def test_of_two_that_resume_at_once_one_has_it_and_is_named(start: Start) -> None:
     processes = [start("resume") for _ in range(3)]
     found = {process.pid: said(process) for process in processes}

@@ -50,6 +50,7 @@ def run(script: Path) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("spawn")
 def test_two_workers_train_the_bits_of_one_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"

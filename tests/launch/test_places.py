@@ -125,6 +125,7 @@ print("fingerprint", session.fingerprint())
 """
 
 
+@pytest.mark.slow
 def test_agents_train_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from paceline.launchers.machine import choose_port
 

@@ -94,6 +94,7 @@ def several(patience: int) -> list[str]:
     return ["--nodes", "1", "--rendezvous", where, "--elastic", "2:2", "--patience", str(patience)]
 
 
+@pytest.mark.slow
 def test_a_coordinator_without_workers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     options = several(patience=100)
@@ -108,6 +109,7 @@ def test_a_coordinator_without_workers(tmp_path: Path) -> None:
     assert "the last line" not in said
 
 
+@pytest.mark.slow
 def test_nobody_comes(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("")
     one = run(tmp_path, "-n", "0", *several(patience=1))

@@ -59,6 +59,7 @@ def started(run: Run, way: str, plan: Plan | None, *words: Any, script: str = SC
     return run(script, *(words or ELASTIC), faults=plan, SERVER=json.dumps(WAYS[way]), SLOW="0.002,0.001,0.003")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 2])
 @WAY
@@ -74,6 +75,7 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
 POINTS: list[Point] = ["in the loader", "between reduction and update", "after update", "in evaluate"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("way", ["async", "dedicated", "sync"])
@@ -83,12 +85,14 @@ def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:
     check(ran, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hogwild", "async", "dedicated"])
 def test_one_is_left(run: Run, way: str) -> None:
     """It computes the steps that the others had begun."""
     check(started(run, way, faults.kill(rank=0, step=5) + faults.kill(rank=1, step=5)), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["async", "dedicated", "sync"])
 def test_another_one_takes_the_place(run: Run, way: str) -> None:
     ran = started(run, way, faults.kill(rank=1, step=5), "-n", 3, "--elastic", "3:3", "--standby", 1)
@@ -96,6 +100,7 @@ def test_another_one_takes_the_place(run: Run, way: str) -> None:
     assert ran.memberships()[:2] == [[0, 1, 2], [0, 2, 3]]
 
 
+@pytest.mark.sampled(1)
 @WAY
 def test_one_is_told_to_leave(run: Run, way: str) -> None:
     script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 2, 4)\n    scripted.say")
@@ -105,6 +110,7 @@ def test_one_is_told_to_leave(run: Run, way: str) -> None:
     assert ran.launcher("lost") == []
 
 
+@pytest.mark.sampled(1)
 @WAY
 def test_all_are_told_to_end(run: Run, way: str) -> None:
     """The state is saved once, and the run that goes on has used each sample once."""
@@ -115,6 +121,7 @@ def test_all_are_told_to_end(run: Run, way: str) -> None:
     check(started(run, way, None, *ELASTIC, "--resume", "auto"), 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hogwild", "bounded", "dedicated"])
 def test_a_run_that_is_not_elastic_is_told_to_end(run: Run, way: str) -> None:
     script = SCRIPT.replace("    scripted.say", "    scripted.end_launcher(session, batch, 5)\n    scripted.say")
@@ -193,6 +200,7 @@ AsyncSteps._compute = compute_and_die
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["hogwild", "async", "dedicated"])
 def test_a_step_that_was_lost_as_all_synchronized_at_the_end_is_computed(run: Run, way: str) -> None:
     ran = started(run, way, None, script=SYNCHRONIZING + SCRIPT)
@@ -235,6 +243,7 @@ class Stopping(torch.optim.SGD):
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hogwild", "async", "sync"])
 def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
     """In ``async`` it has the lock that every update needs: who waits for that waits for it.
@@ -276,6 +285,7 @@ fault_points.reach = end_after_an_update
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 def test_an_update_of_a_worker_that_was_lost_just_after_it_counts_once(run: Run, number: signal.Signals) -> None:
     """Its samples are in the weights that the others go on with."""
@@ -316,6 +326,7 @@ def wake(session):
 """
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_that_comes_back_in_an_update_changes_old_weights(run: Run) -> None:
     """A loss comes before: the memory of later generations is laid out alike."""
     given = "sample_counts.start(hang_seconds=2, optimizer=partial(Waking, lr=2.0**-6), "

@@ -80,6 +80,7 @@ AT: dict[Point, int] = {
 }
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("point", AT)
@@ -94,6 +95,7 @@ def test_no_sample_is_lost_with_a_worker(run: Run, point: Point, victim: int) ->
     assert any(event["dropped"] for event in ran.events() if event["event"] == "backup"), ran.report()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_dropped(run: Run) -> None:
     """The others have agreed without it, but it must take part in the exchange."""
     stop = faults.stop(rank=2, step=5)
@@ -116,6 +118,7 @@ paceline.comm.world.can_share = lambda: False
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_over_the_network(run: Run, victim: int) -> None:
     """Worker 0 holds the store in which they agree."""
@@ -125,6 +128,7 @@ def test_over_the_network(run: Run, victim: int) -> None:
     check_epochs(ran)
 
 
+@pytest.mark.slow
 def test_fewer_workers_than_backup_workers_asked_for(run: Run) -> None:
     settings = json.dumps({"strategy": "backup", "microbatches": PARTS, "backup": {"workers": 2}})
     ran = run(SCRIPT, *ELASTIC, faults=faults.kill(rank=1, step=5), SETTINGS=settings)
@@ -138,6 +142,7 @@ TWO_GO_ON = "import scripted\nscripted.hold_back(3, 'end')\n"
 LOCAL = json.dumps({"strategy": "local-sgd", "local": {"every": 2}})
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 2])
@@ -163,6 +168,7 @@ def test_a_repeated_step_is_not_applied_twice(run: Run) -> None:
     assert sum(averages[0]["weights"]) == ORDER.samples_of(9)
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_lost(run: Run) -> None:
     for settings in (BACKUP, LOCAL):
         ran = run(

@@ -248,6 +248,7 @@ os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *sys.ar
 """
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", _cases())
 def test_ways_to_end(codes: Codes, case: Case, tmp_path: Path) -> None:
     (tmp_path / "torchrun.py").write_text(TORCHRUN)

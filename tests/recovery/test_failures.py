@@ -91,6 +91,7 @@ def test_killed_and_replaced_is_no_failure(run: Run) -> None:
     assert not list(ran.run.glob("failure.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("here", "says"),
     [
@@ -111,12 +112,14 @@ def test_a_hang(run: Run, here: str, says: str) -> None:
     assert (told["step"], told["waited"]["ranks"], ran.saved()[-1]) == (6, [0, 2], 6)
 
 
+@pytest.mark.slow
 def test_a_hang_and_too_few_are_left(run: Run) -> None:
     stop = faults.stop(rank=1, step=6)
     ran = run(TRAIN, "-n", 3, "--elastic", "3:4", "--grace", 1, "--set", "hang_seconds=2", faults=stop)
     check(ran, 124, "hang", r"a hang: rank 1 \(process \d+ on .*\) was late for more than 2 s: .*")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("call", "names"),
     [
@@ -158,6 +161,7 @@ def test_out_of_data(run: Run) -> None:
     assert any("all workers must take the same batches" in line for line in lines_of(ran)[:10])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("end", ["sys.exit", "os._exit"])
 def test_an_exit_code_of_its_own(run: Run, end: str) -> None:
     ran = run(script(f"session.rank == 1 and {end}(7)"), *FIXED)
@@ -170,6 +174,7 @@ def test_all_exit_with_a_code_at_the_end(run: Run) -> None:
     check(ran, 3, "exit", "all 2 workers: ended with exit code 3", rank=0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("raises", "says"),
     [
@@ -189,6 +194,7 @@ def test_out_of_memory(run: Run, raises: str, says: str) -> None:
     assert any(f"What to do: {cure}" in line for line in lines_of(ran)[:10])
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_start(run: Run) -> None:
     head = "import os, time\nif os.environ['RANK'] == '1':\n    print('downloading', flush=True)\n    time.sleep(60)\n"
     ran = run(head + TRAIN, *FIXED, "--set", "hang_seconds=2", "--set", "timeout_seconds=10")
@@ -202,6 +208,7 @@ def test_a_rank_that_does_not_start(run: Run) -> None:
     assert told["waited"]["ranks"] == [0, 2]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("number", "code", "kind", "says"),
     [

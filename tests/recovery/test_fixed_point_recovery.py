@@ -20,6 +20,7 @@ def given(way: str) -> dict[str, str]:
     return {"GIVEN": json.dumps({"exact": "fixed-point"} | more)}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", [point for point in AT if point != "inside a save"])
@@ -29,6 +30,7 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
     assert ran.saved()[-1] == STEPS
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
 def test_a_kill_in_the_step_that_finds_the_units(run: Run, undisturbed: Any, way: str, point: Point) -> None:
@@ -38,6 +40,7 @@ def test_a_kill_in_the_step_that_finds_the_units(run: Run, undisturbed: Any, way
     assert [one for one in ran.events() if one["event"] == "repeated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["memory", "network"])
 def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str) -> None:
     """One that joins takes over the units."""
@@ -47,6 +50,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, way: str) -> None:
     assert len(ran.memberships()[-1]) >= 2, ran.report()
 
 
+@pytest.mark.slow
 def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     """New workers go on from the newest checkpoint."""
     plan = faults.kill(rank=0, step=6) + faults.kill(rank=1, step=6) + faults.kill(rank=2, step=6)

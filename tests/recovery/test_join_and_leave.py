@@ -29,6 +29,7 @@ def on(path: str, script: str) -> str:
     return script if path == "memory" else OVER_THE_NETWORK + script
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
@@ -60,6 +61,7 @@ if worker > 2:
 )
 
 
+@pytest.mark.sampled(1)
 @PATHS
 def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None:
     ran = run(on(path, DOWN_TO_ONE), *ELASTIC, arguments=(4,))
@@ -68,6 +70,7 @@ def test_down_to_one_and_up_again(run: Run, undisturbed: Any, path: str) -> None
     assert ran.memberships()[-1] in ([0, 3], [0, 3, 4], [0, 4, 3], [0, 4]), ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
@@ -81,6 +84,7 @@ def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str
     assert 3 in ran.memberships()[-1]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", ["before", "within", "after"])
 def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -> None:
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
@@ -108,6 +112,7 @@ if os.environ["PACELINE_WORKER"] == "3":
     assert "SIGKILL" in ran.said or len(ran.launcher("lost")) >= 1
 
 
+@pytest.mark.slow
 @PATHS
 def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, path: str) -> None:
     plan = faults.stop(rank=1, step=3, seconds=12)
@@ -132,6 +137,7 @@ def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
     assert ran.launcher("lost") == []
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any, workers: int) -> None:
     """All workers finish their step, the state is saved once, and a resumed run ends as if nothing had happened."""
@@ -146,6 +152,7 @@ def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any, workers: int
     assert {told["fingerprint"] for told in again.printed()} == {wanted["fingerprint"]}
 
 
+@pytest.mark.slow
 def test_below_the_least(run: Run) -> None:
     """Nobody replaces the lost worker in time: the run ends with the last step saved."""
     script = "import os, time\nif int(os.environ['PACELINE_WORKER']) > 2:\n    time.sleep(60)\n" + PLAIN
@@ -171,6 +178,7 @@ def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) ->
     check_end(again, undisturbed(PLAIN))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["other settings", "an error"])
 def test_a_joiner_that_cannot_take_part(run: Run, undisturbed: Any, how: str) -> None:
     """A script that was changed meanwhile, or fails at its start on the new worker, does not end the run."""
@@ -207,6 +215,7 @@ def check_end(ran: Ran, wanted: dict[str, Any]) -> None:
         assert told == wanted
 
 
+@pytest.mark.slow
 def test_without_exact_bits(run: Run, undisturbed: Any) -> None:
     """The loss is close, the steps are all there."""
     given = json.dumps({"exact": False})

@@ -160,6 +160,7 @@ def alone(folder: Path, steps: int) -> str:
     return ended.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path, workers: int) -> None:
@@ -192,6 +193,7 @@ def memberships(hosts: Hosts) -> list[list[int]]:
     return [event["workers"] for event in hosts.events() if event["event"] == "membership"]
 
 
+@pytest.mark.slow
 @needs_root
 def test_the_machine_of_the_coordinator_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     shared = ["--nodes", "1:2", "--set", f"checkpoint.directory={tmp_path / 'saved'}", "--set", "checkpoint.every=10"]
@@ -231,6 +233,7 @@ def test_a_name_that_stands_for_nothing(tmp_path: Path) -> None:
     assert "the name 'no-such-machine.invalid' has no address" in said.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_nobody_answers(tmp_path: Path) -> None:
     where = ["--rendezvous", "192.0.2.1:29500", "--secret-file", str(secret_in(tmp_path))]
     code, said = refused(tmp_path, "--nodes", "2", *where, "--patience", "2")
@@ -238,6 +241,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
     assert "could not reach the run at 192.0.2.1:29500 in 2 s" in said.splitlines()[0]
 
 
+@pytest.mark.slow
 def test_another_program_answers(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = f"127.0.0.1:{other.getsockname()[1]}"

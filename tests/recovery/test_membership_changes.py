@@ -40,6 +40,7 @@ class Cluster(ScriptedMembership):
         return messages, size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [256, 1024])
 def test_a_lost_worker_costs_each_other_the_same_in_any_world(size: int) -> None:
     small, large = Cluster(64), Cluster(size)
@@ -53,6 +54,7 @@ def test_a_lost_worker_costs_each_other_the_same_in_any_world(size: int) -> None
         assert [one.worker for one in cluster.known[0]] == [one for one in range(count) if one != 17]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [256, 1024])
 def test_a_joiner_alone_gets_the_whole_list(size: int) -> None:
     cluster = Cluster(size)
@@ -69,6 +71,7 @@ def test_a_joiner_alone_gets_the_whole_list(size: int) -> None:
     assert cluster.known[size] == cluster.known[0] and len(cluster.known[0]) == size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [256, 1024])
 def test_the_start_sends_each_worker_one_list(size: int) -> None:
     cluster = Cluster(size)

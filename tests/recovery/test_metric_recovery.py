@@ -111,6 +111,7 @@ def check(ran: Ran, wanted: dict[str, Any]) -> list[dict[str, Any]]:
     return everyone
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_one_is_lost_and_another_one_joins(run: Run, undisturbed: Any, way: str) -> None:
     ran = run(of(way), *ELASTIC, faults=faults.kill(rank=1, step=3))
@@ -136,6 +137,7 @@ scripted.hold_back(3, "end")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["allreduce", "pipeline"])
 def test_one_is_lost_in_a_prediction(run: Run, undisturbed: Any, way: str) -> None:
     """Rank 0, in the one that it alone gets; nobody joins."""
@@ -161,6 +163,7 @@ scripted.end(session, found=found)
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"strategy": "pipeline"}])
 def test_the_next_rank_0_has_the_predictions(run: Run, undisturbed: Any, given: dict[str, Any]) -> None:
     """Rank 0 is told to leave, and goes in the prediction."""

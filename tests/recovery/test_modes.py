@@ -24,12 +24,14 @@ scripted.end(session)
 """
 
 
+@pytest.mark.slow
 def test_a_joiner_has_the_modes_of_the_others(run: Run, undisturbed: Any) -> None:
     """What changed them was before its time."""
     ran = run(ONCE, *ELASTIC, faults=faults.kill(rank=1, step=5))
     check(ran, undisturbed(ONCE), 3)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_modes_of_the_checkpoint(run: Run, undisturbed: Any) -> None:
     ended = run(ONCE, "-n", 2, faults=faults.kill(rank=1, step=7), ALONE="1")
     assert ended.code != 0 and ended.saved(), ended.report()
@@ -38,6 +40,7 @@ def test_a_resumed_run_has_the_modes_of_the_checkpoint(run: Run, undisturbed: An
     assert {one["fingerprint"] for one in again.printed()} == {undisturbed(ONCE)["fingerprint"]}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("what", "named"), [("model", "The model"), ("model[1]", "The module '1'")], ids=["the model", "a module"]
 )
@@ -52,6 +55,7 @@ def test_one_worker_in_another_mode(run: Run, what: str, named: str, step: int) 
     assert f"{named} is in evaluation mode on rank 1, and not on rank 0." in ran.said, ran.report()
 
 
+@pytest.mark.slow
 def test_a_model_in_evaluation_mode_is_noted(run: Run) -> None:
     script = ONCE.replace("session =", 'given["model"].eval()\nsession =')
     ran = run(script, "-n", 1, ALONE="1")

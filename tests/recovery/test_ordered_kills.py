@@ -117,6 +117,7 @@ def test_the_kills_are_at_every_point() -> None:
     assert {point for *_, point in KILLS} == set(POINTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "given"), ALONG)
 def test_the_bits_are_those_of_one_process(
     run: Run, undisturbed: Any, tmp_path: Path, workers: int, given: dict[str, Any]

@@ -24,6 +24,7 @@ scripted.end(session)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "point", ["before forward", "inside the collective", "between reduction and update", "after update"]
 )

@@ -47,6 +47,7 @@ print(json.dumps({"fingerprint": session.fingerprint()}), flush=True)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["between", "in G"])
 def test_lost_in_the_middle_of_a_batch(run: Run, undisturbed: Any, where: str) -> None:
     ran = run(GAN, "-n", 3, "--elastic", "1:3", AT=where)

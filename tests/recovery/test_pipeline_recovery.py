@@ -42,6 +42,7 @@ def went_back(ran: Ran) -> list[int]:
     return [one["step"] for one in ran.events() if one["event"] == "went back"]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 2, 3])
 def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: Any, victim: int) -> None:
     ran = run(SCRIPT, *HYBRID, faults=faults.kill(rank=victim, step=5))
@@ -49,6 +50,7 @@ def test_a_stage_that_two_workers_hold_survives_in_place(run: Run, undisturbed: 
     assert not went_back(ran), ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("point", ["inside the collective", "between reduction and update"])
 @pytest.mark.parametrize("victim", [0, 3])
@@ -59,6 +61,7 @@ def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: A
     assert not went_back(ran), ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undisturbed: Any, victim: int) -> None:
     """The steps since then are taken again, by two workers with another cut."""
@@ -80,6 +83,7 @@ def test_a_step_that_the_script_left_out_is_not_taken_later(run: Run, undisturbe
     assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(script)["fingerprint"]}, ran.report()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
     stop = faults.stop(rank=1, step=5)
     ran = run(SCRIPT, *HYBRID, "--grace", 1, "--set", "hang_seconds=2", faults=stop)
@@ -92,6 +96,7 @@ def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None
     check(ran, undisturbed(SCRIPT), 2)
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run, undisturbed: Any) -> None:
     """Three stages were asked for, so two workers cannot go on, though MIN is two."""
     script = "import scripted\nscripted.hold_back(3, 'short')\n" + SCRIPT
@@ -102,6 +107,7 @@ def test_stages_that_do_not_fit_the_workers_left_wait_for_a_replacement(run: Run
     assert short["text"] == "these settings are for 3 workers, and 2 are left; waiting for more"
 
 
+@pytest.mark.slow
 def test_fewer_microbatches_than_workers(run: Run, undisturbed: Any) -> None:
     """Three stages on three workers fit all the same."""
     two = SCRIPT.replace("microbatches=8", "microbatches=2")
@@ -116,6 +122,7 @@ def test_microbatches_that_do_not_fit_the_workers_are_refused_at_once(run: Run) 
     assert "3 workers need at least as many microbatches from one update to the next, not 2" in ran.said
 
 
+@pytest.mark.slow
 def test_a_worker_is_lost_where_others_have_nothing_to_compute(run: Run, undisturbed: Any) -> None:
     one = SCRIPT.replace("microbatches=8", "microbatches=1")
     ran = run(one, *HYBRID, faults=faults.kill(rank=0, step=5))
@@ -123,6 +130,7 @@ def test_a_worker_is_lost_where_others_have_nothing_to_compute(run: Run, undistu
     assert not went_back(ran), ran.report()
 
 
+@pytest.mark.slow
 def test_stages_that_do_not_fit_the_workers_left_end_the_run_when_nobody_comes(run: Run) -> None:
     script = SCRIPT.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
     ran = run(script, *SAVED, "--set", "pipeline.stages=3")
@@ -141,6 +149,7 @@ session =""",
 )
 
 
+@pytest.mark.slow
 def test_another_start_after_one_that_was_refused(run: Run, undisturbed: Any) -> None:
     ran = run(AGAIN, "-n", 2)
     check(ran, undisturbed(SCRIPT), 2)
@@ -161,6 +170,7 @@ scripted.end(session)
 """
 
 
+@pytest.mark.slow
 def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
     """It comes from the start of the script, where the model still trains; the others have it in evaluation."""
     settings = "checkpoint.every=4", "checkpoint.background=false", "pipeline.cut=second,third"
@@ -175,6 +185,7 @@ def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
 STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", [(), STREAMED], ids=["synchronous", "pipedream"])
 def test_a_worker_that_is_told_to_leave_takes_no_stage_along(
     run: Run, undisturbed: Any, schedule: tuple[Any, ...]
@@ -216,6 +227,7 @@ def test_another_loss_while_the_others_agree(run: Run, undisturbed: Any) -> None
     check(ran, undisturbed(SCRIPT), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [HYBRID, SAVED], ids=["replicas", "checkpoint"])
 def test_a_pipeline_that_never_runs_empty_goes_on(run: Run, layout: tuple[Any, ...]) -> None:
     """Not to the same bits; but to one state on all workers, and every step is there."""
@@ -228,6 +240,7 @@ def test_a_pipeline_that_never_runs_empty_goes_on(run: Run, layout: tuple[Any, .
     assert bool(went_back(ran)) == (layout is SAVED)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_loss_is_said(run: Run) -> None:
     ran = run(SCRIPT, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=5))
     assert ran.code != 0

@@ -56,6 +56,7 @@ def check(ran: Ran, wanted: dict[str, Any], finishers: int, steps: int = STEPS) 
 ELASTIC = "-n", 3, "--elastic", "1:3"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -66,6 +67,7 @@ def test_one_is_killed(run: Run, undisturbed: Any, victim: int, path: str) -> No
     assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("path", ["memory", "network"])
 @pytest.mark.parametrize("victims", [(0, 1), (1, 2), (0, 2)], ids=str)
@@ -87,6 +89,7 @@ AT: dict[Point, int] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.crossed
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("point", AT)
@@ -99,6 +102,7 @@ def test_a_kill_at_each_point(run: Run, undisturbed: Any, point: Point, victim: 
     assert len(ran.launcher("lost")) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_kill_during_recovery(run: Run, undisturbed: Any, victim: int) -> None:
     plan = faults.kill(rank=2, step=5) + faults.kill(rank=victim, step=5, point="during recovery")
@@ -129,6 +133,7 @@ def test_who_was_lost_is_told_after_a_membership_that_could_not_be_joined(run: R
     assert recoveries == [(2, [2]), (2, [2])]
 
 
+@pytest.mark.slow
 def test_a_kill_beside_processes_that_load(run: Run, undisturbed: Any) -> None:
     check(run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6), LOADERS="1"), undisturbed(MORE), 2)
 
@@ -159,6 +164,7 @@ def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     assert [one["step"] for one in ran.events() if one["event"] == "resume"] == [4]
 
 
+@pytest.mark.slow
 def test_a_process_that_loads_is_killed(run: Run) -> None:
     """Its worker fails: the run ends with the state that it had. If it could not even report that, it is only lost."""
     ran = run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6, point="in the loader"), LOADERS="1")
@@ -207,6 +213,7 @@ scripted.end(session, last=values[-1])
 """.replace("STEPS", str(STEPS)).replace("import sys", "import os, sys")
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize("at", [4, 5, 7, 8])
 @pytest.mark.parametrize("way", ["in the loop", "after each epoch"])

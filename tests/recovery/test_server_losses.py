@@ -22,6 +22,7 @@ def over_network(run: Run, way: str, plan: Any, *words: Any, script: str = SCRIP
     return started(run, way, plan, *(words or ELASTIC), script=NETWORK + script)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("way", ASYNC)
 def test_one_is_killed(run: Run, way: str, victim: int) -> None:
@@ -32,6 +33,7 @@ def test_one_is_killed(run: Run, way: str, victim: int) -> None:
     assert STEPS - 1 <= counted[-1] <= STEPS, ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("way", ["sync", "sync, dedicated"])
 def test_sync_one_is_killed(run: Run, way: str, victim: int) -> None:
@@ -40,6 +42,7 @@ def test_sync_one_is_killed(run: Run, way: str, victim: int) -> None:
     assert ran.survivors() == [number for number in range(3) if number != victim], ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 @pytest.mark.parametrize("server", [{"count": 1}, {"count": 2}, {"count": 1, "dedicated": True}], ids=str)
 def test_sync_has_the_bits_of_an_undisturbed_run(
@@ -51,6 +54,7 @@ def test_sync_has_the_bits_of_an_undisturbed_run(
     check_bits(ran, undisturbed(PLAIN), 2)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("point", ["in the loader", "between reduction and update", "after update", "in evaluate"])
 @pytest.mark.parametrize("way", ["async", "sync"])
 def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:
@@ -58,6 +62,7 @@ def test_a_kill_at_each_point(run: Run, way: str, point: Point) -> None:
     check(over_network(run, way, faults.kill(rank=1, step=9 if point == "in evaluate" else 4, point=point)), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["async", "dedicated"])
 def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
     """It stops in an update of the copy that it holds: who has pushed the gradients waits for it."""
@@ -77,6 +82,7 @@ KILLED_AT_ONCE = """
     scripted.say"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["async", "sync"])
 @pytest.mark.parametrize("saved", [True, False], ids=["saved", "not saved"])
 def test_both_holders_are_lost(run: Run, way: str, saved: bool) -> None:

@@ -22,6 +22,7 @@ def records(hosts: Hosts) -> ledger.Records:  # noqa: F811
     return ledger.records_of(lines)
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_and_a_server_are_lost(hosts: Hosts, tmp_path: Path, mode: str) -> None:  # noqa: F811

@@ -24,6 +24,7 @@ state_transfer.exchange = exchange
 """
 
 
+@pytest.mark.sampled(1)
 @PATHS
 def test_each_of_the_others_sends_a_part(run: Run, undisturbed: Any, path: str) -> None:
     ran = run(TELL_SHARES + on(path, JOINED), *ELASTIC, faults=faults.kill(rank=2, step=2), arguments=(4,))
@@ -38,6 +39,7 @@ def test_each_of_the_others_sends_a_part(run: Run, undisturbed: Any, path: str) 
     assert sent, ran.report()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.crossed
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])

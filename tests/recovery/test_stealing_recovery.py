@@ -29,6 +29,7 @@ scripted.end(session)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, victim: int) -> None:
     """The step is repeated: what it held is free again."""
@@ -39,6 +40,7 @@ def test_a_worker_is_lost_while_it_holds_a_lease(run: Run, undisturbed: Any, vic
     assert [one for one in ran.events() if one["event"] == "steal"], ran.report()
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_with_a_lease_is_dropped(run: Run, undisturbed: Any) -> None:
     stop = faults.stop(rank=2, step=5)
     ran = run(SCRIPT, "-n", 3, "--elastic", "1:3", "--grace", 1, "--set", "hang_seconds=2", faults=stop)
@@ -47,12 +49,14 @@ def test_a_worker_that_hangs_with_a_lease_is_dropped(run: Run, undisturbed: Any)
     assert [one["rank_lost"] for one in ran.launcher("lost")] == [2]
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
     ran = run(SCRIPT, "-n", 2, "--elastic", "2:3", "--standby", 1, faults=faults.kill(rank=1, step=4))
     assert ran.code == 0, ran.report()
     assert {one["fingerprint"] for one in ran.printed()} == {undisturbed(SCRIPT)["fingerprint"]}, ran.report()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_worker_is_lost_that_steals_over_the_network(run: Run, undisturbed: Any, victim: int) -> None:
     """Who owns a microbatch is counted in the store that rank 0 holds; it may be the one that is lost."""

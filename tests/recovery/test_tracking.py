@@ -6,6 +6,7 @@ import csv
 import json
 from pathlib import Path
 
+import pytest
 from launching import Ran, Run
 from test_recovery import ELASTIC
 
@@ -57,6 +58,7 @@ def numbers(folder: Path) -> dict[str, dict[int, list[float]]]:
     return found
 
 
+@pytest.mark.slow
 def test_one_run_after_two_losses_and_a_resume(run: Run) -> None:
     lost = faults.kill(rank=0, step=2) + faults.kill(rank=0, step=5)
     before = run(SCRIPT, *ELASTIC, "--set", "exact=true", arguments=[10], faults=lost)
