@@ -17,7 +17,7 @@ for name, arguments in CASES.items():
     exact = {"exact": True, "strategy": os.environ["STRATEGY"]}
     tell(**{name: train(arguments() | exact, steps_of(name))})
 """
-MACHINES = [(2, 2), (3, 1), (1, 2, 2)]
+MACHINES = [(1, 2, 2), *(pytest.param(more, marks=pytest.mark.slow) for more in ((2, 2), (3, 1)))]
 
 
 @pytest.fixture(scope="module")

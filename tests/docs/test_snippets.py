@@ -62,7 +62,14 @@ def anchors(page: Path) -> set[str]:
 WITH_SNIPPETS = [page.name for page in PAGES if snippets(page)]
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if snippets(page)], ids=_name_of)
+def _with_snippets() -> list[object]:
+    """Return the pages with snippets; those that start many processes anew are slow."""
+    slow = {"testing.md", "keras-models.md", "launch.md"}
+    pages = [page for page in PAGES if snippets(page)]
+    return [pytest.param(page, marks=[pytest.mark.slow] * (page.name in slow), id=_name_of(page)) for page in pages]
+
+
+@pytest.mark.parametrize("page", _with_snippets())
 def test_snippets_run(page: Path, fork_server: ForkServer, tmp_path: Path) -> None:
     """All of a page in one process and in one namespace, in the lines in which they stand on the page."""
     lines = [""] * len(page.read_text().splitlines())
