@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from paceline.launchers import local, registry
 from paceline.launchers.base import WorkerSpec
-from paceline.launchers.child import end_with_parent
+from paceline.launchers.local.child import end_with_parent
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent

@@ -110,6 +110,10 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
     ] = False,
+    preload: Annotated[
+        bool,
+        typer.Option("--preload/--no-preload", help="Import torch once, and fork the workers of a machine from there."),
+    ] = True,
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
@@ -151,6 +155,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         rendezvous=rendezvous,
         secret_file=secret_file,
         launcher=launcher,
+        preload=preload,
         horovod=horovod,
         discovery=host_discovery_script,
         environment=_for_horovod(quiet) if horovod else {},
@@ -265,7 +270,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     from paceline.errors import ConfigError
     from paceline.launchers import secret
     from paceline.launchers.base import HOST
-    from paceline.launchers.child import end_with_parent
+    from paceline.launchers.local.child import end_with_parent
     from paceline.launchers.prepare import check, prepare
 
     check(request)
@@ -310,7 +315,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         try:
             with prepare(mine, interface_of(client.address)) as prepared:
                 launch = replace(prepared, coordinator=client.coordinator, secret=secret.of_run(client.id))
-            with Workers(launch, client.show, RemoteAgent(launch, mine, client)) as workers:
+            with Workers(launch, client.show, RemoteAgent(launch, mine, client), say) as workers:
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
             failed = client.not_joined and all(one.code != 0 for one in result.exits)
@@ -365,7 +370,7 @@ def _coordinate(
     for _ in range(request.workers):
         coordinator.announce_start()
     try:
-        with Workers(launch, shown.relay, agent) as workers, shown, relay.to(shown.show):
+        with Workers(launch, shown.relay, agent, shown.tell) as workers, shown, relay.to(shown.show):
             result = workers.wait()
             coordinator.wait_for_agents()
     finally:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -64,6 +64,7 @@ class Request:
     launcher: str = "local"  # a name in the registry
     horovod: bool = False  # scripts find Paceline's ``horovod``: see ``environment``
     discovery: Path | None = None  # a script that says how many workers there may be now
+    preload: bool = False  # fork the workers of a process that has imported torch, where the launcher can
     examination: Examination | None = None  # of the machines, instead of training on them; it has the script
 
     @property
@@ -120,6 +121,7 @@ class Launch:
     first: int = 0
     grace_seconds: float = 25.0
     launcher: str = "local"
+    preload: bool = False
 
     def command(self) -> tuple[str, ...]:
         """What each worker executes."""
@@ -201,6 +203,9 @@ class Launcher(ABC):
     A new launcher must write ``start``. There is one instance for each launch.
     """
 
+    note: Callable[[str], None] = staticmethod(lambda text: None)
+    """Called with a line for the user."""
+
     @classmethod
     def decide(
         cls,
@@ -222,6 +227,18 @@ class Launcher(ABC):
             port: a free one.
         """
         return lay_out(request, settings, machine, inherited, run, port)
+
+    def begin(self, launch: Launch) -> None:
+        """Begin with what takes long and is needed before the first worker starts."""
+        return None
+
+    def wait_until_ready(self, stop: Callable[[], bool]) -> None:
+        """Wait until workers can be started; no longer if `stop` returns true."""
+        return None
+
+    def starts_at_once(self) -> bool:
+        """Whether a worker that starts now keeps no core busy for seconds."""
+        return False
 
     @abstractmethod
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
@@ -316,4 +333,5 @@ def lay_out(
         grace_seconds=request.grace_seconds,
         first=request.first,
         launcher=request.launcher,
+        preload=request.preload and (request.workers + request.standby > 1 or request.elastic),
     )

@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import StartError
 from paceline.launchers import prepare as preparation
 from paceline.launchers.base import Launch, Request, RunResult
-from paceline.launchers.child import command_of
+from paceline.launchers.local.child import command_of
 from paceline.launchers.workers import Workers
 
 

@@ -10,10 +10,15 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 
-from paceline.launchers.base import Launcher, WorkerProcess, WorkerSpec
-from paceline.launchers.child import command_of
-from paceline.launchers.kernel import OutOfMemory
+from paceline.launchers import call_worker
+from paceline.launchers.base import Launch, Launcher, WorkerProcess, WorkerSpec
+from paceline.launchers.local.child import command_of
+from paceline.launchers.local.kernel import OutOfMemory
+from paceline.launchers.local.preload import Forked, Preload, is_possible
 
 _REAPER = """
 while read -r line; do
@@ -30,6 +35,33 @@ class LocalLauncher(Launcher):
     def __init__(self) -> None:
         self._memory = OutOfMemory()
         self._reaper = _start_reaper()
+        self._preloads: dict[frozenset[int], Preload] = {}
+        """By the cores that the parent and its workers are bound to, as libraries count cores when they are loaded."""
+
+    def begin(self, launch: Launch) -> None:
+        """Start to import torch, once for all workers."""
+        if not launch.preload or not is_possible():
+            return
+        words, folders = launch.command()[2:], _module_folders(launch.script)
+        for cores in {frozenset(one) for one in launch.cores} or {frozenset[int]()}:
+            with contextlib.suppress(OSError):  # the workers then say what the system does not allow
+                self._preloads[cores] = Preload(launch.environment, cores, words, folders)
+
+    def wait_until_ready(self, stop: Callable[[], bool]) -> None:
+        """Wait until torch is imported."""
+        for cores, preload in list(self._preloads.items()):
+            if not preload.wait(stop):
+                self._forget(cores)
+
+    def starts_at_once(self) -> bool:
+        """Whether workers are forked."""
+        return bool(self._preloads)
+
+    def _forget(self, cores: frozenset[int]) -> None:
+        preload = self._preloads.pop(cores)
+        preload.close()
+        if preload.problem:
+            self.note(f"note: each worker imports torch itself, which takes longer: {preload.problem}.")
 
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Start a worker, known to the reaper."""
@@ -42,6 +74,10 @@ class LocalLauncher(Launcher):
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Start the process itself."""
+        if (preload := self._preloads.get(worker.cores)) is not None:
+            if (pid := preload.fork(worker, stdout, stderr)) is not None:
+                return Forked(pid)
+            self._forget(worker.cores)
         return ChildProcess(
             command_of(worker.cores, worker.command),
             env=worker.environment,
@@ -56,7 +92,9 @@ class LocalLauncher(Launcher):
         return self._memory.again()
 
     def close(self) -> None:
-        """End the reaper."""
+        """End the reaper and the processes that fork."""
+        while self._preloads:
+            self._preloads.popitem()[1].close()
         if self._reaper is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._reaper.communicate(b"done\n")
@@ -68,6 +106,14 @@ class ChildProcess(subprocess.Popen[bytes]):
     def kill(self) -> None:
         """Kill all processes of the session's first group."""
         kill_group(self.pid)
+
+
+def _module_folders(script: Path) -> list[str]:
+    """Where a script looks for modules first; ``call_worker`` looks where this process does."""
+    folders = [os.path.dirname(os.path.realpath(script))]
+    if script == Path(call_worker.__file__):
+        folders += [os.path.abspath(one) for one in sys.path]
+    return folders
 
 
 def kill_group(leader: int) -> None:
