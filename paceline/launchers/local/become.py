@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,6 @@ from typing import Any, NoReturn, TextIO
 from paceline import env
 from paceline.launchers.local.child import end_with_parent
 
-_WAIT_SECONDS, _LOOK_SECONDS = 30.0, 0.0002
 _SPECIAL = "__name__", "__doc__", "__package__", "__loader__", "__spec__", "__annotations__", "__builtins__"
 _own_main = sys.modules["__main__"]
 
@@ -27,18 +27,17 @@ began_with: dict[str, str] | None = None
 """The environment that this process began with, if it is a fork."""
 
 
-def follow(launcher: int, before: int) -> None:
-    """Wait until the launcher is the parent of this process, and end when the launcher ends.
+def follow(launcher: int, go: int) -> None:
+    """Wait until the launcher knows of this process; end when it does not want it, and when it ends.
 
     Args:
         launcher: the process that adopts this one.
-        before: the parent until then.
+        go: becomes readable when the launcher has adopted this process, and ends if it has given up; it is closed.
     """
-    until = time.monotonic() + _WAIT_SECONDS
-    while os.getppid() == before and time.monotonic() < until:
-        time.sleep(_LOOK_SECONDS)
+    wanted = os.read(go, 1)
+    os.close(go)
     end_with_parent()
-    if os.getppid() != launcher:
+    if not wanted or os.getppid() != launcher:
         os._exit(1)
     os.setsid()
 
@@ -83,12 +82,15 @@ def _open_again(stream: TextIO, number: int, name: str) -> None:
 
 
 def reseed() -> None:
-    """Draw anew what a process draws when it starts, and a copy has from its parent."""
+    """Draw anew what a process draws or looks up when it starts, and a copy has from its parent."""
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()  # Python's own generator is seeded anew by os.fork
     multiprocessing.process.current_process().authkey = os.urandom(32)
     tempfile.tempdir = None  # looked up once in a process
+    main = threading.main_thread()
+    if hasattr(main, "_set_native_id"):  # forgotten by some versions of Python
+        main._set_native_id()
     start = vars(logging)["_startTime"]  # whole nanoseconds from Python 3.13 on
     vars(logging)["_startTime"] = time.time_ns() if isinstance(start, int) else time.time()
 
@@ -139,7 +141,16 @@ def hide_own_frames(error: BaseException) -> None:
     def show(kind: type[BaseException], raised: BaseException, _: TracebackType | None) -> None:
         sys.excepthook = hook
         sys.last_traceback = trace
-        hook(kind, raised.with_traceback(trace), trace)
+        try:
+            hook(kind, raised.with_traceback(trace), trace)
+        except SystemExit:
+            raise
+        except BaseException as failed:  # noqa: BLE001 - as Python tells of it, but for the frame of this function
+            own = failed.__traceback__ and failed.__traceback__.tb_next
+            sys.stderr.write("Error in sys.excepthook:\n")
+            sys.__excepthook__(type(failed), failed.with_traceback(own), own)
+            sys.stderr.write("\nOriginal exception was:\n")
+            sys.__excepthook__(kind, raised.with_traceback(trace), trace)
 
     sys.excepthook = show
 

@@ -9,7 +9,7 @@ import struct
 from typing import Any
 
 _LENGTH = struct.Struct("!Q")
-_MOST_BYTES, _MOST_FILES = 1 << 26, 2  # an environment has at most a few megabytes
+_MOST_BYTES, _MOST_FILES = 1 << 26, 3  # an environment has at most a few megabytes
 
 
 def send(channel: socket.socket, message: dict[str, Any], files: tuple[int, ...] = ()) -> None:

@@ -40,6 +40,8 @@ MODULES = (
 )
 """What workers import until they have trained a step, saved and recovered; by name, as it lies above this layer."""
 _MOST_PRINTED = 1 << 16
+_SET_WHEN_NEEDED = {"TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that an import sets, and that are set again when they are read and missing."""
 
 
 class Parent:
@@ -79,6 +81,7 @@ class Parent:
         self.paths += [path for path in sys.path if path not in self.paths]
         now = env.inherited()
         self._added = {name: now[name] for name in now if now[name] != environment.get(name)}
+        self._added = {name: now[name] for name in self._added.keys() - _SET_WHEN_NEEDED}
         self._printed = [os.pread(stream, _MOST_PRINTED, 0) for stream in (1, 2)]  # each worker prints it, too
         gc.freeze()  # without a collection before it, which takes as long as it saved
         gc.enable()
@@ -99,25 +102,25 @@ class Parent:
         while (received := messages.receive(self._channel)) is not None:
             request, files = received
             try:
-                unsafe.check_script(self._script)
+                unsafe.check_script(request["command"][2])
                 unsafe.check_folders(self._folders, sys.modules, _ALWAYS)
                 unsafe.check_process()
-                pid, before = _fork_twice()
+                pid = _fork_twice()
             except (unsafe.Unsafe, OSError) as error:
                 messages.send(self._channel, {"refused": str(error)})
             else:
                 if pid == 0:
-                    self._become(request, files, before)
+                    self._become(request, *files)
                     return request
                 messages.send(self._channel, {"pid": pid})
             for opened in files:
                 os.close(opened)
         os._exit(0)
 
-    def _become(self, request: dict[str, Any], files: Sequence[int], before: int) -> None:
-        become.follow(self._launcher, before)
+    def _become(self, request: dict[str, Any], out: int, err: int, go: int) -> None:
+        become.follow(self._launcher, go)
         self._channel.close()
-        become.take_over({**request["environment"], **self._added}, request["directory"], *files)
+        become.take_over({**request["environment"], **self._added}, request["directory"], out, err)
         for stream, printed in enumerate(self._printed, 1):
             os.write(stream, printed)
 
@@ -129,8 +132,8 @@ def _fork_and_end() -> int:
     return pid
 
 
-def _fork_twice() -> tuple[int, int]:
-    """Fork a child of a child that ends at once. Returns the grandchild, and there 0 and the child.
+def _fork_twice() -> int:
+    """Fork a child of a child that ends at once. Returns the process id of the grandchild, and 0 there.
 
     Raises:
         OSError: the system allows no more processes.
@@ -138,7 +141,6 @@ def _fork_twice() -> tuple[int, int]:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        before = os.getpid()
         try:
             grandchild = os.fork()
         except OSError as error:
@@ -149,14 +151,14 @@ def _fork_twice() -> tuple[int, int]:
             os._exit(0)
         os.close(reading)
         os.close(writing)
-        return 0, before
+        return 0
     os.close(writing)
     with open(reading, "rb") as file:
         said = int(file.read() or b"-1")
     os.waitpid(child, 0)
     if said < 0:
         raise OSError(-said, os.strerror(-said))
-    return said, child
+    return said
 
 
 def _main(words: Sequence[str]) -> tuple[Any, dict[str, Any]]:

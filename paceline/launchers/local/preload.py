@@ -80,15 +80,30 @@ class Preload:
         """Start a worker as a child of this process; gives its process id, or None if that did not work."""
         if not self._ready or self.problem is not None:
             return None
-        request = {"environment": dict(worker.environment), "command": list(worker.command), "directory": _directory()}
-        with _adopting():
-            try:
-                self._channel.settimeout(_FORK_SECONDS)
-                messages.send(self._channel, request, (stdout, stderr))
-            except OSError as error:
-                self._give_up(f"it has ended ({error})")
-                return None
-            pid = self._answer().get("pid")
+        request: dict[str, object] = {
+            "environment": dict(worker.environment),
+            "command": list(worker.command),
+            "directory": _directory(),
+        }
+        waits, go = os.pipe()
+        try:
+            with _adopting():
+                pid = self._ask(request, (stdout, stderr, waits))
+            if pid is not None:
+                os.write(go, b"!")  # a worker that this process does not know of ends
+        finally:
+            os.close(waits)
+            os.close(go)
+        return pid
+
+    def _ask(self, request: dict[str, object], files: tuple[int, ...]) -> int | None:
+        try:
+            self._channel.settimeout(_FORK_SECONDS)
+            messages.send(self._channel, request, files)
+        except OSError as error:
+            self._give_up(f"the process that forks has ended ({error})")
+            return None
+        pid = self._answer().get("pid")
         return pid if isinstance(pid, int) else None
 
     def _answer(self) -> dict[str, object]:
@@ -97,9 +112,9 @@ class Preload:
             received = messages.receive(self._channel)
         except (OSError, ValueError) as error:
             received = {}, []
-            self._give_up(f"it does not answer ({error})")
+            self._give_up(f"the process that forks does not answer ({error})")
         if received is None:
-            self._give_up("it has ended")
+            self._give_up("the process that forks has ended")
             return {}
         answer: dict[str, object] = received[0]
         if "refused" in answer:
