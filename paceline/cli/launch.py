@@ -101,7 +101,6 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             least=least,
             most=most,
             patience_seconds=patience,
-            preload=True,
             nodes=node_range(None if nodes is None else str(nodes), None, found == LOCAL),
         )
         _write(folder, function, _readable(arguments, folder))

@@ -64,7 +64,7 @@ class Request:
     launcher: str = "local"  # a name in the registry
     horovod: bool = False  # scripts find Paceline's ``horovod``: see ``environment``
     discovery: Path | None = None  # a script that says how many workers there may be now
-    preload: bool = False  # fork the workers of a process that has imported torch, where the launcher can
+    preload: bool = True  # fork workers from a process that has imported torch, if the launcher can
     examination: Examination | None = None  # of the machines, instead of training on them; it has the script
 
     @property

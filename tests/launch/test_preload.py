@@ -62,6 +62,8 @@ class Ran:
 
     def __init__(self, launcher: LocalLauncher, script: Path, words: tuple[str, ...] = (), **more: str) -> None:
         launch = launch_of(script, **more)
+        for preload in launcher._preloads.values():
+            preload._script = str(script)  # one parent for the scripts of all tests
         self.files = [script.with_suffix(f".{name}") for name in ("out", "err")]
         opened = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC) for path in self.files]
         command = (sys.executable, "-u", str(script), *words)
@@ -282,7 +284,7 @@ def test_modules_that_a_new_python_would_import_instead(tmp_path: Path) -> None:
 def test_variables_that_are_changed_too_late() -> None:
     before = {"OMP_NUM_THREADS": "1", "MKL_DEBUG": "1", "OTHER": "1", "KMP_BLOCKTIME": "0"}
     now = {"OMP_NUM_THREADS": "2", "OTHER": "2", "KMP_BLOCKTIME": "0"}
-    assert unsafe.late_variables(None, now) == unsafe.late_variables(before, before) == []
+    assert unsafe.late_variables(before, before) == []
     (warning,) = unsafe.late_variables(before, now)
     assert warning.startswith("MKL_DEBUG, OMP_NUM_THREADS: changed by the script")
 
@@ -330,6 +332,18 @@ def test_a_worker_without_its_launcher_ends(
     ran = Ran(forking, script)
     monkeypatch.undo()
     assert ran.end() == (1, "", "")
+
+
+def test_workers_that_need_another_process(forking: LocalLauncher) -> None:
+    """Such as those of a launcher that puts a command of its own before Python."""
+    (preload,) = forking._preloads.values()
+    script = preload._script
+    environment = launch_of(Path(script)).environment
+    command = (sys.executable, "-u", script)
+    assert preload.fits(WorkerSpec(0, (*command, "more"), {**environment, "RANK": "1"}))
+    assert not preload.fits(WorkerSpec(0, ("numactl", *command), environment))
+    assert not preload.fits(WorkerSpec(0, command, {**environment, "OMP_NUM_THREADS": "3"}))
+    assert not preload.fits(WorkerSpec(0, command, {**environment, "PYTHONHASHSEED": "3"}))
 
 
 def test_processes_of_the_user_are_not_adopted(folder: Path, forking: LocalLauncher) -> None:
@@ -381,3 +395,108 @@ def test_imports_compute_nothing(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": PACKAGES, "OMP_NUM_THREADS": "1"},
     )
     assert ran.stdout == "[] 1\n", ran.stderr
+
+
+TRAINS = """
+import os, sys, time
+from functools import partial
+from pathlib import Path
+import torch
+import paceline
+
+run, number = Path(os.environ["PACELINE_RUN"]), int(os.environ["PACELINE_WORKER"])
+(run / f"started-{number}").write_text(str(os.getpid()))
+session = paceline.start(
+    model=torch.nn.Linear(4, 1),
+    optimizer=partial(torch.optim.SGD, lr=0.1),
+    loss=torch.nn.functional.mse_loss,
+    data=torch.utils.data.TensorDataset(torch.ones(8, 4), torch.ones(8, 1)),
+    batch=8,
+)
+for batch in session.batches(steps=100_000):
+    session.step(batch)
+    (run / f"trained-{number}").touch()
+    if (run / "enough").exists():
+        break
+"""
+
+
+@pytest.fixture
+def run_elastic(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    started = []
+
+    def start(*options: str, script: str = TRAINS) -> subprocess.Popen[str]:
+        path = tmp_path / "train.py"
+        path.write_text(script)
+        words = ["run", "-n", "2", "--elastic", "1:2", "--name", "it", "--runs-dir", str(tmp_path), *options, str(path)]
+        environment = {**os.environ, "PYTHONPATH": PACKAGES}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *words], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def await_file(path: Path, seconds: float = 120) -> str:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, path
+        time.sleep(0.01)
+    return path.read_text()
+
+
+def parents_of(launcher: int) -> list[int]:
+    """The processes that fork for a launcher."""
+    found = []
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        status = Path(f"/proc/{child}/stat").read_text()
+        cmdline = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        if "/local/parent.py" in cmdline[2] and int(child) == int(status.split()[0]):
+            found.append(int(child))
+    return found
+
+
+@pytest.mark.slow
+def test_without_its_parent_a_run_goes_on(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
+    process, run = run_elastic(), tmp_path / "it"
+    workers = [int(await_file(run / f"started-{number}") or 0) for number in (0, 1)]
+    await_file(run / "trained-1")
+    forked = parents_of(process.pid)
+    (parent,) = set(forked) - set(workers)
+    os.kill(parent, signal.SIGKILL)
+    os.kill(workers[1], signal.SIGKILL)
+    await_file(run / "trained-2")
+    assert "parent.py" not in Path(f"/proc/{await_file(run / 'started-2')}/cmdline").read_text()
+    (run / "enough").touch()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "note: each worker imports torch itself, which takes longer: the process that forks has ended" in err
+
+
+@pytest.mark.slow
+def test_nothing_that_was_forked_outlives_a_killed_launcher(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
+    process = run_elastic()
+    await_file(tmp_path / "it" / "trained-1")
+    assert len(parents_of(process.pid)) == 3  # workers are shown with the command line of their parent
+    process.kill()  # the fixture looks for what is left
+
+
+@pytest.mark.slow
+def test_a_folder_that_hides_a_module(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("from _queue import *\nfrom _queue import SimpleQueue\nOWN = 1\n")
+    process = run_elastic(script="import queue\nprint('own', queue.OWN)")
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, "own 1") == (0, (tmp_path / "it" / "output" / "rank-1.log").read_text().strip())
+    assert f"note: each worker imports torch itself, which takes longer: {tmp_path}/queue.py stands before" in err
+
+
+@pytest.mark.slow
+def test_no_preload(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
+    process = run_elastic("--no-preload", script="print(open('/proc/self/cmdline').read().count('parent.py'))")
+    process.communicate(timeout=60)
+    assert (process.returncode, (tmp_path / "it" / "output" / "rank-1.log").read_text()) == (0, "0\n")

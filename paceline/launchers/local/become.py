@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 from paceline import env
+from paceline.launchers.local import unsafe
 from paceline.launchers.local.child import end_with_parent
 
 _SPECIAL = "__name__", "__doc__", "__package__", "__loader__", "__spec__", "__annotations__", "__builtins__"
@@ -126,6 +127,11 @@ def main_module(command: Sequence[str], paths: Sequence[str]) -> tuple[types.Cod
     sys.orig_argv[:] = command
     sys.path[:] = paths if sys.flags.safe_path else [script_folder(script), *paths]
     return code, vars(main)
+
+
+def late_variables() -> list[str]:
+    """Warn of variables that the script has changed after the libraries that read them were loaded."""
+    return [] if began_with is None else unsafe.late_variables(began_with, env.inherited())
 
 
 def script_folder(script: str) -> str:

@@ -74,7 +74,7 @@ class LocalLauncher(Launcher):
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
         """Start the process itself."""
-        if (preload := self._preloads.get(worker.cores)) is not None:
+        if (preload := self._preloads.get(worker.cores)) is not None and preload.fits(worker):
             if (pid := preload.fork(worker, stdout, stderr)) is not None:
                 return Forked(pid)
             self._forget(worker.cores)

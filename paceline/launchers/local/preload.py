@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from paceline.launchers.base import WorkerSpec
-from paceline.launchers.local import child, messages
+from paceline.launchers.local import child, messages, unsafe
 
 _PARENT = Path(__file__).with_name("parent.py")
 _READY_SECONDS = 120.0
@@ -45,6 +45,8 @@ class Preload:
         self, environment: Mapping[str, str], cores: frozenset[int], words: Sequence[str], folders: Sequence[str]
     ) -> None:
         self.problem: str | None = None
+        self._environment = environment
+        self._script = words[0]
         self._ready = False
         self._until = time.monotonic() + _READY_SECONDS
         own, its = socket.socketpair()
@@ -75,6 +77,11 @@ class Preload:
             elif select.select([self._channel], [], [], _LOOK_SECONDS)[0]:
                 self._ready = "ready" in self._answer()
         return self._ready and self.problem is None
+
+    def fits(self, worker: WorkerSpec) -> bool:
+        """Whether a fork becomes this worker: its interpreter, its script, and what libraries read of its variables."""
+        command = (sys.executable, "-u", self._script)
+        return worker.command[:3] == command and unsafe.same_libraries(worker.environment, self._environment)
 
     def fork(self, worker: WorkerSpec, stdout: int, stderr: int) -> int | None:
         """Start a worker as a child of this process; gives its process id, or None if that did not work."""

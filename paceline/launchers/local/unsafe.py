@@ -18,12 +18,15 @@ from types import ModuleType
 
 LOAD_TIME = re.compile(
     r"(OMP|GOMP|KMP|MKL|OPENBLAS|GOTO|BLIS|VECLIB|NUMEXPR|DNNL|ONEDNN|ATEN|NPY|NUMPY"
-    r"|TORCH|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+"
+    r"|TORCH(?!_NCCL)|PYTORCH|TORCHDYNAMO|TORCHINDUCTOR|TRITON)_[A-Z0-9_]+"
 )
 """Names of environment variables that libraries read when they are loaded."""
+_START_TIME = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LC_.*")
 _PLACES = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
 _END_OF_ZIP, _LONGEST_END = b"PK\x05\x06", 1 << 16
 _READS = "get", "getenv"
+_SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
+"""Set by torch itself when it is first asked for its compiler."""
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 
@@ -128,6 +131,12 @@ def check_binding(cores: bool, environment: Mapping[str, str]) -> None:
         raise Unsafe(f"{name} binds threads to cores")
 
 
+def same_libraries(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether Python and its libraries read the same in two environments when they start."""
+    names = (name for name in one.keys() | other.keys() if LOAD_TIME.fullmatch(name) or _START_TIME.fullmatch(name))
+    return all(one.get(name) == other.get(name) for name in names)
+
+
 def check_process() -> None:
     """Raise if this process cannot be forked safely: it has threads, or has touched a GPU.
 
@@ -152,24 +161,18 @@ def check_process() -> None:
         raise Unsafe("importing torch has initialized CUDA")
 
 
-def late_variables(before: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
+def late_variables(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Warn of variables that the script has changed after the libraries that read them were loaded.
 
     Args:
-        before: the environment that a forked worker began with; None if this process is not one.
+        before: the environment that a forked worker began with.
         now: the environment of now.
     """
-    if before is None:
-        return []
     names = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
-    changed = [name for name in names if LOAD_TIME.fullmatch(name) and name not in _OF_SESSIONS]
+    changed = [name for name in names if LOAD_TIME.fullmatch(name) and name not in _SET_BY_TORCH]
     if not changed:
         return []
     return [
         f"{', '.join(changed)}: changed by the script, and libraries read such variables when they are loaded, before "
         f"the script began. If it is to have an effect, set it outside, or start with --no-preload."
     ]
-
-
-_OF_SESSIONS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING"}
-"""What Paceline or the launcher of torch sets itself, and what is read when a process group is made."""
