@@ -266,6 +266,10 @@ def _end(code: int) -> NoReturn:
 class ForkLauncher(LocalLauncher):
     """The local launcher, but for how it starts a worker: it is itself what forks."""
 
+    @classmethod
+    def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        pass
+
     def begin(self, launch: Launch) -> None:
         pass
 

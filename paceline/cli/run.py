@@ -37,6 +37,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.report import alerts_of, printed_everywhere, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
+from paceline.launchers import early
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
@@ -53,6 +54,7 @@ Exit code: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items(
 """
 
 
+@early.ending()
 def command(  # noqa: PLR0913 - each argument is an option of the command line
     script: Script,
     arguments: Arguments = None,
@@ -117,6 +119,9 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
+    elsewhere = plan or horovod or dry_run or hosts or hostfile or host_discovery_script or on not in (None, "local")
+    if preload and not elsewhere and (workers + standby > 1 or elastic):
+        early.begin(launcher, script, arguments or (), workers, set_ or ())
     from paceline import config, env
     from paceline.errors import ConfigError
     from paceline.launchers.base import Request

@@ -15,14 +15,16 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline import env
 from paceline.launchers.secret import Secret
-from paceline.settings import Settings
+
+if TYPE_CHECKING:
+    from paceline.settings import Settings
 
 HOST = "127.0.0.1"
 
@@ -228,6 +230,16 @@ class Launcher(ABC):
         """
         return lay_out(request, settings, machine, inherited, run, port)
 
+    @classmethod
+    def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Begin before anything is checked, for workers that are likely to start like this."""
+        return None
+
+    @classmethod
+    def end_early(cls) -> None:
+        """End what was begun early, if no launch has taken it."""
+        return None
+
     def begin(self, launch: Launch) -> None:
         """Begin with what takes long and is needed before the first worker starts."""
         return None
@@ -283,6 +295,15 @@ def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
     return 1 if settings.exact else max(1, cores // workers)
 
 
+def library_variables(threads: int) -> dict[str, str]:
+    """Return the variables that Python and its libraries read when they start, unless the user has set them."""
+    return {
+        "PYTHONHASHSEED": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 def lay_out(
     request: Request,
     settings: Settings,
@@ -294,11 +315,9 @@ def lay_out(
     """Decide everything about a launch; nothing is touched yet."""
     workers = str(request.workers)
     shared = {
-        "PYTHONHASHSEED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
-        "OMP_NUM_THREADS": str(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
+        **library_variables(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
         **inherited,
         **request.environment,
         "WORLD_SIZE": str(request.workers * (request.nodes[0] if request.nodes else 1)),

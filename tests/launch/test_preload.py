@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from paceline.launchers import early
 from paceline.launchers.base import Launch, WorkerProcess, WorkerSpec
 from paceline.launchers.local import unsafe
 from paceline.launchers.local.launcher import LocalLauncher
@@ -405,7 +406,8 @@ import torch
 import paceline
 
 run, number = Path(os.environ["PACELINE_RUN"]), int(os.environ["PACELINE_WORKER"])
-(run / f"started-{number}").write_text(str(os.getpid()))
+(run / f".started-{number}").write_text(str(os.getpid()))
+(run / f".started-{number}").rename(run / f"started-{number}")
 session = paceline.start(
     model=torch.nn.Linear(4, 1),
     optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -464,7 +466,7 @@ def parents_of(launcher: int) -> list[int]:
 @pytest.mark.slow
 def test_without_its_parent_a_run_goes_on(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
     process, run = run_elastic(), tmp_path / "it"
-    workers = [int(await_file(run / f"started-{number}") or 0) for number in (0, 1)]
+    workers = [int(await_file(run / f"started-{number}")) for number in (0, 1)]
     await_file(run / "trained-1")
     forked = parents_of(process.pid)
     (parent,) = set(forked) - set(workers)
@@ -500,3 +502,34 @@ def test_no_preload(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
     process = run_elastic("--no-preload", script="print(open('/proc/self/cmdline').read().count('parent.py'))")
     process.communicate(timeout=60)
     assert (process.returncode, (tmp_path / "it" / "output" / "rank-1.log").read_text()) == (0, "0\n")
+
+
+@pytest.mark.parametrize(
+    ("settings", "environment", "expected"),
+    [
+        ([], {}, (4, False)),
+        (["batch=8", "threads=3"], {"PACELINE_THREADS": "2"}, (3, True)),
+        ([], {"PACELINE_THREADS": "2"}, (2, True)),
+        (["exact=true"], {}, (1, False)),
+        (["exact=false"], {"PACELINE_EXACT": "1"}, (4, False)),
+        (["threads=many"], {}, (4, False)),
+    ],
+)
+def test_a_guess_of_the_threads(settings: list[str], environment: dict[str, str], expected: tuple[int, bool]) -> None:
+    assert early.guess_threads(settings, environment, 4) == expected
+
+
+def test_what_has_begun_early(folder: Path) -> None:
+    script = folder / "early.py"
+    script.write_text("")
+    launch = launch_of(script)
+    taken = {}
+    for threads in ("1", "2"):
+        LocalLauncher.begin_early(launch.command(), {**launch.environment, "OMP_NUM_THREADS": threads})
+        begun = LocalLauncher._early
+        launcher = LocalLauncher()
+        launcher.begin(launch)
+        taken[threads] = begun in launcher._preloads.values()
+        assert LocalLauncher._early is None
+        launcher.close()
+    assert taken == {"1": True, "2": False}

@@ -11,8 +11,9 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 from paceline.launchers import call_worker
 from paceline.launchers.base import Launch, Launcher, WorkerProcess, WorkerSpec
@@ -32,6 +33,22 @@ for group in $groups; do kill -KILL "-$group"; done
 class LocalLauncher(Launcher):
     """Starts child processes."""
 
+    _early: ClassVar[Preload | None] = None
+
+    @classmethod
+    def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start to import torch for the workers of a launch to come."""
+        if is_possible():
+            with contextlib.suppress(OSError):
+                cls._early = Preload(environment, frozenset(), command[2:], _module_folders(Path(command[2])))
+
+    @classmethod
+    def end_early(cls) -> None:
+        """End the process that no launch has taken."""
+        if cls._early is not None:
+            cls._early.close()
+        cls._early = None
+
     def __init__(self) -> None:
         self._memory = OutOfMemory()
         self._reaper = _start_reaper()
@@ -44,8 +61,21 @@ class LocalLauncher(Launcher):
             return
         words, folders = launch.command()[2:], _module_folders(launch.script)
         for cores in {frozenset(one) for one in launch.cores} or {frozenset[int]()}:
+            if (early := self._take_early(launch, cores)) is not None:
+                self._preloads[cores] = early
+                continue
             with contextlib.suppress(OSError):  # the workers then say what the system does not allow
                 self._preloads[cores] = Preload(launch.environment, cores, words, folders)
+        self.end_early()
+
+    def _take_early(self, launch: Launch, cores: frozenset[int]) -> Preload | None:
+        """Take the process that was started early, if its workers would be those of this launch."""
+        cls = type(self)
+        early = cls._early
+        if early is None or cores or not early.fits(WorkerSpec(0, launch.command(), launch.environment)):
+            return None
+        cls._early = None
+        return early
 
     def wait_until_ready(self, stop: Callable[[], bool]) -> None:
         """Wait until torch is imported."""
