@@ -31,6 +31,7 @@ from paceline.engines.start import Identity, threads_of
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.keras import module as keras_module
+from paceline.launchers.local import become
 from paceline.settings import Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
@@ -240,7 +241,7 @@ def _spelled(settings: Settings) -> str:
 
 def warnings(job: Job) -> list[str]:
     """Return what the script may not have meant, in sentences."""
-    found = []
+    found = become.late_variables()
     keys = registry.without_effect(job.settings, job.given)
     if keys:
         found.append(f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}")

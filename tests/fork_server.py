@@ -18,18 +18,19 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline.launchers import local, registry
-from paceline.launchers.base import WorkerSpec
-from paceline.launchers.child import end_with_parent
+from paceline import env
+from paceline.launchers import registry
+from paceline.launchers.base import Launch, WorkerSpec
+from paceline.launchers.local import become
+from paceline.launchers.local.child import end_with_parent
+from paceline.launchers.local.launcher import LocalLauncher, kill_group
 from paceline.testing.ranks import Worker
 
 HERE = Path(__file__).resolve().parent
@@ -203,17 +204,9 @@ def _become(command: dict[str, Any]) -> NoReturn:
 
 
 def _take(environment: Mapping[str, str], out: int, err: int) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
-    tempfile.tempdir = None  # looked up once, by the process that forks
-    given = os.open(os.devnull, os.O_RDWR), out, err
-    for stream, opened in enumerate(given):
-        os.dup2(opened, stream)
-    for opened in set(given):
-        os.close(opened)
-    sys.stdin = open(0, closefd=False)  # noqa: SIM115
-    sys.stdout = sys.__stdout__ = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    env.replace(environment)
+    become.take_output(out, err)
+    become.reseed()
     faulthandler.register(SHOW_THREADS, file=sys.stderr, all_threads=True)
 
 
@@ -226,13 +219,12 @@ def _run_paceline(words: Sequence[str]) -> int:
 
 def _run_script(words: Sequence[str]) -> int:
     """Run a script as the main module, as Python does; gives the exit code."""
-    sys.argv = list(words)
-    path = words[0]
-    main = types.ModuleType("__main__")
-    main.__file__ = path
-    sys.modules["__main__"] = main
-    sys.path.insert(0, os.path.dirname(path))
-    return _code_of(lambda: exec(compile(Path(path).read_bytes(), path, "exec"), vars(main)))
+
+    def run() -> None:
+        code, names = become.main_module((sys.executable, "-u", *words), list(sys.path))
+        exec(code, names)
+
+    return _code_of(run)
 
 
 def _code_of(call: Callable[[], object]) -> int:
@@ -271,8 +263,15 @@ def _end(code: int) -> NoReturn:
         os._exit(code)
 
 
-class ForkLauncher(local.LocalLauncher):
-    """The local launcher, but for how it starts a worker."""
+class ForkLauncher(LocalLauncher):
+    """The local launcher, but for how it starts a worker: it is itself what forks."""
+
+    @classmethod
+    def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        pass
+
+    def begin(self, launch: Launch) -> None:
+        pass
 
     def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> ForkedWorker:
         return ForkedWorker(worker, stdout, stderr)
@@ -299,7 +298,7 @@ class ForkedWorker:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        local.kill_group(self.pid)
+        kill_group(self.pid)
 
 
 def _be_worker(worker: WorkerSpec, launcher: int, out: int, err: int) -> NoReturn:

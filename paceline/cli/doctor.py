@@ -126,7 +126,7 @@ def _examine_here(request: Request) -> int:
     from paceline import env
     from paceline.doctor.diagnosis import examine
     from paceline.doctor.examine import Wanted
-    from paceline.launchers.child import end_with_parent
+    from paceline.launchers.local.child import end_with_parent
 
     if env.ends_with_parent():
         end_with_parent()

@@ -78,7 +78,7 @@ def _measure(base: Request) -> Profile:
     from dataclasses import replace
 
     from paceline import env
-    from paceline.cli.report import report
+    from paceline.cli.report import report, say
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
     from paceline.plan.costs import read
@@ -87,7 +87,7 @@ def _measure(base: Request) -> Profile:
         answer = Path(directory) / "profile.json"
         request = replace(base, runs=Path(directory), name="run", environment={env.PROFILE: str(answer)})
         with prepare(request) as launch:
-            with Workers(launch, lambda name, line: None) as running:
+            with Workers(launch, lambda name, line: None, note=say) as running:
                 result = running.wait()
             code = report(launch, result, None, seen=None)
         if code != 0:

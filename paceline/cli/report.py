@@ -112,7 +112,7 @@ def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
 def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
     """One line for a person; of a worker that has not come also what can be seen of it from outside."""
     from paceline.failure.worker_report import tail
-    from paceline.launchers.kernel import state_of
+    from paceline.launchers.local.kernel import state_of
 
     if alert.kind == "lost":
         return f"lost: {monitor.exit_texts.get(alert.workers[0], alert.text)}"

@@ -37,6 +37,7 @@ from paceline.cli.options import (
 )
 from paceline.cli.report import alerts_of, printed_everywhere, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
+from paceline.launchers import early
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
@@ -53,6 +54,7 @@ Exit code: {", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items(
 """
 
 
+@early.ending()
 def command(  # noqa: PLR0913 - each argument is an option of the command line
     script: Script,
     arguments: Arguments = None,
@@ -110,9 +112,16 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
     ] = False,
+    preload: Annotated[
+        bool,
+        typer.Option("--preload/--no-preload", help="Import torch once, and fork the workers of a machine from there."),
+    ] = True,
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
+    elsewhere = plan or horovod or dry_run or hosts or hostfile or host_discovery_script or on not in (None, "local")
+    if preload and not elsewhere and (workers + standby > 1 or elastic):
+        early.begin(launcher, script, arguments or (), workers, set_ or ())
     from paceline import config, env
     from paceline.errors import ConfigError
     from paceline.launchers.base import Request
@@ -151,6 +160,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         rendezvous=rendezvous,
         secret_file=secret_file,
         launcher=launcher,
+        preload=preload,
         horovod=horovod,
         discovery=host_discovery_script,
         environment=_for_horovod(quiet) if horovod else {},
@@ -265,7 +275,7 @@ def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     from paceline.errors import ConfigError
     from paceline.launchers import secret
     from paceline.launchers.base import HOST
-    from paceline.launchers.child import end_with_parent
+    from paceline.launchers.local.child import end_with_parent
     from paceline.launchers.prepare import check, prepare
 
     check(request)
@@ -310,7 +320,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
         try:
             with prepare(mine, interface_of(client.address)) as prepared:
                 launch = replace(prepared, coordinator=client.coordinator, secret=secret.of_run(client.id))
-            with Workers(launch, client.show, RemoteAgent(launch, mine, client)) as workers:
+            with Workers(launch, client.show, RemoteAgent(launch, mine, client), say) as workers:
                 result = workers.wait()
             left = result.signal is not None or all(one.code == PREEMPTED for one in result.exits)
             failed = client.not_joined and all(one.code != 0 for one in result.exits)
@@ -365,7 +375,7 @@ def _coordinate(
     for _ in range(request.workers):
         coordinator.announce_start()
     try:
-        with Workers(launch, shown.relay, agent) as workers, shown, relay.to(shown.show):
+        with Workers(launch, shown.relay, agent, shown.tell) as workers, shown, relay.to(shown.show):
             result = workers.wait()
             coordinator.wait_for_agents()
     finally:

@@ -76,7 +76,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from dataclasses import replace
 
     from paceline import env
-    from paceline.cli.report import report
+    from paceline.cli.report import report, say
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
     from paceline.verify.run_trace import read
@@ -87,7 +87,7 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     request = replace(base, workers=workers, runs=directory, name=f"run-{workers}", environment=asked)
     print(f"{steps} steps on {_workers(workers)} ...", file=sys.stderr, flush=True)
     with prepare(request) as launch:
-        with Workers(launch, lambda name, line: None) as running:
+        with Workers(launch, lambda name, line: None, note=say) as running:
             result = running.wait()
         code = report(launch, result, None, seen=None)
     if code != 0:

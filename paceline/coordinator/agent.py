@@ -93,11 +93,11 @@ class CoordinatorAgent:
             self._due.append(time.monotonic())
             self._coordinator.announce_start()
 
-    def to_start(self) -> int:
+    def to_start(self, at_once: bool) -> int:
         if self._discovery is not None:
             self._follow(self._discovery.slots)
         now = time.monotonic()
-        due = [when for when in self._due if when <= now or self._coordinator.waiting]
+        due = [when for when in self._due if at_once or when <= now or self._coordinator.waiting]
         self._due = self._due[len(due) :]
         return len(due) if self._coordinator.over is None else 0
 
@@ -156,7 +156,7 @@ class RemoteAgent:
             self._to_start += 1
         return True
 
-    def to_start(self) -> int:
+    def to_start(self, at_once: bool) -> int:
         count, self._to_start = self._to_start, 0
         return 0 if self.over() or self._client.not_joined else count
 

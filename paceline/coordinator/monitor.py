@@ -21,7 +21,7 @@ from paceline.coordinator.membership import MembershipProtocol
 from paceline.errors import name_ranks
 from paceline.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
 from paceline.launchers.base import WorkerExit
-from paceline.launchers.kernel import STOPPED, state_of
+from paceline.launchers.local.kernel import STOPPED, state_of
 
 _START_SECONDS = 30.0
 _SILENT_SECONDS = 3.0

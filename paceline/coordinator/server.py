@@ -27,7 +27,7 @@ from paceline.errors import PREEMPTED
 from paceline.failure.coordinator_report import CoordinatorReport
 from paceline.failure.worker_report import describe_exit
 from paceline.launchers.base import WorkerExit
-from paceline.launchers.kernel import is_ending
+from paceline.launchers.local.kernel import is_ending
 from paceline.launchers.output import Show
 
 _AGENTS_SECONDS = 60.0

@@ -27,8 +27,8 @@ from paceline.data.order import BatchOrder
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError
-from paceline.launchers.child import end_with_parent
-from paceline.launchers.kernel import is_ending
+from paceline.launchers.local.child import end_with_parent
+from paceline.launchers.local.kernel import is_ending
 from paceline.settings import Exact
 
 _log = logging.getLogger("paceline")

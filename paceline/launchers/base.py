@@ -15,14 +15,16 @@ from __future__ import annotations
 import json
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from paceline import env
 from paceline.launchers.secret import Secret
-from paceline.settings import Settings
+
+if TYPE_CHECKING:
+    from paceline.settings import Settings
 
 HOST = "127.0.0.1"
 
@@ -64,6 +66,7 @@ class Request:
     launcher: str = "local"  # a name in the registry
     horovod: bool = False  # scripts find Paceline's ``horovod``: see ``environment``
     discovery: Path | None = None  # a script that says how many workers there may be now
+    preload: bool = True  # fork workers from a process that has imported torch, if the launcher can
     examination: Examination | None = None  # of the machines, instead of training on them; it has the script
 
     @property
@@ -120,6 +123,7 @@ class Launch:
     first: int = 0
     grace_seconds: float = 25.0
     launcher: str = "local"
+    preload: bool = False
 
     def command(self) -> tuple[str, ...]:
         """What each worker executes."""
@@ -201,6 +205,9 @@ class Launcher(ABC):
     A new launcher must write ``start``. There is one instance for each launch.
     """
 
+    note: Callable[[str], None] = staticmethod(lambda text: None)
+    """Called with a line for the user."""
+
     @classmethod
     def decide(
         cls,
@@ -222,6 +229,28 @@ class Launcher(ABC):
             port: a free one.
         """
         return lay_out(request, settings, machine, inherited, run, port)
+
+    @classmethod
+    def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Begin before anything is checked, for workers that are likely to start like this."""
+        return None
+
+    @classmethod
+    def end_early(cls) -> None:
+        """End what was begun early, if no launch has taken it."""
+        return None
+
+    def begin(self, launch: Launch) -> None:
+        """Begin with what takes long and is needed before the first worker starts."""
+        return None
+
+    def wait_until_ready(self, stop: Callable[[], bool]) -> None:
+        """Wait until workers can be started; no longer if `stop` returns true."""
+        return None
+
+    def starts_at_once(self) -> bool:
+        """Whether a worker that starts now keeps no core busy for seconds."""
+        return False
 
     @abstractmethod
     def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
@@ -266,6 +295,15 @@ def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
     return 1 if settings.exact else max(1, cores // workers)
 
 
+def library_variables(threads: int) -> dict[str, str]:
+    """Return the variables that Python and its libraries read when they start, unless the user has set them."""
+    return {
+        "PYTHONHASHSEED": "0",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
+        "OMP_NUM_THREADS": str(threads),
+    }
+
+
 def lay_out(
     request: Request,
     settings: Settings,
@@ -277,11 +315,9 @@ def lay_out(
     """Decide everything about a launch; nothing is touched yet."""
     workers = str(request.workers)
     shared = {
-        "PYTHONHASHSEED": "0",
         "GLOO_SOCKET_IFNAME": "lo",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # the launcher reports a lost worker, once
-        "OMP_NUM_THREADS": str(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
+        **library_variables(threads_per_worker(settings, max(1, request.workers), len(machine.cores))),
         **inherited,
         **request.environment,
         "WORLD_SIZE": str(request.workers * (request.nodes[0] if request.nodes else 1)),
@@ -316,4 +352,5 @@ def lay_out(
         grace_seconds=request.grace_seconds,
         first=request.first,
         launcher=request.launcher,
+        preload=request.preload and (request.workers + request.standby > 1 or request.elastic),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.errors import ConfigError
 from paceline.launchers.base import Launcher
-from paceline.launchers.local import LocalLauncher
+from paceline.launchers.local.launcher import LocalLauncher
 
 LAUNCHERS: dict[str, type[Launcher]] = {"local": LocalLauncher}
 

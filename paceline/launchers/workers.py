@@ -38,8 +38,8 @@ class Supervisor(Protocol):
         """A worker has ended; true if the others go on."""
         ...
 
-    def to_start(self) -> int:
-        """How many more workers to start now."""
+    def to_start(self, at_once: bool) -> int:
+        """How many more workers to start now; `at_once` if one that starts keeps no core busy for seconds."""
         ...
 
     def shown(self) -> int:
@@ -72,7 +72,7 @@ class AllOrNothing:
     def ended(self, one: WorkerExit) -> bool:
         return one.code == 0
 
-    def to_start(self) -> int:
+    def to_start(self, at_once: bool) -> int:
         return 0
 
     def shown(self) -> int:
@@ -94,11 +94,18 @@ class AllOrNothing:
 class Workers:
     """The workers of one launch. Leaving the ``with`` block ends whatever is still there."""
 
-    def __init__(self, launch: Launch, show: Show, supervisor: Supervisor | None = None) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        show: Show,
+        supervisor: Supervisor | None = None,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
         self._launch = launch
         self._show = show
         self._supervisor = supervisor or AllOrNothing()
         self._launcher = launcher_named(launch.launcher)()
+        self._launcher.note = note
         self._started = 0
         self._running: dict[int, WorkerProcess] = {}
         self._handles: dict[int, int] = {}
@@ -116,6 +123,8 @@ class Workers:
         self._catch_signals()
         pipes: list[Pipe] = []
         try:
+            self._launcher.begin(self._launch)
+            self._launcher.wait_until_ready(lambda: bool(self._signals))
             for _ in range(self._launch.workers):
                 pipes += self._start()
         except BaseException:
@@ -167,7 +176,7 @@ class Workers:
             if not self._asked and not self._due:
                 if self._supervisor.over():
                     self._end_soon(now)
-                for _ in range(self._supervisor.to_start()):
+                for _ in range(self._supervisor.to_start(self._launcher.starts_at_once())):
                     self._read(self._start())
             self._sleep()
         exits = tuple(sorted(self._exits, key=lambda one: one.worker))

@@ -23,7 +23,7 @@ from typing import Any
 from paceline import env
 from paceline.engines.start import Identity
 from paceline.errors import WorkerLost
-from paceline.launchers.child import end_with_parent
+from paceline.launchers.local.child import end_with_parent
 
 CALL, ARGUMENTS = "call.json", "arguments.pickle"
 PARAMETER = "worker"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launchers import kernel
+from paceline.launchers.local import kernel
 
 Script = Callable[..., Path]
 Paceline = Callable[..., Any]

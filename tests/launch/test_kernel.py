@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launchers import kernel
-from paceline.launchers.kernel import STOPPED, OutOfMemory, is_ending, own_counters, start_of, state_of
+from paceline.launchers.local import kernel
+from paceline.launchers.local.kernel import STOPPED, OutOfMemory, is_ending, own_counters, start_of, state_of
 
 
 def test_each_process_that_the_kernel_ended_counts_once(tmp_path: Path) -> None:

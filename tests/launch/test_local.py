@@ -14,7 +14,7 @@ import pytest
 from paceline.errors import StartError
 from paceline.launchers import prepare as preparation
 from paceline.launchers.base import Launch, Request, RunResult
-from paceline.launchers.child import command_of
+from paceline.launchers.local.child import command_of
 from paceline.launchers.workers import Workers
 
 
@@ -23,7 +23,7 @@ def prepare(tmp_path: Path) -> Iterator[Callable[..., Launch]]:
     def make(body: str, workers: int = 2, **fields: object) -> Launch:
         path = tmp_path / "train.py"
         path.write_text("import os, signal, subprocess, sys, time\n" + textwrap.dedent(body))
-        request = Request(path, workers=workers, runs=tmp_path / "runs", **fields)  # type: ignore[arg-type]
+        request = Request(path, workers=workers, runs=tmp_path / "runs", preload=False, **fields)  # type: ignore[arg-type]
         return held.enter_context(preparation.prepare(request))
 
     with contextlib.ExitStack() as held:
@@ -115,7 +115,7 @@ from paceline.launchers.workers import Workers
 from paceline.launchers.prepare import prepare
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests themselves may run under nohup
-request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]))
+request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]), preload=False)
 with prepare(request) as launch, Workers(launch, lambda name, line: print(line, flush=True)) as workers:
     print("signal", workers.wait().signal)
 """
@@ -200,7 +200,7 @@ from paceline.launchers.prepare import prepare
 from paceline.launchers.workers import Workers
 
 os.register_at_fork(before=lambda: print("forked", flush=True))
-request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]))
+request = Request(Path(sys.argv[1]), workers=2, runs=Path(sys.argv[2]), preload=False)
 with prepare(request) as launch, Workers(launch, lambda name, line: print(line, flush=True)) as workers:
     print([one.code for one in workers.wait().exits])
 """

@@ -33,7 +33,7 @@ from paceline.comm.shm.mapping import map_shared
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Member
 from paceline.errors import WorkerLost
-from paceline.launchers.kernel import is_ending, start_of
+from paceline.launchers.local.kernel import is_ending, start_of
 
 if TYPE_CHECKING:
     from paceline.comm.waiting import Waiting

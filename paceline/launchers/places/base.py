@@ -160,6 +160,7 @@ def given_options(request: Request) -> list[str]:
     for key, setting in request.settings.items():
         if key != "resume":
             words += ["--set", f"{key}={setting}"]
+    words += [] if request.preload else ["--no-preload"]
     return [*words, "--horovod"] if request.horovod else words
 
 
@@ -195,6 +196,8 @@ def agent_command(
         words += ["--set", f"{key}={setting}"]
     if request.horovod:
         words.append("--horovod")
+    if not request.preload:
+        words.append("--no-preload")
     return [*words, str(request.script), *request.arguments]
 
 

@@ -19,8 +19,8 @@ from typing import IO
 
 from paceline import env
 from paceline.errors import StartError
-from paceline.launchers.child import command_of
-from paceline.launchers.local import kill_group
+from paceline.launchers.local.child import command_of
+from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.output import Lines
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -27,7 +27,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import PREEMPTED, ConfigError, StartError
 from paceline.launchers.base import Request
-from paceline.launchers.child import end_with_parent
+from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.machine import choose_port, listens
 from paceline.launchers.places.base import Agent, Options, Place, Placement, agent_command, secret_environment
 from paceline.launchers.places.clients import Client, follow, run_here, say

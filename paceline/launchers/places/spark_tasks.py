@@ -22,8 +22,8 @@ from paceline import env
 from paceline.errors import StartError
 from paceline.launchers import secret
 from paceline.launchers.base import Request
-from paceline.launchers.child import command_of
-from paceline.launchers.local import kill_group
+from paceline.launchers.local.child import command_of
+from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.machine import choose_port
 from paceline.launchers.places.base import Agent
 from paceline.launchers.places.clients import copy, run_here

@@ -10,7 +10,7 @@ import sys
 import time
 
 from paceline.errors import PREEMPTED, StartError
-from paceline.launchers.local import kill_group
+from paceline.launchers.local.launcher import kill_group
 from paceline.launchers.places.clients import stop_signals
 from paceline.launchers.places.kubernetes import state
 from paceline.launchers.places.kubernetes.kubectl import Kubectl

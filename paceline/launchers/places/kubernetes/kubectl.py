@@ -8,7 +8,7 @@ import subprocess
 from typing import Any
 
 from paceline.errors import StartError
-from paceline.launchers.child import command_of
+from paceline.launchers.local.child import command_of
 
 _SECONDS = 60.0
 _HELP = {

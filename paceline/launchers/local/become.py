@@ -1,0 +1,168 @@
+"""A forked process becomes a worker: all that a new Python sets up for a script, and nothing that its parent was."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import logging
+import multiprocessing.process
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import types
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, NoReturn, TextIO
+
+from paceline import env
+from paceline.launchers.local import unsafe
+from paceline.launchers.local.child import end_with_parent
+
+_SPECIAL = "__name__", "__doc__", "__package__", "__loader__", "__spec__", "__annotations__", "__builtins__"
+_own_main = sys.modules["__main__"]
+
+began_with: dict[str, str] | None = None
+"""The environment that this process began with, if it is a fork."""
+
+
+def follow(launcher: int, go: int) -> None:
+    """Wait until the launcher knows of this process; end when it does not want it, and when it ends.
+
+    Args:
+        launcher: the process that adopts this one.
+        go: becomes readable when the launcher has adopted this process, and ends if it has given up; it is closed.
+    """
+    wanted = os.read(go, 1)
+    os.close(go)
+    end_with_parent()
+    if not wanted or os.getppid() != launcher:
+        os._exit(1)
+    os.setsid()
+
+
+def take_over(environment: Mapping[str, str], directory: str, out: int, err: int) -> None:
+    """Take the environment, the current directory and the output of a worker; closes the two descriptors."""
+    global began_with
+    env.replace(environment)
+    began_with = dict(environment)
+    if directory and directory != _current_directory():
+        os.chdir(directory)
+    take_output(out, err)
+    reseed()
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was removed
+        return ""
+
+
+def take_output(out: int, err: int) -> None:
+    """Print to two descriptors from now on, which are closed; read from nothing."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for stream, opened in enumerate((nothing, out, err)):
+        os.dup2(opened, stream)
+    for opened in {nothing, out, err}:
+        if opened > 2:
+            os.close(opened)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        _open_again(getattr(sys, f"__{name}__"), number, name)
+
+
+def _open_again(stream: TextIO, number: int, name: str) -> None:
+    """Make a standard stream anew as ``python -u`` does, as the same object: handlers of logging may hold it."""
+    assert isinstance(stream, io.TextIOWrapper)
+    raw = open(number, "wb", buffering=0, closefd=False)  # noqa: SIM115
+    raw.name = f"<{name}>"
+    stream.__init__(raw, stream.encoding, stream.errors, "\n", False, True)  # type: ignore[misc]
+    stream.mode = "w"  # type: ignore[misc]
+
+
+def reseed() -> None:
+    """Draw anew what a process draws or looks up when it starts, and a copy has from its parent."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()  # Python's own generator is seeded anew by os.fork
+    multiprocessing.process.current_process().authkey = os.urandom(32)
+    tempfile.tempdir = None  # looked up once in a process
+    main = threading.main_thread()
+    if hasattr(main, "_set_native_id"):  # forgotten by some versions of Python
+        main._set_native_id()
+    start = vars(logging)["_startTime"]  # whole nanoseconds from Python 3.13 on
+    vars(logging)["_startTime"] = time.time_ns() if isinstance(start, int) else time.time()
+
+
+def main_module(command: Sequence[str], paths: Sequence[str]) -> tuple[types.CodeType, dict[str, Any]]:
+    """Make the module ``__main__`` of ``python -u script.py ...``; gives its code, and the names to run it with.
+
+    Args:
+        command: the interpreter, ``-u``, the script and its arguments.
+        paths: where a script of no folder would look for modules.
+
+    Raises:
+        OSError: the script cannot be read.
+        SyntaxError: it is no Python.
+        ValueError: it holds a null character.
+    """
+    script = command[2]
+    with open(script, "rb") as file:
+        source = file.read()
+    path = script if os.path.isabs(script) else os.path.join(os.getcwd(), script.removeprefix("./"))
+    code = compile(source, path, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    given = vars(_own_main)
+    vars(main).clear()
+    vars(main).update({name: given[name] for name in _SPECIAL if name in given})
+    vars(main).update(__name__="__main__", __doc__=None, __package__=None, __spec__=None)
+    vars(main)["__loader__"] = importlib.machinery.SourceFileLoader("__main__", path)
+    if "__annotations__" in given:
+        vars(main)["__annotations__"] = {}
+    vars(main).update(__file__=path, __cached__=None)
+    sys.modules["__main__"] = main
+    sys.argv[:] = command[2:]
+    sys.orig_argv[:] = command
+    sys.path[:] = paths if sys.flags.safe_path else [script_folder(script), *paths]
+    return code, vars(main)
+
+
+def late_variables() -> list[str]:
+    """Warn of variables that the script has changed after the libraries that read them were loaded."""
+    return [] if began_with is None else unsafe.late_variables(began_with, env.inherited())
+
+
+def script_folder(script: str) -> str:
+    """Return the folder in which Python looks for the modules of a script first."""
+    return os.path.dirname(os.path.realpath(script))
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Let the traceback of an error that ends this process begin in the script, not in the caller of this function."""
+    trace = error.__traceback__ and error.__traceback__.tb_next
+    hook = sys.excepthook
+
+    def show(kind: type[BaseException], raised: BaseException, _: TracebackType | None) -> None:
+        sys.excepthook = hook
+        sys.last_traceback = trace
+        try:
+            hook(kind, raised.with_traceback(trace), trace)
+        except SystemExit:
+            raise
+        except BaseException as failed:  # noqa: BLE001 - as Python tells of it, but for the frame of this function
+            own = failed.__traceback__ and failed.__traceback__.tb_next
+            sys.stderr.write("Error in sys.excepthook:\n")
+            sys.__excepthook__(type(failed), failed.with_traceback(own), own)
+            sys.stderr.write("\nOriginal exception was:\n")
+            sys.__excepthook__(kind, raised.with_traceback(trace), trace)
+
+    sys.excepthook = show
+
+
+def start_anew(command: Sequence[str]) -> NoReturn:
+    """Become a new Python, which shows itself what is wrong with the script."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # what is ignored stays so over an exec
+        signal.signal(number, signal.SIG_DFL)
+    os.execv(command[0], list(command))

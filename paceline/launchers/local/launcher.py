@@ -1,0 +1,166 @@
+"""Workers as processes of this machine.
+
+Each worker leads a session of its own, so that it can be killed with everything it started, data loaders included.
+When the launcher itself is killed, the kernel kills the workers (Linux) and a waiting shell what they started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.launchers import call_worker
+from paceline.launchers.base import Launch, Launcher, WorkerProcess, WorkerSpec
+from paceline.launchers.local.child import command_of
+from paceline.launchers.local.kernel import OutOfMemory
+from paceline.launchers.local.preload import Forked, Preload, is_possible
+
+_REAPER = """
+while read -r line; do
+  [ "$line" = done ] && exit
+  groups="$groups $line"
+done
+for group in $groups; do kill -KILL "-$group"; done
+"""
+
+
+class LocalLauncher(Launcher):
+    """Starts child processes."""
+
+    _early: ClassVar[Preload | None] = None
+
+    @classmethod
+    def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Start to import torch for the workers of a launch to come."""
+        if is_possible():
+            with contextlib.suppress(OSError):
+                cls._early = Preload(environment, frozenset(), command[2:], _module_folders(Path(command[2])))
+
+    @classmethod
+    def end_early(cls) -> None:
+        """End the process that no launch has taken."""
+        if cls._early is not None:
+            cls._early.close()
+        cls._early = None
+
+    def __init__(self) -> None:
+        self._memory = OutOfMemory()
+        self._reaper = _start_reaper()
+        self._preloads: dict[frozenset[int], Preload] = {}
+        """By the cores that the parent and its workers are bound to, as libraries count cores when they are loaded."""
+
+    def begin(self, launch: Launch) -> None:
+        """Start to import torch, once for all workers."""
+        if not launch.preload or not is_possible():
+            return
+        words, folders = launch.command()[2:], _module_folders(launch.script)
+        for cores in {frozenset(one) for one in launch.cores} or {frozenset[int]()}:
+            if (early := self._take_early(launch, cores)) is not None:
+                self._preloads[cores] = early
+                continue
+            with contextlib.suppress(OSError):  # the workers then say what the system does not allow
+                self._preloads[cores] = Preload(launch.environment, cores, words, folders)
+        self.end_early()
+
+    def _take_early(self, launch: Launch, cores: frozenset[int]) -> Preload | None:
+        """Take the process that was started early, if its workers would be those of this launch."""
+        cls = type(self)
+        early = cls._early
+        if early is None or cores or not early.fits(WorkerSpec(0, launch.command(), launch.environment)):
+            return None
+        cls._early = None
+        return early
+
+    def wait_until_ready(self, stop: Callable[[], bool]) -> None:
+        """Wait until torch is imported."""
+        for cores, preload in list(self._preloads.items()):
+            if not preload.wait(stop):
+                self._forget(cores)
+
+    def starts_at_once(self) -> bool:
+        """Whether workers are forked."""
+        return bool(self._preloads)
+
+    def _forget(self, cores: frozenset[int]) -> None:
+        preload = self._preloads.pop(cores)
+        preload.close()
+        if preload.problem:
+            self.note(f"note: each worker imports torch itself, which takes longer: {preload.problem}.")
+
+    def start(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
+        """Start a worker, known to the reaper."""
+        process = self.spawn(worker, stdout, stderr)
+        if self._reaper is not None and self._reaper.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.stdin.write(f"{process.pid}\n".encode())
+                self._reaper.stdin.flush()
+        return process
+
+    def spawn(self, worker: WorkerSpec, stdout: int, stderr: int) -> WorkerProcess:
+        """Start the process itself."""
+        if (preload := self._preloads.get(worker.cores)) is not None and preload.fits(worker):
+            if (pid := preload.fork(worker, stdout, stderr)) is not None:
+                return Forked(pid)
+            self._forget(worker.cores)
+        return ChildProcess(
+            command_of(worker.cores, worker.command),
+            env=worker.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            start_new_session=True,
+        )
+
+    def ran_out_of_memory(self) -> bool:
+        """Whether the kernel has killed a process since this was asked last."""
+        return self._memory.again()
+
+    def close(self) -> None:
+        """End the reaper and the processes that fork."""
+        while self._preloads:
+            self._preloads.popitem()[1].close()
+        if self._reaper is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._reaper.communicate(b"done\n")
+
+
+class ChildProcess(subprocess.Popen[bytes]):
+    """The leader of a session."""
+
+    def kill(self) -> None:
+        """Kill all processes of the session's first group."""
+        kill_group(self.pid)
+
+
+def _module_folders(script: Path) -> list[str]:
+    """Where a script looks for modules first; ``call_worker`` looks where this process does."""
+    folders = [os.path.dirname(os.path.realpath(script))]
+    if script == Path(call_worker.__file__):
+        folders += [os.path.abspath(one) for one in sys.path]
+    return folders
+
+
+def kill_group(leader: int) -> None:
+    """Kill a process group, if it is still there."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def _start_reaper() -> subprocess.Popen[bytes] | None:
+    """Start a shell that learns of each worker, and kills what they started if the launcher is killed."""
+    try:
+        return subprocess.Popen(
+            ["/bin/sh", "-c", _REAPER, "paceline-reaper"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    except OSError:
+        return None  # no shell here: the kernel still kills the workers themselves
