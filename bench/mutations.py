@@ -13,6 +13,7 @@ mutation that no test notices is either equivalent to the code or lacks a test.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import random
 import shutil
@@ -31,6 +32,7 @@ import mutators
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
 QUICK = "not slow and not place"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "site", "runs", "shared")
 
@@ -236,11 +238,11 @@ def main() -> None:
     if given.list:
         print("\n".join(f"{number} {chosen[number]}" for number in numbers))
         return
-    sys.path.insert(0, str(ROOT / "tests"))
-    __import__("fork_server").adopt_orphans()
+    ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
     left_out, noticed, survived = slow_tests(given.times, given.longest), 0, []
     for name in ("torch._dynamo", "torch.distributed.checkpoint"):
         __import__(name)
+    assert "paceline" not in sys.modules, "the forks are to import the mutated one"
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         copy = Path(shutil.copytree(ROOT, Path(folder) / "tree", ignore=LEFT_OUT))
         for number in numbers:

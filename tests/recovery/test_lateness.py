@@ -197,6 +197,9 @@ def test_a_worker_without_a_heartbeat_is_silent_since_its_generation_formed(star
     run.policy.reset()
     run.now = 3.0
     run.policy.heartbeat(2, loading(0.5))
+    run.policy.heartbeat(0, loading(0.5))
+    assert [(one.rank, one.silent) for one in run.policy.statuses(4.0)] == [(0, 1.0), (1, 2.0), (2, 1.0)]
+    run.policy.forget(0)
     statuses = run.policy.statuses(7.0)
     assert [(one.rank, one.step, one.silent, one.since) for one in statuses] == [
         (0, 5, 5.0, 0.0),
@@ -227,7 +230,9 @@ def test_a_worker_that_does_not_reach_start_is_named_and_then_ends_the_run(start
     assert run.monitor.alerts[0].text == f"still waiting: {text}"
     assert run.events[0] == ("absent", {"text": text, "workers": [1, 2]})
     run.of.register(2, {"pid": 3, "host": "a"}, {})
-    run.of.ready(2, None, 13.0)
+    run.check_at(17.0)
+    assert run.monitor.alerts[-1].workers == (1,), "rank 2 has reached it"
+    run.of.ready(2, None, 18.0)
     run.check_at(61.9)
     assert run.of.over is None
     run.check_at(62.0)
@@ -249,8 +254,10 @@ def test_many_names_are_cut(start: Start) -> None:
         run.of.started(number)
     run.of.register(0, {"pid": 1, "host": "a"}, {})
     run.of.ready(0, None, 0.0)
-    run.check_at(0.0)
     run.monitor.hang_seconds = None
+    for now in (0.0, 29.9):
+        run.check_at(now)
+        assert run.kinds == []
     run.check_at(700.0)
     assert "rank 7, rank 8 and 2 more have" in run.monitor.alerts[0].text
     assert run.of.over is None
@@ -278,6 +285,7 @@ def test_where_a_worker_was_last_seen() -> None:
         WorkerStatus(2, 7, "waiting", waiting=True, since=6.0, silent=0.5),
     ]
     assert last_seen_of(statuses, 1) == LastSeen(6, "computing", "train.py:3", (0, 2), 6.5, WAITS.doing)
+    assert last_seen_of(statuses[::-1], 1).waiting == (0, 2)
     assert last_seen_of(statuses, 0) == LastSeen(7, WAITS.doing, "", (2,), 6.5, "waiting")
     assert last_seen_of(statuses, 4) == LastSeen(None, "", "", (0, 2), 6.5, WAITS.doing)
     silent = [*statuses[:1], WorkerStatus(1, 6, "computing", False, 4.0, silent=3.1), *statuses[2:]]
