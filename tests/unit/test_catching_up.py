@@ -88,6 +88,15 @@ def test_senders_whose_tensors_are_others_than_the_first_ones_send_nothing() -> 
     assert [sent > 0 for _, sent in found] == [False, True, False, True]
 
 
+def model_of(rank: int) -> torch.nn.Module:
+    """A model of other values on each rank; threads draw from one global generator, so it has its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    chance = torch.Generator().manual_seed(rank)
+    for value in model.state_dict().values():
+        value.copy_(torch.randn(value.shape, generator=chance) * 100)
+    return model
+
+
 class State:
     """Stands for ``TrainingState``: after so many steps each worker has these tensors."""
 
@@ -140,8 +149,7 @@ class Scene:
     """One worker of a world, and all that its recovery needs."""
 
     def __init__(self, world: Any, newest: int = 0, answers: Iterable[Any] = (), enabled: bool = True) -> None:
-        torch.manual_seed(world.rank)
-        self.model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        self.model = model_of(world.rank)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.buffers = Buffers()
@@ -214,7 +222,7 @@ def test_nothing_is_sent_where_all_are_alike() -> None:
 
 
 def names_of(*parts: str) -> frozenset[str]:
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    model = model_of(0)
     names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
     return frozenset(name for name in names if name.startswith(parts))
 
@@ -244,9 +252,7 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
     for values, averages, progress in found:
         assert progress.holds is None and progress.steps == 7
         for name, rank in firsts.items():
-            torch.manual_seed(rank)
-            own = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)).state_dict()[name]
-            assert torch.equal(values[name], own), name
+            assert torch.equal(values[name], model_of(rank).state_dict()[name]), name
         assert averages == {"0.weight": 0.0, "1.weight": 0.0, "0.bias": 1.0, "1.bias": 2.0}
 
 
