@@ -56,6 +56,7 @@ def test_every_sender_gives_its_share(hosts: Any, monkeypatch: pytest.MonkeyPatc
             inner(chunk, start)
 
         flat = exchange(world, even_shares(total, senders, 4), receivers, fill)
+        assert all(world.host)
         return (None if flat is None else flat.tolist()), sum(asked)
 
     expected = torch.zeros(total, dtype=torch.uint8)
@@ -231,6 +232,7 @@ def test_shards_of_several_workers_make_the_whole_state() -> None:
     holds = [names_of("0.w", "1.w"), names_of("0.", "1.running"), names_of("1.bias", "1.num")]
 
     def act(world: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], Progress]:
+        world.late = []
         scene = Scene(world)
         if world.rank < 3:
             for name, value in scene.model.named_parameters():
@@ -430,7 +432,7 @@ def test_workers_without_a_state_begin(launched: SimpleNamespace, monkeypatch: p
 
 @pytest.mark.parametrize("ulfm", [True, False])
 def test_without_a_launcher_rank_0_says_that_workers_were_lost(
-    launched: SimpleNamespace, ulfm: bool, caplog: pytest.LogCaptureFixture
+    launched: SimpleNamespace, ulfm: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched.ulfm = ulfm
     changing([None], membership(1, 4, 5, lost=(7, 8))).of.re_form(Progress(7))
@@ -438,6 +440,9 @@ def test_without_a_launcher_rank_0_says_that_workers_were_lost(
     assert lines == (["lost 2 of 4 workers; 2 go on from step 7"] if ulfm else [])
     caplog.clear()
     changing([None], membership(1, 4, 5)).of.re_form(Progress(7))
+    assert not caplog.records
+    monkeypatch.setattr(recovery.env, "launch_info", lambda: None)
+    changing([None], membership(1, 4, 5, lost=(7, 8))).of.re_form(Progress(7))
     assert not caplog.records
 
 

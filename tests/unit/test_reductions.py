@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -284,9 +285,14 @@ def test_every_link_is_measured_with_two_neighbours(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_exchange_over_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter([1.0, 1.5])
-    monkeypatch.setattr(link_rates, "perf_counter", lambda: next(clock))
-    assert run(1, lambda world: link_rates._exchange(world, 0, 0)) == [2**22]
+    clock = threading.local()
+
+    def tick() -> float:
+        clock.now = getattr(clock, "now", 1.0) + 0.5
+        return clock.now  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(link_rates, "perf_counter", tick)
+    assert run(2, lambda world: link_rates._exchange(world, 1 - world.rank, 1 - world.rank)) == [2**22] * 2
 
 
 def test_tensors_are_packed_by_type_and_size() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -34,17 +34,25 @@ class Wires:
             return self._queues.setdefault((sender, receiver, tag), queue.Queue())
 
 
+Late: TypeAlias = list[tuple[torch.Tensor, torch.Tensor]]
+"""What has come, and where it goes when the host waits for the device."""
+
+
 class Receive:
     """A receive under way."""
 
-    def __init__(self, wires: Wires, message: Message, rank: int) -> None:
+    def __init__(self, wires: Wires, message: Message, rank: int, late: Late | None) -> None:
+        self._late = late
         self._queue = wires.between(message.peer, rank, message.tag)
         self._into = message.tensor
 
     def wait(self) -> None:
         received = self._queue.get(timeout=SECONDS)
         assert received.shape == self._into.shape and received.dtype == self._into.dtype
-        self._into.copy_(received)
+        if self._late is None:
+            self._into.copy_(received)
+        else:
+            self._late.append((self._into, received))
 
 
 class Sent:
@@ -70,6 +78,8 @@ class ThreadWorld(Waiting):
     Attributes:
         bytes_sent: over the queues.
         gathered: what the gathers were for, in their order.
+        late: set to a list, a wait does not block, as on GPUs: tensors are valid after ``synchronize`` only.
+        host: whether each list of transfers was said to be of tensors on the host.
     """
 
     transport: Any = Gloo(same_host=False)
@@ -83,7 +93,8 @@ class ThreadWorld(Waiting):
         super().__init__(rank, size, SECONDS)
         self._wires = wires
         self.hosts = tuple(hosts or [(one,) for one in range(size)])
-        self.bytes_sent, self.gathered = 0, list[str]()
+        self.bytes_sent, self.gathered, self.host = 0, list[str](), list[bool]()
+        self.late: Late | None = None
         if hosts is not None:
             self.host_memory = attach_hosts(self, Arena(), self.hosts, self.gather)
             self.shared_memory = self.host_memory if len(self.hosts) == 1 else None
@@ -99,10 +110,12 @@ class ThreadWorld(Waiting):
     def start_transfers(
         self, sends: list[Message], receives: list[Message], where: str = "", host: bool = False
     ) -> list[Any]:
+        assert self.rank not in {one.peer for one in (*sends, *receives)}, "to itself"
+        self.host.append(host)
         for one in sends:
             self.bytes_sent += one.tensor.nbytes
             self._wires.between(self.rank, one.peer, one.tag).put(one.tensor.clone())
-        return [*(Receive(self._wires, one, self.rank) for one in receives), *(Sent() for _ in sends)]
+        return [*(Receive(self._wires, one, self.rank, self.late) for one in receives), *(Sent() for _ in sends)]
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Sum:
         return Sum(self, tensor)
@@ -111,7 +124,8 @@ class ThreadWorld(Waiting):
         pass
 
     def synchronize(self) -> None:
-        pass
+        for into, received in self.late or ():
+            into.copy_(received)
 
 
 def run(size: int, act: Callable[[Any], T], hosts: Sequence[tuple[int, ...]] | None = None) -> list[T]:
