@@ -69,7 +69,8 @@ def test_the_last_step_of_an_epoch_copies_groups_for_the_workers_it_could_spare(
     length = EpochLength(2, 6, 12)
     groups = return_late(EpochProgress().after([0, 1, 2, 3, 4, 5]), length, 4, 1)
     assert groups.members == ((6, 7), (8, 9), (10, 11)) and groups.needed == 3 and groups.copied
-    assert sorted(groups.of(rank, 1, 4) for rank in range(4)) == [0, 0, 1, 2]  # type: ignore[type-var]
+    assert [groups.of(rank, 1, 4) for rank in range(4)] == [1, 2, 0, 0]
+    assert [groups.of(rank, 1, 6) for rank in range(6)] == [1, 2, 0, 1, 2, 0]
 
 
 def test_a_worker_does_not_keep_the_first_group() -> None:

@@ -102,6 +102,22 @@ class Adapting(optim.SGD):
         super().step(closure)
 
 
+class Led(optim.SGD):
+    """Scales the gradients of all other parameters by the norm of the leader's gradient."""
+
+    def __init__(self, values: list[nn.Parameter], lr: float, leader: int) -> None:
+        super().__init__(values, lr=lr)
+        self.leader = leader
+
+    def step(self, closure: Any = None) -> None:
+        values = self.param_groups[0]["params"]
+        leading = values[self.leader].grad
+        for place, value in enumerate(values):
+            if place != self.leader and value.grad is not None and leading is not None:
+                value.grad.mul_(leading.norm())
+        super().step(closure)
+
+
 class Noisy(optim.SGD):
     """Adds noise to the gradients."""
 
@@ -118,6 +134,13 @@ class Noisy(optim.SGD):
 def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[optim.Optimizer], exact: bool) -> None:
     with pytest.raises(InputError, match=rf"{kind.__name__} updates a parameter in another way .*clip_norm"):
         probe_optimizer(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("leader", [0, 1])
+def test_an_optimizer_in_which_one_parameter_leads_is_refused(leader: int) -> None:
+    """Gradients of the even parameters show a leader at an even index only to the odd ones, and the reverse."""
+    with pytest.raises(InputError, match="Led updates a parameter in another way"):
+        probe_optimizer(job_of(Led(parameters(), lr=0.1, leader=leader)))
 
 
 def test_an_optimizer_with_a_number_for_all_parameters_is_refused() -> None:

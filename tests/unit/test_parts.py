@@ -17,6 +17,7 @@ from paceline.checkpoint.tensors import fingerprint
 from paceline.checkpoint.training_state import Snapshot
 
 STATE = {f"parameter/{place}": torch.full((place + 1, 1000), float(place)) for place in range(9)}
+EQUAL = {f"parameter/{place}": torch.zeros(1000) for place in range(7)}
 WRITER = Writer(1, 0, "11111111")
 
 
@@ -47,6 +48,8 @@ def writers(about: Save, workers: int) -> list[threading.Thread]:
 
 
 def test_parts_are_even_and_always_the_same() -> None:
+    assert divide(EQUAL, 3) == [[f"parameter/{place}" for place in part] for part in ((0, 3, 6), (1, 4), (2, 5))]
+    assert divide(EQUAL, 3) == divide(dict(reversed(EQUAL.items())), 3)
     for workers in (1, 2, 3, 4, 64):
         divided = divide(STATE, workers)
         assert divided == divide(dict(reversed(STATE.items())), workers)

@@ -1,9 +1,11 @@
 """The canonical tree: whoever computes the leaves, the additions are the same."""
 
+import random
+
 import pytest
 
 from paceline.schedule.shares import even
-from paceline.schedule.tree import Node, fold, merges, push, total, whole_nodes
+from paceline.schedule.tree import Node, first_of, fold, merges, nodes_of, push, total, whole_nodes
 
 
 def spelled(first: int, level: int, leaves: int) -> str | None:
@@ -49,6 +51,16 @@ def test_the_additions_do_not_depend_on_the_shares(leaves: int) -> None:
             assert [node for node, _ in stack] == whole_nodes(share)
             nodes += stack
         assert total(nodes, add) == spelled(0, 5, leaves)
+
+
+@pytest.mark.parametrize("leaves", range(1, 30))
+def test_the_fewest_nodes_of_microbatches_in_any_order(leaves: int) -> None:
+    chance = random.Random(leaves)
+    chosen = chance.sample(range(64), leaves)
+    nodes = nodes_of(chosen)
+    covered = [first_of(node) + place for node in nodes for place in range(1 << node.level)]
+    assert covered == sorted(chosen)
+    assert nodes == [node for node, _ in fold([(Node(0, one), "") for one in sorted(chosen)], str.__add__)]
 
 
 def test_a_power_of_two_needs_one_node_for_each_worker() -> None:

@@ -1,0 +1,496 @@
+"""How workers come to one state after a change: from the furthest ones, from their shards, or from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
+from thread_world import ThreadWorld, run
+
+from paceline.comm import exchange as exchanges
+from paceline.comm.exchange import even_shares, exchange, fill_from
+from paceline.coordinator.types import Departure, Member, Membership
+from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
+from paceline.recovery import recovery, state_shards
+from paceline.recovery.progress import Progress
+from paceline.recovery.recovery import Recovery
+from paceline.recovery.state_shards import missing
+from paceline.recovery.state_transfer import StateBytes, transfer
+from paceline.step.gather_state import gather_state
+from paceline.step.job import StepResult
+
+HOSTS: list[list[tuple[int, ...]] | None] = [None, [(0, 1, 2, 3)]]
+
+
+def state_at(steps: int) -> dict[str, torch.Tensor]:
+    chance = torch.Generator().manual_seed(steps)
+    return {
+        "parameter/a": torch.randn(70, 3, generator=chance),
+        "parameter/b": torch.randn(5, generator=chance, dtype=torch.float64),
+        "buffer/count": torch.tensor(steps),
+    }
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("hosts", HOSTS, ids=["network", "memory"])
+def test_every_sender_gives_its_share(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchanges, "_CHUNK_BYTES", 128)
+    monkeypatch.setattr(exchanges, "_WINDOW_BYTES", 4096)
+    whole = {"a": torch.randn(3001), "b": torch.arange(7), "c": torch.randn(2, 2).t()}
+    total = sum(map(len, even_shares(-(-3001 * 4 // 64) * 64 + 128, [0], 1)))
+
+    def act(world: Any, senders: list[int], receivers: list[int]) -> tuple[list[int] | None, int]:
+        asked = []
+        inner = fill_from(whole.values())
+
+        def fill(chunk: torch.Tensor, start: int) -> None:
+            asked.append(len(chunk))
+            inner(chunk, start)
+
+        flat = exchange(world, even_shares(total, senders, 4), receivers, fill)
+        assert all(world.host)
+        return (None if flat is None else flat.tolist()), sum(asked)
+
+    expected = torch.zeros(total, dtype=torch.uint8)
+    fill_from(whole.values())(expected, 0)
+    for senders, receivers in (([0, 2], [1, 3]), ([1], [0]), ([0, 1, 2, 3], [0, 1, 2, 3])):
+        found = run(4, partial(act, senders=senders, receivers=receivers), hosts=hosts)
+        for rank, (flat, filled) in enumerate(found):
+            if rank in receivers:
+                assert flat is not None
+                assert flat[:12004] == expected[:12004].tolist()
+                assert flat[12032:12088] == expected[12032:12088].tolist()
+                assert flat[12096:12112] == expected[12096:12112].tolist()
+            else:
+                assert flat is None
+            assert filled == len(even_shares(total, senders, 4)[rank])
+
+
+def test_senders_whose_tensors_are_others_than_the_first_ones_send_nothing() -> None:
+    tensors = state_at(3)
+
+    def act(world: Any) -> tuple[StateBytes | None, int]:
+        own = {0: None, 1: tensors, 2: tensors | {"more": torch.ones(2)}, 3: tensors}[world.rank]
+        found = transfer(world, [1, 2, 3], None if own is None else StateBytes(own, f"of {world.rank}"))
+        return found, world.bytes_sent
+
+    found = run(4, act)
+    received = found[0][0]
+    assert received is not None and received.rest == "of 1" and same(dict(received.tensors), tensors)
+    assert [one for one, _ in found[1:]] == [None] * 3
+    assert [sent > 0 for _, sent in found] == [False, True, False, True]
+
+
+def model_of(rank: int) -> torch.nn.Module:
+    """A model of other values on each rank; threads draw from one global generator, so it has its own."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    chance = torch.Generator().manual_seed(rank)
+    for value in model.state_dict().values():
+        value.copy_(torch.randn(value.shape, generator=chance) * 100)
+    return model
+
+
+class State:
+    """Stands for ``TrainingState``: after so many steps each worker has these tensors."""
+
+    keeps_script = False
+
+    def __init__(self) -> None:
+        self.loaded_script: dict[str, Any] = {}
+        self.loaded: list[tuple[dict[str, torch.Tensor], Any]] = []
+
+    def snapshot(self, steps: int) -> Any:
+        return SimpleNamespace(tensors=state_at(steps), state={"at": steps})
+
+    def load(self, tensors: dict[str, torch.Tensor], state: Any) -> None:
+        self.loaded.append((tensors, state))
+
+
+class Saver:
+    """Stands for ``Checkpointer``."""
+
+    launch: int | None = None
+
+    def __init__(self, newest: int = 0, enabled: bool = True) -> None:
+        self.newest, self.enabled = newest, enabled
+        self.saved: list[int] = []
+        self.finished = 0
+
+    def resume(self, _: object, which: str) -> int:
+        assert which == "auto"
+        return self.newest
+
+    def save(self, _: object, steps: int) -> None:
+        self.saved.append(steps)
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+class Buffers:
+    """Stands for the buffers of a model."""
+
+    def __init__(self, fixed: bool = False, agreed: Iterable[str] = ()) -> None:
+        self.fixed, self.agreed = fixed, set(agreed)
+        self.named: list[str] | None = None
+
+    def fix(self, names: Iterable[str]) -> None:
+        self.named = sorted(names)
+
+
+class Scene:
+    """One worker of a world, and all that its recovery needs."""
+
+    def __init__(self, world: Any, newest: int = 0, answers: Iterable[Any] = (), enabled: bool = True) -> None:
+        self.model = model_of(world.rank)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.buffers = Buffers()
+        self.learned = SimpleNamespace(fusible=None, repeatable=False)
+        self.job: Any = SimpleNamespace(
+            world=world,
+            compute=SimpleNamespace(model=self.model, buffers=self.buffers),
+            update=SimpleNamespace(optimizer=self.optimizer),
+            learned=self.learned,
+            settings=SimpleNamespace(),
+            events=SimpleNamespace(
+                mark=lambda event, **fields: self.events.append((event, fields)), move=lambda *at: self.moved.append(at)
+            ),
+        )
+        self.moved: list[tuple[int, ...]] = []
+        self.state, self.saver = State(), Saver(newest, enabled)
+        self.asked: list[tuple[Any, ...]] = []
+        left = iter(answers)
+
+        def await_membership(*given: Any) -> Any:
+            self.asked.append(given)
+            return next(left)
+
+        coordinator: Any = SimpleNamespace(await_membership=await_membership)
+        self.begun = 0
+        self.of = Recovery(self.job, coordinator, self.state, self.saver, self.begin)  # type: ignore[arg-type]
+
+    def begin(self) -> Progress:
+        self.begun += 1
+        return Progress(40)
+
+
+@pytest.fixture(autouse=True)
+def capable(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the strategy promises."""
+    able = SimpleNamespace(exact=True)
+    monkeypatch.setattr(state_shards.registry, "capabilities", lambda *_: able)
+    return able
+
+
+def test_workers_behind_get_the_state_of_the_furthest() -> None:
+    made = {(3, -1, 0): [0.5]}
+    given = [Progress(7, turns=2, compared=3), Progress(6, compared=5), None, Progress(7, made, turns=2)]
+    given += [Progress(7, made, turns=2, compared=1)]
+
+    def act(world: Any) -> tuple[Progress, State]:
+        scene = Scene(world)
+        return scene.of._same_state(given[world.rank]), scene.state
+
+    found = run(5, act)
+    for rank, (progress, state) in enumerate(found):
+        assert (progress.steps, progress.compared, progress.evaluations) == (7, 5, made), rank
+        assert state.keeps_script == (rank != 2)
+        if rank in (3, 4):
+            assert state.loaded == [] and (progress.received, progress.received_turns) == (0, 0)
+        else:
+            ((tensors, rest),) = state.loaded
+            assert same(tensors, state_at(7)) and rest == {"at": 7}
+            assert (progress.received, progress.received_turns) == (7, 2)
+
+
+def test_nothing_is_sent_where_all_are_alike() -> None:
+    def act(world: Any) -> tuple[list[Any], int]:
+        scene = Scene(world)
+        progress = scene.of._same_state(Progress(7))
+        assert progress == Progress(7)
+        return scene.state.loaded, world.bytes_sent
+
+    assert run(3, act) == [([], 0)] * 3
+
+
+def names_of(*parts: str) -> frozenset[str]:
+    model = model_of(0)
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    return frozenset(name for name in names if name.startswith(parts))
+
+
+def test_shards_of_several_workers_make_the_whole_state() -> None:
+    holds = [names_of("0.w", "1.w"), names_of("0.", "1.running"), names_of("1.bias", "1.num")]
+
+    def act(world: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any], Progress]:
+        world.late = []
+        scene = Scene(world)
+        if world.rank < 3:
+            for name, value in scene.model.named_parameters():
+                if name in holds[world.rank]:
+                    scene.optimizer.state[value] = {
+                        "step": torch.tensor(5.0),
+                        "exp_avg": torch.full_like(value, world.rank),
+                    }
+        progress = Progress(7, holds=holds[world.rank]) if world.rank < 3 else None
+        progress = scene.of._same_state(progress)
+        averages = {
+            name: scene.optimizer.state[value]["exp_avg"].flatten()[0].item()
+            for name, value in scene.model.named_parameters()
+        }
+        return {name: value.clone() for name, value in scene.model.state_dict().items()}, averages, progress
+
+    found = run(4, act)
+    firsts = {"0.weight": 0, "1.weight": 0, "0.bias": 1, "1.running_mean": 1, "1.running_var": 1, "1.bias": 2}
+    for values, averages, progress in found:
+        assert progress.holds is None and progress.steps == 7
+        for name, rank in firsts.items():
+            assert torch.equal(values[name], model_of(rank).state_dict()[name]), name
+        assert averages == {"0.weight": 0.0, "1.weight": 0.0, "0.bias": 1.0, "1.bias": 2.0}
+
+
+def test_a_worker_with_everything_gives_what_the_others_lack() -> None:
+    def act(world: Any) -> dict[str, torch.Tensor]:
+        scene = Scene(world)
+        gather_state(scene.job, [None, frozenset()])
+        return scene.model.state_dict()
+
+    first, second = run(2, act)
+    assert same(first, second)
+
+
+def test_what_nobody_holds_is_missing() -> None:
+    job: Any = SimpleNamespace(compute=SimpleNamespace(model=torch.nn.Linear(2, 2)))
+    parts = [frozenset({"weight"}), frozenset({"bias"}), None]
+    held = [Progress(3, holds=part) for part in parts]
+    assert missing(job, held[:1]) == ["bias"]
+    assert missing(job, [None, held[1]]) == ["weight"]
+    assert missing(job, held[:2]) == [] == missing(job, [held[0], held[2]])
+    assert missing(job, [Progress(3, holds=frozenset())]) == ["bias", "weight"]
+
+
+RESULT = StepResult(0.5, 1.0, 0.1)
+
+
+@pytest.mark.parametrize("lost", ["a shard", "the same step"])
+def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
+    whole = names_of("")
+    given: list[Progress | None] = [Progress(6, holds=names_of("0."), received=2, repeat_until=3), None]
+    given += [Progress(8, holds=names_of("0.w") if lost == "a shard" else whole, received=4, result=RESULT)]
+
+    def act(world: Any) -> tuple[Progress, Scene]:
+        scene = Scene(world, newest=5)
+        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}}
+        return scene.of._same_state(given[world.rank]), scene
+
+    for rank, (progress, scene) in enumerate(run(3, act)):
+        assert (progress.steps, progress.repeat_until, progress.holds) == (5, 8, None)
+        assert scene.events == [("went back", {"step": 5, "steps": 3})]
+        assert progress.received == (2, 5, 4)[rank]
+        assert progress.result == (RESULT, None, RESULT)[rank]
+
+
+def test_a_strategy_without_the_bits_takes_shards_of_several_steps(capable: SimpleNamespace) -> None:
+    capable.exact = False
+    given = [Progress(6, holds=names_of("0.")), Progress(8, holds=names_of("1."))]
+
+    def act(world: Any) -> tuple[Progress, Scene]:
+        scene = Scene(world)
+        return scene.of._same_state(given[world.rank]), scene
+
+    for progress, scene in run(2, act):
+        assert progress.steps == 8 and scene.events == []
+
+
+def test_without_a_checkpoint_the_run_cannot_go_back() -> None:
+    def act(world: Any, enabled: bool, holds: frozenset[str]) -> str:
+        scene = Scene(world, newest=5 if not enabled else 0, enabled=enabled)
+        with pytest.raises(CheckpointError) as failed:
+            scene.of._same_state(Progress(6 + world.rank, holds=holds))
+        return str(failed.value)
+
+    for enabled in (True, False):
+        shard = run(2, partial(act, enabled=enabled, holds=names_of("0.")))
+        assert "5 parameters and buffers, '1.bias' among them, were held by lost workers only" in shard[0]
+        assert shard[1].startswith("Rank 1: 5 parameters")
+    assert "The state of a step was held by" in run(2, partial(act, enabled=True, holds=names_of("")))[0]
+
+
+def test_what_the_first_step_found_out_is_shared() -> None:
+    def act(world: Any) -> Scene:
+        scene = Scene(world)
+        scene.learned.fusible = [None, False, True][world.rank]
+        scene.learned.repeatable = world.rank == 1
+        scene.saver.launch = [None, 3, 5][world.rank]
+        scene.buffers.fixed, scene.buffers.agreed = world.rank > 0, {"a"} if world.rank == 1 else {"b"}
+        scene.of._share_findings()
+        return scene
+
+    for scene in run(3, act):
+        assert (scene.learned.fusible, scene.learned.repeatable, scene.saver.launch) == (False, True, 5)
+        assert scene.buffers.named == ["a", "b"]
+
+    def nothing(world: Any) -> Scene:
+        scene = Scene(world)
+        scene.of._share_findings()
+        return scene
+
+    for scene in run(2, nothing):
+        assert (scene.learned.fusible, scene.learned.repeatable, scene.saver.launch) == (None, False, None)
+        assert scene.buffers.named is None
+
+
+def membership(generation: int, *workers: int, **fields: Any) -> Membership:
+    return Membership(generation, tuple(Member(one, "a", one, "") for one in workers), **fields)
+
+
+class Changing(ThreadWorld):
+    """A world of one worker whose first attempts to join may fail."""
+
+    def begin(self, fails: list[WorkerLost | None], device: str = "cpu") -> None:
+        self.fails, self.joined, self.left = fails, list[int](), 0
+        self.then, self.local_rank, self.local_size, self.alone = device, 0, 1, False
+
+    def join(self, answer: Membership) -> None:
+        self.joined.append(answer.generation)
+        error = self.fails.pop(0)
+        if error is not None:
+            raise error
+        self.device = torch.device(self.then)
+
+    def leave(self) -> None:
+        self.left += 1
+
+    def arena_handle(self) -> None:
+        return None
+
+    def worker_ids(self, ranks: Iterable[int]) -> list[int]:
+        return [10 + rank for rank in ranks]
+
+    def become_single(self) -> None:
+        self.alone = True
+
+
+def changing(fails: list[WorkerLost | None], *answers: Any, device: str = "cpu", **how: Any) -> Scene:
+    def act(world: Any) -> Scene:
+        world.__class__ = Changing
+        world.begin(fails, device)
+        return Scene(world, answers=answers, **how)
+
+    return run(1, act)[0]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What the launcher said, and what the script is told."""
+    info = SimpleNamespace(ulfm=False)
+    monkeypatch.setattr(recovery.env, "launch_info", lambda: info)
+    monkeypatch.setattr(recovery.env, "set_identity", lambda *at: info.__dict__.update(identity=at))
+    return info
+
+
+def test_a_membership_that_cannot_be_joined_is_followed_by_another(launched: SimpleNamespace) -> None:
+    answers = [membership(1, 4, 5, 6, lost=(7,)), membership(2, 4, 5, lost=(6,), joined=(5,))]
+    scene = changing([WorkerLost("", ranks=(2,)), None], *answers)
+    progress = scene.of.re_form(Progress(7), planned=True, ended=[3])
+    assert progress == Progress(7)
+    key = Progress(7).key
+    assert scene.asked == [(key, None, False, True, [3]), (key, None, False, False, [12])]
+    assert scene.job.world.joined == [1, 2] and scene.job.world.left == 2
+    assert launched.identity == (0, 1, 0, 1) and scene.moved == [(0, 2)]
+    ((event, fields),) = scene.events
+    assert event == "recovered" and fields["step"] == 7 and fields["workers"] == [4, 5]
+    assert fields["lost"] == [7, 6] and fields["joined"] == [5]
+    parts = [fields[name] for name in ("agreeing", "connecting", "catching_up")]
+    assert all(part >= 0 for part in parts) and fields["seconds"] == pytest.approx(sum(parts))
+    assert scene.begun == 0
+
+
+def test_workers_without_a_state_begin(launched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = changing([None], membership(0, 4, fresh=True), device="meta")
+    undone, moved = [], []
+    scene.of._undo_warm_up = lambda: undone.append(1)
+    monkeypatch.setattr(recovery, "move_to_device", moved.append)
+    assert scene.of.re_form(None) == Progress(40)
+    assert scene.asked == [(None, None, False, False, ())] and scene.begun == 1
+    assert scene.events[0][0] == "gathered" and scene.events[0][1]["step"] == 40
+    assert len(undone) == 2 and moved == [scene.job]
+    scene = changing([None], membership(0, 4, fresh=True))
+    moved.clear()
+    scene.of.re_form(None)
+    assert moved == [], "it is on its device"
+
+
+@pytest.mark.parametrize("ulfm", [True, False])
+def test_without_a_launcher_rank_0_says_that_workers_were_lost(
+    launched: SimpleNamespace, ulfm: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched.ulfm = ulfm
+    changing([None], membership(1, 4, 5, lost=(7, 8))).of.re_form(Progress(7))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == (["lost 2 of 4 workers; 2 go on from step 7"] if ulfm else [])
+    caplog.clear()
+    changing([None], membership(1, 4, 5)).of.re_form(Progress(7))
+    assert not caplog.records
+    monkeypatch.setattr(recovery.env, "launch_info", lambda: None)
+    changing([None], membership(1, 4, 5, lost=(7, 8))).of.re_form(Progress(7))
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("save", "progress", "saved"),
+    [
+        (True, Progress(7), [7]),
+        (False, Progress(7), []),
+        (True, Progress(0), []),
+        (True, None, []),
+        (True, Progress(7, holds=frozenset({"a"})), []),
+    ],
+)
+@pytest.mark.parametrize("code", [0, PREEMPTED, 5])
+def test_a_departure_saves_for_all_if_it_can(
+    launched: SimpleNamespace, code: int, save: bool, progress: Progress | None, saved: list[int]
+) -> None:
+    scene = changing([], Departure(code, "rank 2 was killed", save))
+    with pytest.raises(WorkerLost if code == 5 else SystemExit) as ended:
+        scene.of.re_form(progress)
+    if code == 5:
+        assert str(ended.value) == "Rank 2 was killed."
+    else:
+        assert ended.value.code == code  # type: ignore[attr-defined]
+    assert scene.job.world.alone and scene.saver.saved == saved
+    assert scene.events[0] == ("departure", {"code": code, "reason": "rank 2 was killed"})
+    part = save and progress is not None and progress.holds is not None
+    assert scene.events[1:] == ([("not saved", {"step": 7})] if part else [])
+    scene = changing([], Departure(code, "", save), enabled=False)
+    with pytest.raises((WorkerLost, SystemExit)):
+        scene.of.re_form(progress)
+    assert scene.saver.saved == []
+
+
+def test_before_a_planned_change_workers_wait_for_each_other() -> None:
+    def prepare(leaving: bool, alarmed: bool, hosts: Any, size: int = 2) -> list[tuple[list[str], int]]:
+        def act(world: Any) -> tuple[list[str], int]:
+            scene = Scene(world)
+            world.gathered.clear()
+            world.leaving = leaving
+            world.coordinator = SimpleNamespace(alarmed=alarmed)
+            scene.of.prepare_to_leave()
+            return world.gathered, scene.saver.finished
+
+        return run(size, act, hosts=hosts)
+
+    assert prepare(False, False, None) == [(["leaving"], 0)] * 2
+    assert prepare(True, False, None) == [(["leaving"], 1)] * 2
+    assert prepare(True, True, None) == [([], 1)] * 2
+    assert prepare(False, False, [(0, 1)]) == [([], 0)] * 2
+    assert prepare(False, False, None, size=1) == [([], 0)]

@@ -1,0 +1,149 @@
+"""What the attributes of objects hold: seen whatever holds it, compared, and put back in place."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from paceline.data import attributes
+from paceline.data.attributes import Attributes, same
+
+GENERATOR = random.Random(5)
+
+
+class Model(nn.Module):
+    """Keeps values in all kinds of places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.count, self.rate, self.name = 1, 0.5, "a"
+        self.kept = torch.zeros(3)
+        self.history: list[Any] = [1, torch.ones(2)]
+        self.table: dict[str, Any] = {"first": [2.0], "random": random.Random(1)}
+        self.chosen = {3, 4}
+        self.array = numpy.zeros(4)
+        self.randoms = [torch.Generator().manual_seed(2), numpy.random.default_rng(3), numpy.random.RandomState(4)]
+        number = 7
+
+        def closed() -> int:
+            nonlocal number
+            number += 1
+            return number
+
+        self.closed = closed
+        self.bound = self.layer.forward
+        self.partly = partial(max, [6], default=8)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        GENERATOR.random()
+        return self.layer(values)
+
+
+def changes(model: Model) -> dict[str, Callable[[], Any]]:
+    return {
+        "model.count": lambda: setattr(model, "count", 2),
+        "model.rate": lambda: setattr(model, "rate", float("nan")),
+        "model.kept": lambda: model.kept.add_(1),
+        "model.history[1]": lambda: model.history[1].mul_(2),
+        "model.history": lambda: model.history.append(9),
+        "model.table": lambda: model.table.update(more=1),
+        "model.table['first'][0]": lambda: model.table.update(first=[3.0]),
+        "model.table['random']": lambda: model.table["random"].random(),
+        "model.chosen": lambda: model.chosen.add(5),
+        "model.array": lambda: model.array.fill(1),
+        "model.randoms[0]": lambda: torch.rand(1, generator=model.randoms[0]),
+        "model.randoms[1]": lambda: model.randoms[1].random(),
+        "model.randoms[2]": lambda: model.randoms[2].rand(),
+        "number": model.closed,
+        "model.new": lambda: setattr(model, "new", 3),
+        "model.partly arguments": lambda: model.partly.args[0].append(7),
+        "GENERATOR": lambda: GENERATOR.random(),
+    }
+
+
+def state_of(model: Model) -> dict[str, Any]:
+    held = Attributes({"model": model}, set())
+    return dict(held.values) | {"entries": sorted(model.__dict__), "history": len(model.history), "cell": cell(model)}
+
+
+def cell(model: Model) -> int:
+    content: int = model.closed.__closure__[0].cell_contents  # type: ignore[index]
+    return content
+
+
+@pytest.mark.parametrize("name", changes(Model()))
+def test_a_change_is_seen_and_put_back(name: str) -> None:
+    model = Model()
+    before, held = state_of(model), Attributes({"model": model}, set())
+    history, table, kept = model.history, model.table, model.kept
+    changes(model)[name]()
+    assert not same(state_of(model), before)
+    held.put_back()
+    assert same(state_of(model), before), name
+    assert model.history is history and model.table is table and model.kept is kept
+
+
+def test_parameters_and_what_others_keep_are_left_alone() -> None:
+    model = Model()
+    names = set(Attributes({"model": model}, set()).values)
+    assert not any("weight" in name or "bias" in name for name in names)
+    assert "model.name" not in names and "model.training" not in names
+    assert "model.kept" not in Attributes({"model": model}, {id(model.kept)}).values
+    without = Attributes({"model": model}, set(), copies=False)
+    assert "model.kept" not in without.values and "model.count" in without.values
+
+
+def test_generators_are_named() -> None:
+    model = Model()
+    found = dict(Attributes({"model": model}, set()).generators())
+    assert set(found) == {"model.table['random']", *(f"model.randoms[{place}]" for place in range(3)), "GENERATOR"}
+    assert same(found["GENERATOR"], GENERATOR.getstate())
+
+
+def test_large_objects_are_seen_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attributes, "_MOST_BYTES", 32)
+    monkeypatch.setattr(attributes, "_MOST_ENTRIES", 2)
+    held = Attributes({"a": [torch.zeros(4), torch.zeros(4)], "b": [1, 2, 3], "c": dict.fromkeys(range(3), 1)}, set())
+    assert set(held.values) == {"a[0]", "a[1]", "b[0]", "b[1]"}
+    assert set(Attributes({"a": [torch.zeros(4), torch.zeros(5)]}, set()).values) in ({"a[0]"}, {"a[1]"})
+    monkeypatch.setattr(attributes, "_MOST_OBJECTS", 5)
+    assert len(Attributes({"a": [[[[[[1]]]]]]}, set()).values) == 0
+
+
+VALUES: list[Any] = [
+    torch.zeros(2), torch.ones(2), torch.zeros(2, 1), torch.zeros(2, dtype=torch.int64),
+    numpy.zeros(2), numpy.ones(2), numpy.zeros((2, 1)), 0, 1, 0.0, 1.5, float("nan"), True, False, "a", "b", b"a",
+    [1, 2], [1, 3], [1], (1, 2), {"a": 1}, {"b": 1}, {"a": 2}, {"a": 1, "b": 1}, None, torch.full((2,), float("nan")),
+]  # fmt: skip
+
+
+def test_only_like_values_are_the_same() -> None:
+    for left, one in enumerate(VALUES):
+        for right, other in enumerate(VALUES):
+            assert same(one, other) == (left == right), (one, other)
+    assert same(object(), object()), "nobody can tell"
+    assert not same(torch.zeros(2), torch.zeros(2).to_sparse())
+    assert not same([torch.zeros(1)], [torch.ones(1)]) and not same({"a": [1]}, {"a": [2]})
+
+
+def test_an_empty_cell_is_left_empty() -> None:
+    def outer() -> Callable[[], Any]:
+        def inner() -> Any:
+            return later
+
+        if not inner:
+            later = 1
+        return inner
+
+    function = outer()
+    Attributes({"f": function}, set()).put_back()
+    with pytest.raises(NameError):
+        function()

@@ -1,0 +1,343 @@
+"""Sums over workers: the bits are those of the canonical tree in every way to bring them together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from thread_world import ThreadWorld, run
+
+from paceline.comm.reduction import choice, collective, link_rates
+from paceline.comm.reduction.bucketed import TAGS, BucketedReduction, cut, split
+from paceline.comm.reduction.choice import Wanted, reduction_for
+from paceline.comm.reduction.collective import CollectiveReduction
+from paceline.comm.reduction.division import divide, divide_all
+from paceline.comm.reduction.hierarchical import HierarchicalReduction
+from paceline.comm.reduction.shared_memory import SharedMemoryReduction
+from paceline.comm.reduction.to_servers import NetworkPushReduction, PushReduction
+from paceline.events import EventLog
+from paceline.schedule.shares import even
+from paceline.schedule.tree import Node, push, total
+
+EXAMPLES = [
+    torch.zeros(5, 7),
+    torch.zeros(4, 3).t(),
+    torch.zeros(150),
+    torch.zeros(9, dtype=torch.float64),
+    torch.zeros(1),
+    torch.zeros(40, 40, dtype=torch.float64),
+    torch.zeros(3),
+]
+LEAVES = 7
+COUNT = 11.0
+
+
+class Facts(EventLog):
+    """Events, kept."""
+
+    def __init__(self) -> None:
+        super().__init__(None, 0)
+        self.all: list[dict[str, Any]] = []
+
+    def mark(self, event: str, **fields: object) -> None:
+        self.all.append({"event": event, **fields})
+
+
+def leaf(step: int, microbatch: int, member: int) -> torch.Tensor:
+    """The gradient of a tensor in a microbatch; sums of these round differently in each order."""
+    chance = torch.Generator().manual_seed(1000 * step + 10 * microbatch + member)
+    example = EXAMPLES[member]
+    value = torch.randn(example.shape, generator=chance, dtype=torch.float64)
+    return (value * 10.0 ** (microbatch % 5)).to(example.dtype)
+
+
+def mean(step: int, member: int) -> torch.Tensor:
+    leaves = [(Node(0, microbatch), leaf(step, microbatch, member)) for microbatch in range(LEAVES)]
+    return total(leaves, torch.add).div_(COUNT)
+
+
+def held(step: int, share: range, member: int) -> list[tuple[Node, torch.Tensor]]:
+    stack: list[tuple[Node, torch.Tensor]] = []
+    for microbatch in share:
+        push(stack, Node(0, microbatch), leaf(step, microbatch, member), torch.add)
+    return stack
+
+
+def shares_of(step: int, size: int) -> list[range]:
+    """In the first step the last worker has the most, in the second one the first; then all have alike."""
+    if size == 1 or step == 2:
+        return even(LEAVES, size)
+    most = [range(0, 5), range(5, LEAVES)] + [range(0)] * (size - 2)
+    return most if step else [range(0)] * (size - 2) + [range(0, 2), range(2, LEAVES)]
+
+
+Make = Callable[[ThreadWorld, Facts], BucketedReduction]
+
+
+def reduce(world: ThreadWorld, make: Make, members: Sequence[int] = range(len(EXAMPLES))) -> dict[str, Any]:
+    """Three steps of a reduction: the means of each, and how many bytes it says to have sent in each bucket."""
+    facts, means, order = Facts(), [], list[list[int]]()
+    reduction = make(world, facts)
+    assert reduction.members == len(EXAMPLES)
+    for step in range(3):
+        shares = shares_of(step, world.size)
+        nodes = [[node for node, _ in held(step, share, 0)] for share in shares]
+        asked: list[int] = []
+        reduction.begin(nodes, lambda: COUNT, lambda asked=asked: asked.append(1))  # type: ignore[misc]
+        for member in members:
+            for slot, (_, value) in zip(reduction.slots(member), held(step, shares[world.rank], member), strict=True):
+                slot.copy_(value)
+            reduction.written(member)
+        arrived: list[int] = []
+        reduction.finish(lambda views, arrived=arrived: arrived.append(len(views)))  # type: ignore[misc]
+        order.append(arrived)
+        assert len(asked) == len(arrived)
+        means.append([reduction.mean(member).clone() for member in members])
+        assert all(reduction.mean(member).stride() == EXAMPLES[member].stride() for member in members)
+    assert all(sum(arrived) == len(EXAMPLES) for arrived in order)
+    exchanges = [one for one in facts.all if one["event"] == "exchange"]
+    buckets = reduction.describe()["buckets"]
+    assert [one["bucket"] for one in exchanges] == [*range(int(buckets))] * 3
+    said = sum(one["bytes"] for one in exchanges)
+    return {"means": means, "said": said, "sent": world.bytes_sent, "kind": reduction.kind, "buckets": buckets}
+
+
+def assert_means(found: list[dict[str, Any]], ranks: Sequence[int] | None = None) -> None:
+    for rank in range(len(found)) if ranks is None else ranks:
+        for step, means in enumerate(found[rank]["means"]):
+            for member, value in enumerate(means):
+                assert torch.equal(value, mean(step, member)), (rank, step, member)
+
+
+def plain(world: Any, facts: Facts) -> BucketedReduction:
+    return BucketedReduction(world, EXAMPLES, facts, "gradients", tags=3 * TAGS, bucket_bytes=600)
+
+
+def in_memory(world: Any, facts: Facts) -> BucketedReduction:
+    return SharedMemoryReduction(world, world.shared_memory, EXAMPLES, facts, "gradients", bucket_bytes=600)
+
+
+def hierarchical(world: Any, facts: Facts) -> BucketedReduction:
+    return HierarchicalReduction(world, world.host_memory, EXAMPLES, facts, "gradients", bucket_bytes=600)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_over_the_network(size: int) -> None:
+    found = run(size, lambda world: reduce(world, plain))
+    assert_means(found)
+    assert all(one["said"] == one["sent"] and one["buckets"] == 5 for one in found)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_in_shared_memory(size: int) -> None:
+    found = run(size, lambda world: reduce(world, in_memory), hosts=[tuple(range(size))])
+    assert_means(found)
+    assert all(one["sent"] == 0 and one["kind"] == "tree in shared memory" for one in found)
+
+
+@pytest.mark.parametrize("machines", [[(0, 1), (2, 3)], [(0, 1, 2), (3,)], [(0,), (1, 2), (3, 4)]], ids=str)
+def test_on_several_machines(machines: list[tuple[int, ...]]) -> None:
+    found = run(sum(map(len, machines)), lambda world: reduce(world, hierarchical), hosts=machines)
+    assert_means(found)
+    assert all(one["said"] == one["sent"] for one in found)
+
+
+def test_machines_with_slow_links_add_up_less() -> None:
+    def unequal(world: Any, facts: Facts) -> BucketedReduction:
+        reduction = plain(world, facts)
+        reduction.cut_by([(0,), (1, 2), (3,)], [0.6, 0.4, 0.0])
+        return reduction
+
+    found = run(4, lambda world: reduce(world, unequal))
+    assert_means(found)
+    assert all(one["said"] == one["sent"] for one in found)
+    reduction = run(1, lambda world: BucketedReduction(world, [torch.zeros(1600)], Facts(), ""))[0]
+    reduction._world = SimpleNamespace(size=4)  # type: ignore[assignment]
+    reduction.cut_by([(0,), (1, 2), (3,)], [0.5, 0.4, 0.1])
+    assert reduction._buckets[0].cuts == [0, 800, 1120, 1440, 1600]
+
+
+def test_machines_cut_unequally() -> None:
+    def unequal(world: Any, facts: Facts) -> BucketedReduction:
+        reduction = hierarchical(world, facts)
+        reduction.cut_by(world.hosts, [0.25, 0.75])
+        return reduction
+
+    assert_means(run(3, lambda world: reduce(world, unequal), hosts=[(0, 1), (2,)]))
+
+
+def test_the_back_end_adds_up_by_itself() -> None:
+    def act(world: Any) -> list[list[torch.Tensor]]:
+        reduction = CollectiveReduction(world, EXAMPLES, Facts(), "gradients", bucket_bytes=600)
+        means = []
+        for step in range(2):
+            nodes = [[Node(0, 0)], [Node(0, 1)], []]
+            reduction.begin(nodes, lambda: COUNT)
+            for member in range(len(EXAMPLES)):
+                for slot in reduction.slots(member):
+                    slot.fill_(world.rank + step + 1)
+                reduction.written(member)
+            reduction.finish()
+            means.append([reduction.mean(member).clone() for member in range(len(EXAMPLES))])
+        assert reduction._bytes_sent(reduction._buckets[0]) == 2 * 2 * reduction._buckets[0].flats[0].nbytes // 3
+        return means
+
+    for means in run(3, act):
+        for step, values in enumerate(means):
+            for value, example in zip(values, EXAMPLES, strict=True):
+                assert torch.equal(value, torch.full_like(example, 3 + 2 * step).div_(COUNT))
+
+
+HOMES = [0, 1, 1, 0, 2, 1, 0]
+
+
+def test_pushes_through_memory_have_their_mean_at_the_server() -> None:
+    def pushes(world: Any, facts: Facts) -> BucketedReduction:
+        return PushReduction(world, world.shared_memory, EXAMPLES, HOMES, facts)
+
+    for rank, one in enumerate(run(3, lambda world: reduce(world, pushes), hosts=[(0, 1, 2)])):
+        for step, means in enumerate(one["means"]):
+            assert all(torch.equal(means[at], mean(step, at)) for at, home in enumerate(HOMES) if home == rank)
+
+
+def test_pushes_over_the_network_have_their_mean_at_the_server_and_its_copy() -> None:
+    copies = {0: 1, 1: 2}
+
+    def pushes(world: Any, facts: Facts) -> BucketedReduction:
+        return NetworkPushReduction(world, EXAMPLES, HOMES, copies, facts, 5 * TAGS)
+
+    for rank, one in enumerate(run(4, lambda world: reduce(world, pushes))):
+        for step, means in enumerate(one["means"]):
+            for member, home in enumerate(HOMES):
+                if rank in (home, copies.get(home)):
+                    assert torch.equal(means[member], mean(step, member))
+        assert one["said"] == one["sent"]
+
+
+def test_the_reduction_that_fits_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kind(world: Any, wanted: Wanted | None = None) -> tuple[str, int | str]:
+        reduction = reduction_for(world, EXAMPLES, Facts(), "gradients", wanted=wanted)
+        return reduction.kind, reduction.describe()["bucket_bytes"]
+
+    def act(world: Any) -> list[tuple[str, int | str]]:
+        return [kind(world, one) for one in (None, Wanted("auto", 0.001), Wanted("collective", 2.0), Wanted())]
+
+    assert run(2, act, hosts=[(0, 1)])[0] == [
+        ("tree in shared memory", 5 * 2**20),
+        ("tree in shared memory", 1000),
+        ("collective", 2_000_000),
+        ("tree in shared memory", 5 * 2**20),
+    ]
+    assert [one for one, _ in run(3, act, hosts=[(0, 1), (2,)])[0]] == [
+        "hierarchical tree", "hierarchical tree", "collective", "hierarchical tree",
+    ]  # fmt: skip
+    assert run(2, act)[1][0][0] == "tree"
+    ordered = SimpleNamespace(capabilities=SimpleNamespace(ordered=True, blocking_wait=False))
+
+    def act_ordered(world: Any) -> list[tuple[str, int | str]]:
+        world.transport = ordered
+        return [kind(world, one) for one in (Wanted("auto"), Wanted("tree"))]
+
+    assert run(3, act_ordered)[0] == [("collective", 25 * 2**20), ("tree", 5 * 2**20)]
+
+
+def test_links_are_measured_again_until_they_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts, world = Facts(), SimpleNamespace(hosts=((0,), (1,), (2,)), transport=ThreadWorld.transport)
+    rates = iter([[9e6, 1e6, 8e6], [8e6, 9e6, 9e6], [1e6, 1e6, 1e6], [9e6, 4e6, 9e6], [8e6, 3e6, 8e6], [1.0, 2e6, 1.0]])
+    monkeypatch.setattr(choice, "measure_links", lambda _: next(rates))
+    large = choice._WORTH_MEASURING
+    assert choice._link_shares(world, large, facts) == []  # type: ignore[arg-type]
+    assert facts.all == [{"event": "links", "megabytes_per_second": [9.0, 9.0, 9.0], "shares": facts.all[0]["shares"]}]
+    next(rates)
+    shares = choice._link_shares(world, large, facts)  # type: ignore[arg-type]
+    assert facts.all[1]["megabytes_per_second"] == [9.0, 4.0, 9.0]
+    assert shares == facts.all[1]["shares"] and shares[1] < shares[0] and sum(shares) == pytest.approx(1.0)
+    monkeypatch.setattr(choice, "measure_links", None)
+    assert choice._link_shares(world, large - 1, facts) == []  # type: ignore[arg-type]
+    world.hosts = ((0,), (1,))
+    assert choice._link_shares(world, large, facts) == []  # type: ignore[arg-type]
+
+
+def test_every_link_is_measured_with_two_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs: set[tuple[int, int, int]] = set()
+
+    def exchange(world: Any, target: int, source: int) -> float:
+        pairs.add((world.rank, target, source))
+        return 100.0 if 3 in (world.rank, source) else 1.0 + world.rank
+
+    monkeypatch.setattr(link_rates, "_exchange", exchange)
+    hosts = [(0, 1), (2,), (3,), (4,)]
+    rates = run(5, link_rates.measure_links, hosts=None)
+    assert all(len(one) == 5 for one in rates)
+    pairs.clear()
+
+    def act(world: Any) -> list[float]:
+        world.hosts = hosts
+        return link_rates.measure_links(world)
+
+    rates = run(5, act)
+    assert pairs == {(0, 2, 4), (0, 3, 3), (2, 3, 0), (2, 4, 4), (3, 4, 2), (3, 0, 0), (4, 0, 3), (4, 2, 2)}
+    assert rates == [[100.0, 100.0, 100.0, 100.0]] * 5
+
+
+def test_an_exchange_over_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = threading.local()
+
+    def tick() -> float:
+        clock.now = getattr(clock, "now", 1.0) + 0.5
+        return clock.now  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(link_rates, "perf_counter", tick)
+    assert run(2, lambda world: link_rates._exchange(world, 1 - world.rank, 1 - world.rank)) == [2**22] * 2
+
+
+def test_tensors_are_packed_by_type_and_size() -> None:
+    tensors = [torch.zeros(10), torch.zeros(5), torch.zeros(1), torch.zeros(1, dtype=torch.float64), torch.zeros(2)]
+    assert split(tensors, 60) == [[0, 1], [2], [3], [4]]
+    assert split(tensors, 61) == [[0, 1, 2], [3], [4]]
+    assert split(tensors, 40) == [[0], [1, 2], [3], [4]]
+    assert cut(100, [0.5, 0.5]) == [0, 48, 100]
+    assert cut(30, [0.9, 0.05, 0.05]) == [0, 30, 30, 30]
+
+
+def test_buckets_of_the_back_end_begin_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "FIRST_BUCKET", 400)
+    tensors = [torch.zeros(100) for _ in range(8)]
+    reduction = run(1, lambda world: CollectiveReduction(world, tensors, Facts(), "", bucket_bytes=1200))[0]
+    assert [bucket.members for bucket in reduction._buckets] == [[0], [1, 2, 3], [4, 5, 6], [7]]
+
+
+def test_buckets_are_larger_with_many_workers() -> None:
+    def full(size: int) -> int:
+        def act(world: Any) -> BucketedReduction:
+            world.size = size
+            return BucketedReduction(world, EXAMPLES, Facts(), "")
+
+        return int(run(1, act)[0].describe()["bucket_bytes"])
+
+    assert [full(size) for size in (1, 10, 11, 50, 51)] == [5 * 2**20, 5 * 2**20, 11 * 2**19, 25 * 2**20, 25 * 2**20]
+
+
+def test_sums_of_half_types_are_divided_in_float32() -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        value, divisor = torch.full((3,), 60000.0).to(dtype), torch.tensor(70001.0)
+        expected = value.float().div(divisor).to(dtype)
+        assert torch.equal(divide(value.clone(), divisor, torch.empty(3, dtype=dtype)), expected)
+        mixed = [value.clone(), torch.full((2,), 3.0)]
+        divide_all(mixed, divisor)
+        assert torch.equal(mixed[0], expected) and torch.equal(mixed[1], torch.full((2,), 3.0).div(divisor))
+        divide_all(plain := [value.clone()], 7.0)
+        assert torch.equal(plain[0], value / 7.0)
+    for whole in (torch.int32, torch.int64):
+        assert torch.equal(
+            divide(torch.tensor([7], dtype=whole), 2.0, torch.zeros(1, dtype=whole)).double(),
+            torch.tensor([7.0]).double(),
+        )
+    divide_all([], torch.tensor(1.0))
+    values = [torch.full((2,), 3.0)]
+    divide_all(values, 2.0)
+    assert values[0].tolist() == [1.5, 1.5]
