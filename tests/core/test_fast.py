@@ -1,5 +1,6 @@
 """Without ``exact`` a run differs from one process by rounding only; large passes are used where they are the same."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,27 +69,31 @@ tell(
 
 
 @pytest.fixture(scope="module")
-def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
-    return {workers: printed(TRAINED, workers, tmp_path_factory.mktemp("fast")) for workers in (1, 2, 3, 5)}
+def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[dict[str, Any]]]:
+    """What each of so many workers found; each number of workers is run once."""
+    return functools.cache(lambda workers: printed(TRAINED, workers, tmp_path_factory.mktemp("fast")))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+WORKERS = [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("model", ["perceptron", "apart", "noisy", "contrastive"])
 def test_the_loss_is_that_of_one_process_up_to_rounding(results: Any, workers: int, model: str) -> None:
-    for one in results[workers]:
-        assert one[model]["loss"] == pytest.approx(results[1][0][model]["loss"], rel=1e-9, abs=0)
-        assert one[model]["norm"] == pytest.approx(results[1][0][model]["norm"], rel=1e-7, abs=0)
+    for one in results(workers):
+        assert one[model]["loss"] == pytest.approx(results(1)[0][model]["loss"], rel=1e-9, abs=0)
+        assert one[model]["norm"] == pytest.approx(results(1)[0][model]["norm"], rel=1e-7, abs=0)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("workers", WORKERS)
 def test_the_loss_is_that_of_plain_pytorch(results: Any, workers: int) -> None:
-    for one in results[workers]:
+    for one in results(workers):
         assert one["perceptron"]["loss"] == pytest.approx(one["plain"]["loss"], rel=1e-9, abs=0)
 
 
 def test_microbatches_are_joined_only_where_it_makes_no_difference(results: Any) -> None:
     for rank, share in enumerate((3, 3, 2)):
-        found = results[3][rank]
+        found = results(3)[rank]
         assert found["perceptron"]["pieces"] == [1, 1, 1]
         assert found["apart"]["pieces"] == [share] * 3
         assert found["noisy"]["pieces"] == [share] * 3

@@ -320,6 +320,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
 def test_stages_give_the_same_bits(name: str, autocast: bool) -> None:
