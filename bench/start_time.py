@@ -74,7 +74,9 @@ def first_step(command: list[str], steps: str) -> float:
     """Seconds from the start of a command to the first step of its last worker."""
     with tempfile.TemporaryDirectory() as name:
         folder, begin = Path(name), time.time()
-        process = subprocess.Popen([*command, name, steps], cwd=folder.parent, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, name, steps], cwd=folder.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         last = max(await_step(folder, worker)[1] for worker in range(WORKERS))
         process.wait()
         return last - begin
@@ -84,7 +86,9 @@ def replacement(command: list[str]) -> float:
     """Seconds from the kill of a worker to the first step of the worker that replaces it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        process = subprocess.Popen([*command, name, "1000000"], cwd=folder.parent, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [*command, name, "1000000"], cwd=folder.parent, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         pids = [await_step(folder, worker)[0] for worker in range(WORKERS)]
         time.sleep(1)
         begin = time.time()

@@ -67,7 +67,7 @@ SETTINGS = {
 OPTIONS = {
     "run": {
         *("--workers", "-n", "-np", "--nproc-per-node", "--set", "--resume", "--name", "--runs-dir", "--plan"),
-        *("--runs-mode", "--preload", "--no-preload"),
+        *("--runs-mode", "--no-preload"),
         *("--port", "--quiet", "--elastic", "--standby", "--nodes", "--nnodes", "--rendezvous"),
         *("--secret-file", "--patience", "--grace", "--launcher", "--on", "--dry-run", "--detach"),
         *("--hosts", "-H", "--hostfile", "--time", "--partition", "--account", "--gpus", "--image", "--namespace"),

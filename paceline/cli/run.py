@@ -112,15 +112,15 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     horovod: Annotated[
         bool, typer.Option("--horovod", help="Let `import horovod` find Paceline's, if Horovod is not installed.")
     ] = False,
-    preload: Annotated[
+    no_preload: Annotated[
         bool,
-        typer.Option("--preload/--no-preload", help="Import torch once, and fork the workers of a machine from there."),
-    ] = True,
+        typer.Option("--no-preload", help="Start each worker as a new Python; by default all are forks of one."),
+    ] = False,
     launcher: Annotated[str, typer.Option(hidden=True)] = "local",
 ) -> None:
     """Train with a script on many workers."""
     elsewhere = plan or horovod or dry_run or hosts or hostfile or host_discovery_script or on not in (None, "local")
-    if preload and not elsewhere and (workers + standby > 1 or elastic):
+    if not (no_preload or elsewhere) and (workers + standby > 1 or elastic):
         early.begin(launcher, script, arguments or (), workers, set_ or ())
     from paceline import config, env
     from paceline.errors import ConfigError
@@ -160,7 +160,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
         rendezvous=rendezvous,
         secret_file=secret_file,
         launcher=launcher,
-        preload=preload,
+        preload=not no_preload,
         horovod=horovod,
         discovery=host_discovery_script,
         environment=_for_horovod(quiet) if horovod else {},

@@ -334,7 +334,7 @@ def test_a_script_that_wants_fewer_for_a_moment_starts_no_more() -> None:
     running = 2
     for slots in (4, 0, 4, 5, 0, 5):
         discovery.slots = slots
-        more = agent.to_start()
+        more = agent.to_start(at_once=False)
         for number in range(running, running + more):
             agent.started(number, 0)
         running += more

@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def forking(folder: Path) -> Iterator[LocalLauncher]:
     """A launcher whose parent is ready; one for all tests, as that takes seconds."""
     script = folder / "first.py"
-    script.write_text("")
+    script.write_text("import torch")
     launcher, notes = LocalLauncher(), list[str]()
     launcher.note = notes.append
     launcher.begin(launch_of(script))
@@ -293,7 +293,7 @@ def test_variables_that_are_changed_too_late() -> None:
 def test_a_parent_that_dies(folder: Path) -> None:
     """Workers then start anew; this parent dies while it imports, which costs less than one that is ready."""
     script = folder / "alone.py"
-    script.write_text("print('up')")
+    script.write_text("print('up')\nif False: import torch")
     launcher, notes = LocalLauncher(), list[str]()
     launcher.note = notes.append
     launcher.begin(launch_of(script))
@@ -491,7 +491,7 @@ def test_nothing_that_was_forked_outlives_a_killed_launcher(run_elastic: Callabl
 @pytest.mark.slow
 def test_a_folder_that_hides_a_module(run_elastic: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "queue.py").write_text("from _queue import *\nfrom _queue import SimpleQueue\nOWN = 1\n")
-    process = run_elastic(script="import queue\nprint('own', queue.OWN)")
+    process = run_elastic(script="import queue\nprint('own', queue.OWN)\nif False: import torch")
     _, err = process.communicate(timeout=60)
     assert (process.returncode, "own 1") == (0, (tmp_path / "it" / "output" / "rank-1.log").read_text().strip())
     assert f"note: each worker imports torch itself, which takes longer: {tmp_path}/queue.py stands before" in err
@@ -521,7 +521,7 @@ def test_a_guess_of_the_threads(settings: list[str], environment: dict[str, str]
 
 def test_what_has_begun_early(folder: Path) -> None:
     script = folder / "early.py"
-    script.write_text("")
+    script.write_text("import torch")
     launch = launch_of(script)
     taken = {}
     for threads in ("1", "2"):
@@ -533,3 +533,21 @@ def test_what_has_begun_early(folder: Path) -> None:
         assert LocalLauncher._early is None
         launcher.close()
     assert taken == {"1": True, "2": False}
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import os, sys\nfrom multiprocessing import Pool", False),
+        ("if:", False),
+        ("def run():\n    import torch", True),
+        ("from own import train", True),
+        ("from . import own", True),
+        ("import runpy\nrunpy.run_path('other.py')", True),
+        ("exec(open('other.py').read())", True),
+    ],
+)
+def test_scripts_that_need_libraries(source: str, expected: bool, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(source)
+    assert unsafe.needs_libraries(str(script)) == expected

@@ -20,6 +20,7 @@ from paceline.launchers.base import Launch, Launcher, WorkerProcess, WorkerSpec
 from paceline.launchers.local.child import command_of
 from paceline.launchers.local.kernel import OutOfMemory
 from paceline.launchers.local.preload import Forked, Preload, is_possible
+from paceline.launchers.local.unsafe import needs_libraries
 
 _REAPER = """
 while read -r line; do
@@ -38,7 +39,7 @@ class LocalLauncher(Launcher):
     @classmethod
     def begin_early(cls, command: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start to import torch for the workers of a launch to come."""
-        if is_possible():
+        if is_possible() and needs_libraries(command[2]):
             with contextlib.suppress(OSError):
                 cls._early = Preload(environment, frozenset(), command[2:], _module_folders(Path(command[2])))
 
@@ -57,7 +58,7 @@ class LocalLauncher(Launcher):
 
     def begin(self, launch: Launch) -> None:
         """Start to import torch, once for all workers."""
-        if not launch.preload or not is_possible():
+        if not launch.preload or not is_possible() or not needs_libraries(str(launch.script)):
             return
         words, folders = launch.command()[2:], _module_folders(launch.script)
         for cores in {frozenset(one) for one in launch.cores} or {frozenset[int]()}:

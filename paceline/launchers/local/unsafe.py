@@ -25,6 +25,8 @@ _START_TIME = re.compile(r"PYTHON.*|LD_.*|MALLOC_.*|GLIBC_TUNABLES|LANG|LC_.*")
 _PLACES = "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"
 _END_OF_ZIP, _LONGEST_END = b"PK\x05\x06", 1 << 16
 _READS = "get", "getenv"
+_CALLS = {"importlib", "runpy", "exec", "eval", "__import__"}
+"""What can import a module that no statement of the script names."""
 _SET_BY_TORCH = {"TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"}
 """Set by torch itself when it is first asked for its compiler."""
 _SUFFIXES = tuple(importlib.machinery.all_suffixes())
@@ -32,6 +34,26 @@ _SUFFIXES = tuple(importlib.machinery.all_suffixes())
 
 class Unsafe(Exception):
     """A fork could differ from a new Python; the text says why."""
+
+
+def needs_libraries(path: str) -> bool:
+    """Whether a script may import more than Python's own modules; false also if it cannot be parsed."""
+    try:
+        with open(path, "rb") as file:
+            nodes = list(ast.walk(ast.parse(file.read())))
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    return any(name in _CALLS or name not in sys.stdlib_module_names for node in nodes for name in _imported(node))
+
+
+def _imported(node: ast.AST) -> Iterator[str]:
+    """Yield the modules that a node imports, and the functions that run other code."""
+    if isinstance(node, ast.Import):
+        yield from (one.name.partition(".")[0] for one in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        yield (node.module or "").partition(".")[0]
+    elif isinstance(node, ast.Name) and node.id in _CALLS:
+        yield node.id
 
 
 def check_script(path: str) -> None:
