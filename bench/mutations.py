@@ -115,17 +115,17 @@ def choose(areas: Sequence[str], seed: int, count: int) -> list[Mutation]:
     return chosen[:count]
 
 
-def tests_of(mutation: Mutation) -> list[str]:
+def tests_of(mutation: Mutation, tree: Path) -> list[str]:
     """Return test files: those that import the module, other unit tests of the area's packages, then real ones."""
     area, module = AREAS[mutation.area], ".".join(mutation.path.with_suffix("").parts)
     packages = {"paceline." + source.split("/*")[0].removesuffix(".py").replace("/", ".") for source in area.sources}
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py"))}
+    texts = {path: path.read_text() for path in sorted((tree / "tests").glob("*/test_*.py"))}
     near = [path for path, text in texts.items() if module in text]
     near += [
         path for path, text in texts.items() if path.parent.name == "unit" and any(one in text for one in packages)
     ]
-    near += [path for glob in area.real for path in sorted(ROOT.glob(glob))]
-    return list(dict.fromkeys(str(path.relative_to(ROOT)) for path in near))
+    near += [path for glob in area.real for path in sorted(tree.glob(glob))]
+    return list(dict.fromkeys(str(path.relative_to(tree)) for path in near))
 
 
 class FirstFailure:
@@ -168,12 +168,14 @@ def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: froz
         pid = os.fork()
         if pid == 0:
             _test(copy, tests, FirstFailure(failed, left_out))
-        ended = False
+        ended, status = 0, 0
         while not ended and time.monotonic() - begin < seconds:
             time.sleep(0.1)
-            ended = os.waitpid(pid, os.WNOHANG) != (0, 0)
+            ended, status = os.waitpid(pid, os.WNOHANG)
         _end_children()
-    test = failed.read_text() if failed.exists() else "" if ended else f"deadline of {seconds:.0f} s"
+    if status and not failed.exists():
+        raise SystemExit(f"\npytest could not run {mutation}: see {copy.parent / 'out.txt'}")
+    test = failed.read_text() if failed.exists() else "" if ended else f"hang: deadline of {seconds:.0f} s"
     return Outcome(test, time.monotonic() - begin)
 
 
@@ -202,10 +204,7 @@ def _test(copy: Path, tests: Sequence[str], plugin: FirstFailure) -> NoReturn:
     sys.path[:] = [str(copy), *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "bench"))]
     os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *tests], plugins=[plugin])
-    known = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if code not in known and not plugin.file.exists():
-        plugin.file.write_text(f"pytest ended with {code!r}")
-    os._exit(0)
+    os._exit(0 if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or plugin.file.exists() else 1)
 
 
 def _end_children() -> None:
@@ -247,7 +246,9 @@ def main() -> None:
         copy = Path(shutil.copytree(ROOT, Path(folder) / "tree", ignore=LEFT_OUT))
         for number in numbers:
             print(f"{number} {chosen[number]}", end="", flush=True)
-            found = attempt(copy, chosen[number], given.tests or tests_of(chosen[number]), left_out, given.deadline)
+            found = attempt(
+                copy, chosen[number], given.tests or tests_of(chosen[number], copy), left_out, given.deadline
+            )
             print(f" | {found.test or 'SURVIVED'} ({found.seconds:.0f} s)", flush=True)
             noticed += bool(found.test)
             survived += [] if found.test else [number]
