@@ -238,6 +238,22 @@ def test_training_goes_on_after_workers_have_synchronized(train: Any) -> None:
     assert len(workers[0].job.warnings) == 2, "the newest summary alone"
 
 
+def test_rounds_that_are_missing_in_the_weights_are_counted(train: Any) -> None:
+    def act(worker: Worker) -> None:
+        if worker.job.world.rank == 0:
+            worker.claims.begin(ClaimTable(9, {3: 1}, 5))
+        worker.server.begin(5)
+        worker.claims.await_begin()
+        for step, rounds in ((8, 1), (9, 2), (3, 0)):
+            worker.server.pull(step)
+            found.append((worker.server._pulled, worker.server._rounds_behind) == (5, rounds))
+        worker.job.world.gather(None, "end")
+
+    found: list[bool] = []
+    train(3, act)
+    assert found == [True] * 9
+
+
 def test_a_notice_stops_all_at_the_same_step(train: Any) -> None:
     def act(worker: Worker) -> None:
         for step in count():
