@@ -32,7 +32,7 @@ import mutators
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+_END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 QUICK = "not slow and not place"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "site", "runs", "shared")
 
@@ -91,13 +91,6 @@ class Mutation:
 
     def __str__(self) -> str:
         return f"{self.area}: {self.path}:{self.edit.line}: {self.edit.kind}: {self.edit.before} -> {self.edit.after}"
-
-
-class Outcome(NamedTuple):
-    """The first test that failed; empty if none did."""
-
-    test: str
-    seconds: float
 
 
 def choose(areas: Sequence[str], seed: int, count: int) -> list[Mutation]:
@@ -160,8 +153,8 @@ def slow_tests(times: Path | None, longest: float) -> frozenset[str]:
     )
 
 
-def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: frozenset[str], seconds: float) -> Outcome:
-    """Run the tests on the mutated copy, in a fork of this process, which has imported torch."""
+def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: frozenset[str], seconds: float) -> str:
+    """Run the tests on the mutated copy, in a fork of this process; return the first that failed, empty if none did."""
     failed, begin = copy.parent / "failed", time.monotonic()
     failed.unlink(missing_ok=True)
     with _mutated(copy, mutation):
@@ -175,8 +168,7 @@ def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: froz
         _end_children()
     if status and not failed.exists():
         raise SystemExit(f"\npytest could not run {mutation}: see {copy.parent / 'out.txt'}")
-    test = failed.read_text() if failed.exists() else "" if ended else f"hang: deadline of {seconds:.0f} s"
-    return Outcome(test, time.monotonic() - begin)
+    return failed.read_text() if failed.exists() else "" if ended else f"hang: deadline of {seconds:.0f} s"
 
 
 @contextmanager
@@ -197,6 +189,7 @@ def _mutated(copy: Path, mutation: Mutation) -> Iterator[None]:
 
 def _test(copy: Path, tests: Sequence[str], plugin: FirstFailure) -> NoReturn:
     os.setsid()
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     os.chdir(copy)
     out = os.open(copy.parent / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -238,7 +231,7 @@ def main() -> None:
         print("\n".join(f"{number} {chosen[number]}" for number in numbers))
         return
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
-    left_out, noticed, survived = slow_tests(given.times, given.longest), 0, []
+    left_out, survived = slow_tests(given.times, given.longest), list[int]()
     for name in ("torch._dynamo", "torch.distributed.checkpoint"):
         __import__(name)
     assert "paceline" not in sys.modules, "the forks are to import the mutated one"
@@ -252,7 +245,7 @@ def main() -> None:
             print(f" | {found.test or 'SURVIVED'} ({found.seconds:.0f} s)", flush=True)
             noticed += bool(found.test)
             survived += [] if found.test else [number]
-    print(f"{len(numbers)} mutations, {noticed} noticed, {len(survived)} survived: {survived}")
+    print(f"{len(numbers)} mutations, {len(numbers) - len(survived)} noticed, {len(survived)} survived: {survived}")
 
 
 if __name__ == "__main__":
