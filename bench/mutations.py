@@ -5,7 +5,6 @@ removed call, swapped arguments, an early return. The tests of its area then run
 mutation that no test notices is either equivalent to the code or lacks a test.
 
     python bench/mutations.py --seed 7 --count 40 --area recovery,reduction,checkpoint
-    python bench/mutations.py --seed 7 --count 40 --area servers --list
     python bench/mutations.py --seed 7 --count 40 --area servers --only 3 --tests tests/unit/test_rpc.py
     python bench/mutations.py --seed 7 --times test.xml --longest 3      # without tests that took more than 3 s there
 """
@@ -32,7 +31,7 @@ import mutators
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-_ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER
+_END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
 QUICK = "not slow and not place"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "site", "runs", "shared")
 
@@ -93,13 +92,6 @@ class Mutation:
         return f"{self.area}: {self.path}:{self.edit.line}: {self.edit.kind}: {self.edit.before} -> {self.edit.after}"
 
 
-class Outcome(NamedTuple):
-    """The first test that failed; empty if none did."""
-
-    test: str
-    seconds: float
-
-
 def choose(areas: Sequence[str], seed: int, count: int) -> list[Mutation]:
     """Choose mutations of these areas in turn; the same seed gives the same mutations of the same tree."""
     chosen: list[Mutation] = []
@@ -115,17 +107,17 @@ def choose(areas: Sequence[str], seed: int, count: int) -> list[Mutation]:
     return chosen[:count]
 
 
-def tests_of(mutation: Mutation) -> list[str]:
+def tests_of(mutation: Mutation, tree: Path) -> list[str]:
     """Return test files: those that import the module, other unit tests of the area's packages, then real ones."""
     area, module = AREAS[mutation.area], ".".join(mutation.path.with_suffix("").parts)
     packages = {"paceline." + source.split("/*")[0].removesuffix(".py").replace("/", ".") for source in area.sources}
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests").glob("*/test_*.py"))}
+    texts = {path: path.read_text() for path in sorted((tree / "tests").glob("*/test_*.py"))}
     near = [path for path, text in texts.items() if module in text]
     near += [
         path for path, text in texts.items() if path.parent.name == "unit" and any(one in text for one in packages)
     ]
-    near += [path for glob in area.real for path in sorted(ROOT.glob(glob))]
-    return list(dict.fromkeys(str(path.relative_to(ROOT)) for path in near))
+    near += [path for glob in area.real for path in sorted(tree.glob(glob))]
+    return list(dict.fromkeys(str(path.relative_to(tree)) for path in near))
 
 
 class FirstFailure:
@@ -160,21 +152,22 @@ def slow_tests(times: Path | None, longest: float) -> frozenset[str]:
     )
 
 
-def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: frozenset[str], seconds: float) -> Outcome:
-    """Run the tests on the mutated copy, in a fork of this process, which has imported torch."""
+def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: frozenset[str], seconds: float) -> str:
+    """Run the tests on the mutated copy, in a fork of this process; return the first that failed, empty if none did."""
     failed, begin = copy.parent / "failed", time.monotonic()
     failed.unlink(missing_ok=True)
     with _mutated(copy, mutation):
         pid = os.fork()
         if pid == 0:
             _test(copy, tests, FirstFailure(failed, left_out))
-        ended = False
+        ended, status = 0, 0
         while not ended and time.monotonic() - begin < seconds:
             time.sleep(0.1)
-            ended = os.waitpid(pid, os.WNOHANG) != (0, 0)
+            ended, status = os.waitpid(pid, os.WNOHANG)
         _end_children()
-    test = failed.read_text() if failed.exists() else "" if ended else f"deadline of {seconds:.0f} s"
-    return Outcome(test, time.monotonic() - begin)
+    if status and not failed.exists():
+        raise SystemExit(f"\npytest could not run {mutation}: see {copy.parent / 'out.txt'}")
+    return failed.read_text() if failed.exists() else "" if ended else f"hang: deadline of {seconds:.0f} s"
 
 
 @contextmanager
@@ -195,6 +188,7 @@ def _mutated(copy: Path, mutation: Mutation) -> Iterator[None]:
 
 def _test(copy: Path, tests: Sequence[str], plugin: FirstFailure) -> NoReturn:
     os.setsid()
+    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     os.chdir(copy)
     out = os.open(copy.parent / "out.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
@@ -202,10 +196,7 @@ def _test(copy: Path, tests: Sequence[str], plugin: FirstFailure) -> NoReturn:
     sys.path[:] = [str(copy), *(path for path in sys.path if Path(path) not in (ROOT, ROOT / "bench"))]
     os.environ |= {"PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1"}
     code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-m", QUICK, *tests], plugins=[plugin])
-    known = (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
-    if code not in known and not plugin.file.exists():
-        plugin.file.write_text(f"pytest ended with {code!r}")
-    os._exit(0)
+    os._exit(0 if code in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED) or plugin.file.exists() else 1)
 
 
 def _end_children() -> None:
@@ -239,7 +230,7 @@ def main() -> None:
         print("\n".join(f"{number} {chosen[number]}" for number in numbers))
         return
     ctypes.CDLL(None).prctl(_ADOPT_ORPHANS, 1)
-    left_out, noticed, survived = slow_tests(given.times, given.longest), 0, []
+    left_out, survived = slow_tests(given.times, given.longest), list[int]()
     for name in ("torch._dynamo", "torch.distributed.checkpoint"):
         __import__(name)
     assert "paceline" not in sys.modules, "the forks are to import the mutated one"
@@ -247,11 +238,11 @@ def main() -> None:
         copy = Path(shutil.copytree(ROOT, Path(folder) / "tree", ignore=LEFT_OUT))
         for number in numbers:
             print(f"{number} {chosen[number]}", end="", flush=True)
-            found = attempt(copy, chosen[number], given.tests or tests_of(chosen[number]), left_out, given.deadline)
-            print(f" | {found.test or 'SURVIVED'} ({found.seconds:.0f} s)", flush=True)
-            noticed += bool(found.test)
-            survived += [] if found.test else [number]
-    print(f"{len(numbers)} mutations, {noticed} noticed, {len(survived)} survived: {survived}")
+            tests = given.tests or tests_of(chosen[number], copy)
+            found = attempt(copy, chosen[number], tests, left_out, given.deadline)
+            print(f" | {found or 'SURVIVED'}", flush=True)
+            survived += [] if found else [number]
+    print(f"{len(numbers)} mutations, {len(numbers) - len(survived)} noticed, {len(survived)} survived: {survived}")
 
 
 if __name__ == "__main__":

@@ -23,17 +23,17 @@ _Found = Iterator[tuple[str, ast.expr | ast.stmt, str]]
 _UNTRIED = {"__repr__", "__str__", "__del__"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Edit:
     """One change: the text between two positions becomes another."""
 
-    kind: str
     line: int
     column: int
     end_line: int
     end_column: int
-    before: str
+    kind: str
     after: str
+    before: str
 
     def apply(self, source: str) -> str:
         """Return the mutated source."""
@@ -45,11 +45,9 @@ class Edit:
 
 def edits(source: str) -> list[Edit]:
     """Return all mutations of a module, in the order of its lines."""
-    tree = ast.parse(source)
-    found = [edit for node in _tried(tree, False) for edit in _of(node, source)]
-    return sorted(
-        {edit for edit in found if edit.before != edit.after}, key=lambda one: (one.line, one.column, str(one))
-    )
+    lines = source.encode().splitlines(keepends=True)
+    found = {edit for node in _tried(ast.parse(source), False) for edit in _of(node, lines)}
+    return sorted(edit for edit in found if edit.before != edit.after)
 
 
 def _tried(node: ast.AST, inside: bool) -> Iterator[ast.AST]:
@@ -80,12 +78,14 @@ def _is_tried(node: ast.AST, inside: bool) -> bool:
     return not isinstance(node, ast.JoinedStr | ast.Assert | ast.Import | ast.ImportFrom)
 
 
-def _of(node: ast.AST, source: str) -> Iterator[Edit]:
+def _of(node: ast.AST, lines: list[bytes]) -> Iterator[Edit]:
     for way in (_conditions, _numbers, _calls, _effects, _jumps, _early_returns):
         for kind, replaced, text in way(node):
-            before = ast.get_source_segment(source, replaced) or ""
-            end = replaced.end_lineno or replaced.lineno, replaced.end_col_offset or 0
-            yield Edit(kind, replaced.lineno, replaced.col_offset, *end, " ".join(before.split()), text)
+            first, column = replaced.lineno, replaced.col_offset
+            last, end = replaced.end_lineno or first, replaced.end_col_offset or 0
+            whole = b"".join(lines[first - 1 : last])
+            before = whole[column : len(whole) - len(lines[last - 1]) + end].decode()
+            yield Edit(first, column, last, end, kind, text, " ".join(before.split()))
 
 
 def _conditions(node: ast.AST) -> _Found:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Iterable
 from functools import partial
 from types import SimpleNamespace
@@ -55,8 +57,10 @@ def test_every_sender_gives_its_share(hosts: Any, monkeypatch: pytest.MonkeyPatc
             asked.append(len(chunk))
             inner(chunk, start)
 
+        flags = [world.shared_memory.reserve(1)] if world.shared_memory else []
         flat = exchange(world, even_shares(total, senders, 4), receivers, fill)
         assert all(world.host)
+        assert not flags or world.shared_memory.reserve(1) == flags[0] + 3, "it has two flags of its own"
         return (None if flat is None else flat.tolist()), sum(asked)
 
     expected = torch.zeros(total, dtype=torch.uint8)
@@ -396,6 +400,26 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(recovery.env, "launch_info", lambda: info)
     monkeypatch.setattr(recovery.env, "set_identity", lambda *at: info.__dict__.update(identity=at))
     return info
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_a_worker_registers_with_what_all_must_agree_on(
+    launched: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, spare: bool
+) -> None:
+    launched.spare, launched.largest = spare, 8
+    warmed: list[Any] = []
+    monkeypatch.setattr(recovery, "warm_up", lambda job, state: (warmed.append((job, state)), lambda: None)[1])
+    monkeypatch.setattr(recovery, "worker_counts", lambda settings, microbatches, largest: (microbatches, largest))
+    scene = changing([])
+    scene.job.settings, scene.job.order = SimpleNamespace(hang_seconds=9.0), SimpleNamespace(microbatches=4)
+    given: list[Any] = []
+    scene.of._coordinator = SimpleNamespace(  # type: ignore[assignment]
+        address="10.0.0.1", report=given.append, register=lambda *facts: given.append(facts)
+    )
+    scene.of.register({"batch": 8, "initial weights": "a"}, dict)
+    about = {"host": platform.node(), "pid": os.getpid(), "address": "10.0.0.1"}
+    assert given == [dict, (about, {"batch": 8}, 9.0, (4, 8))]
+    assert warmed == ([(scene.job, scene.state)] if spare else [])
 
 
 def test_a_membership_that_cannot_be_joined_is_followed_by_another(launched: SimpleNamespace) -> None:

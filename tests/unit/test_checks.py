@@ -20,6 +20,14 @@ def test_the_mean_is_over_what_is_counted() -> None:
         mean_loss([part(0, 1.0, 0.0)], exact=True)
 
 
+def test_metrics_are_means_over_what_they_count() -> None:
+    parts = [part(0)._replace(metrics=(1.0, 1.0, 5.0, 0.0)), part(1)._replace(metrics=(2.0, 5.0, 0.0, 0.0))]
+    for exact in (True, False):
+        found = mean_metrics(parts, ["accuracy", "none"], exact)
+        assert found["accuracy"] == 0.5 and found["none"] != found["none"]
+        assert mean_metrics(parts, None, exact) == {}
+
+
 def test_the_first_loss_that_is_not_finite_is_found() -> None:
     assert not_finite([part(0), part(1)]) is None
     found = not_finite([part(0), part(1, float("inf")), part(2, float("nan"))])

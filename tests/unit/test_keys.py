@@ -4,10 +4,12 @@ import itertools
 import random
 
 import numpy
+import pytest
 import torch
 import torch._inductor.compiler_bisector  # sets a variable of the environment, which a checkpoint would do else
 from torch.utils.checkpoint import checkpoint
 
+from paceline.data import keys
 from paceline.data.keys import ORDER, STEP, generator_states, replay_context, same_states, seed_all, seed_of
 
 
@@ -64,3 +66,16 @@ def test_what_is_computed_again_draws_the_same_numbers() -> None:
         assert same_states(now, generator_states())
     assert drawn == [drawn[0]] * 3
     assert not same_states(after, generator_states())
+
+
+def test_generators_of_a_device_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.arange(4, dtype=torch.uint8)
+    taken: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: device)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", taken.append)
+    packed = keys.pack_generators()
+    drawn = random.random(), numpy.random.random_sample(), torch.rand(()).item()
+    keys.unpack_generators(packed)
+    assert (random.random(), numpy.random.random_sample(), torch.rand(()).item()) == drawn
+    assert [one.tolist() for one in taken] == [device.tolist()]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.rendezvous import mpi_exchange
+from paceline.comm.rendezvous import mpi_exchange, ulfm
 from paceline.errors import StartError
 
 
@@ -73,3 +73,46 @@ def test_a_failure_reaches_every_rank(networks: dict[str, Any]) -> None:
     assert comm.sent == 0
     with pytest.raises(StartError, match="Rank 0 has none but loopback"):
         mpi_exchange._exchange(Comm(1, {}, 600), None, listen)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_workers_of_ulfm_learn_the_key_of_rank_0(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    told: list[Any] = []
+    who = SimpleNamespace(rank=rank, world_size=2)
+    start = SimpleNamespace(survives=True, identity=who)
+    listener = object() if rank == 0 else None
+
+    def broadcast(key: bytearray) -> None:
+        if rank:
+            key[:] = bytes(range(len(key)))
+        told.append(bytes(key))
+
+    comm = SimpleNamespace(Set_errhandler=told.append, Bcast=broadcast)
+    monkeypatch.setattr(ulfm, "initialized", lambda: SimpleNamespace(COMM_WORLD=comm, ERRORS_RETURN="return"))
+    monkeypatch.setattr(ulfm, "exchange_by_mpi", lambda *_: Where(listener))
+    monkeypatch.setattr(ulfm, "within", lambda seconds, late, call: call())
+    monkeypatch.setattr(ulfm, "_start", lambda *given: told.append(given))
+    env: Any = SimpleNamespace(
+        started_by=lambda: start, set_launch_info=lambda *given: told.append(given), launch_info=lambda: "info"
+    )
+    monkeypatch.setattr(ulfm, "env", env)
+    assert ulfm.find_coordinator(5.0) == "info"  # type: ignore[comparison-overlap]
+    handler, key, *started, info = told
+    secret = ulfm.Secret(key)
+    number = ulfm.number_of(rank)
+    assert handler == "return"
+    assert info == ("10.0.0.1:700", number, secret.of_run("").key(ulfm.worker(number)), 2)
+    assert [(one, workers) for one, _, workers in started] == ([(listener, 2)] if rank == 0 else [])
+    for change in ({"survives": False}, {"identity": SimpleNamespace(rank=0, world_size=1)}):
+        monkeypatch.setattr(env, "started_by", lambda change=change: SimpleNamespace(**(vars(start) | change)))
+        assert ulfm.find_coordinator(5.0) is None
+
+
+class Where:
+    """Where the coordinator listens."""
+
+    def __init__(self, listener: Any) -> None:
+        self.listener = listener
+
+    def __str__(self) -> str:
+        return "10.0.0.1:700"

@@ -136,6 +136,14 @@ def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[opti
         probe_optimizer(job_of(kind(parameters(), lr=0.1), exact))  # type: ignore[call-arg]
 
 
+def test_a_warm_up_from_nothing_hides_nothing() -> None:
+    optimizer = Normed(parameters(), lr=0.1)
+    optim.lr_scheduler.LambdaLR(optimizer, lambda number: number / 2)
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    with pytest.raises(InputError, match="Normed updates"):
+        probe_optimizer(job_of(optimizer))
+
+
 @pytest.mark.parametrize("leader", [0, 1])
 def test_an_optimizer_in_which_one_parameter_leads_is_refused(leader: int) -> None:
     """Gradients of the even parameters show a leader at an even index only to the odd ones, and the reverse."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts
+from paceline.comm.shm.ring import Rings
 from paceline.comm.transport.base import Message
 from paceline.comm.transport.gloo import Gloo
 from paceline.comm.waiting import Waiting
@@ -95,6 +96,7 @@ class ThreadWorld(Waiting):
         self.hosts = tuple(hosts or [(one,) for one in range(size)])
         self.bytes_sent, self.gathered, self.host = 0, list[str](), list[bool]()
         self.late: Late | None = None
+        self.end_servers: Callable[[], None] = lambda: None
         if hosts is not None:
             self.host_memory = attach_hosts(self, Arena(), self.hosts, self.gather)
             self.shared_memory = self.host_memory if len(self.hosts) == 1 else None
@@ -108,7 +110,7 @@ class ThreadWorld(Waiting):
         return values
 
     def start_transfers(
-        self, sends: list[Message], receives: list[Message], where: str = "", host: bool = False
+        self, sends: list[Message], receives: list[Message], where: str = "", over: Any = None, host: bool = False
     ) -> list[Any]:
         assert self.rank not in {one.peer for one in (*sends, *receives)}, "to itself"
         self.host.append(host)
@@ -119,6 +121,18 @@ class ThreadWorld(Waiting):
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Sum:
         return Sum(self, tensor)
+
+    def notice(self) -> int:
+        return 0
+
+    def rings(self, count: int) -> Rings | None:
+        return None if self.shared_memory is None else Rings(self.shared_memory, self.size, count)
+
+    def open_communicators(self, communicators: Any) -> None:
+        pass
+
+    def confirm(self, step: int) -> None:
+        pass
 
     def await_process_group(self) -> None:
         pass

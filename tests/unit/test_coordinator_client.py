@@ -1,0 +1,101 @@
+"""What the coordinator's messages make of a worker, and what the coordinator makes of a lost connection."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.coordinator.member_list import written
+from paceline.coordinator.server import Coordinator
+from paceline.coordinator.types import Departure, Member
+from paceline.errors import PREEMPTED, StartError, WorkerLost
+
+MEMBERS = (Member(4, "a", 40, "10.0.0.1"), Member(7, "b", 70, "10.0.0.2"))
+
+
+def client_of(*messages: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
+    """Worker 4 in generation 1, to which the coordinator says this."""
+    client: Any = object.__new__(CoordinatorClient)
+    client.number, client.generation, client._members, client._messages = 4, 1, MEMBERS[:1], queue.Queue()
+    for message in messages:
+        client._messages.put(message)
+    sent: list[dict[str, Any]] = []
+    client._send = sent.append
+    return client, sent
+
+
+def membership(generation: int) -> dict[str, Any]:
+    about = {"joined": [7], "lost": [5], "fenced": True, "fresh": False}
+    return {"type": "membership", "generation": generation, "members": written(MEMBERS[:1], MEMBERS), **about}
+
+
+def test_a_worker_waits_for_a_later_generation() -> None:
+    client, sent = client_of({"type": "change"}, membership(1), membership(3))
+    found = client.await_membership((5, 1, 0), (3, "00"), True, False, [9])
+    assert (found.generation, found.members, found.joined, found.lost) == (3, MEMBERS, (7,), (5,))
+    assert (found.fenced, found.fresh, client.generation) == (True, False, 3)
+    ready = {"progress": (5, 1, 0), "arena": (3, "00"), "leaving": True, "planned": False, "ended": [9]}
+    assert sent == [{"type": "ready", **ready}]
+    client.end_script()
+    assert sent[1:] == [{"type": "ending"}]
+
+
+@pytest.mark.parametrize(
+    ("save", "saver", "saves"), [(True, 4, True), (True, 7, False), (True, None, False), (False, 4, False)]
+)
+def test_a_worker_departs(save: bool, saver: int | None, saves: bool) -> None:
+    end = {"type": "end", "code": 5, "reason": "rank 1 was killed", "save": save, "saver": saver}
+    assert client_of(end)[0].await_membership(None, None) == Departure(5, "rank 1 was killed", saves)
+    departure = client_of({"type": "dismissed"})[0].await_membership(None, None)
+    assert (departure.code, departure.save) == (PREEMPTED, False)
+
+
+def test_a_worker_that_does_not_match_or_is_cut_off_ends() -> None:
+    refused = {"type": "refused", "key": "batch", "here": "8", "there": "16"}
+    with pytest.raises(StartError, match="batch is 8 here and 16 there"):
+        client_of(refused)[0].await_membership(None, None)
+    with pytest.raises(WorkerLost, match="Worker 4 lost its connection"):
+        client_of({"type": "broken"})[0].await_membership(None, None)
+
+
+class Cut:
+    """A coordinator of workers 3 (here) and 1001 and 1002 (of agent 1), of which 1002 has its own connection."""
+
+    def __init__(self, ending: bool = False) -> None:
+        self.lost: list[Any] = []
+        self.agent = SimpleNamespace(worker=None, number=1)
+        self.peers = {number: SimpleNamespace(worker=number) for number in (3, 1001, 1002)}
+        workers = {number: SimpleNamespace(ending=ending) for number in (3, 1001, 1002)}
+        self.of: Any = object.__new__(Coordinator)
+        self.of._workers, self.of._agents = dict(self.peers), {1: self.agent}
+        self.of._agent = lambda peer: peer if peer is self.agent else None
+        self.of._record = lambda *_, **__: None
+        self.of._count_machines = lambda: None
+        self.of.membership = SimpleNamespace(
+            workers=workers, fenced=False, name="worker {}".format, lose=lambda *given: self.lost.append(given[:2])
+        )
+
+
+def test_workers_of_other_machines_are_lost_with_their_connection() -> None:
+    cut = Cut()
+    cut.of.disconnected(cut.peers[3])
+    assert cut.lost == [] and not cut.of.membership.fenced, "its launcher sees how it ends"
+    cut.of.disconnected(cut.peers[1001])
+    assert cut.lost == [(1001, "worker 1001 cannot be reached")] and cut.of.membership.fenced
+    assert set(cut.of._workers) == {1002}
+    cut.of.disconnected(cut.peers[1001])
+    assert len(cut.lost) == 1, "the connection of another one in its place"
+    ended = Cut(ending=True)
+    ended.of.disconnected(ended.peers[1001])
+    assert ended.lost == []
+
+
+def test_workers_without_a_connection_are_lost_with_their_agent() -> None:
+    cut = Cut()
+    del cut.of._workers[1001]
+    cut.of.disconnected(cut.agent)
+    assert cut.lost == [(1001, "worker 1001 cannot be reached")] and cut.of._agents == {}

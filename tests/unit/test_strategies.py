@@ -1,0 +1,190 @@
+"""Strategies on workers that are threads: the bits of one process, whatever the strategy and the machines."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
+import torch.distributed as dist
+from thread_world import run
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import TensorDataset
+
+from paceline import job as jobs
+from paceline.config import Resolved
+from paceline.engines.start import Identity
+from paceline.events import EventLog
+from paceline.job import Components
+from paceline.settings import Settings
+from paceline.step import forward
+from paceline.strategies import registry
+from paceline.strategies.pipeline import executor
+
+STEPS = 4
+LENGTH, BATCH = 40, 16  # the third batch of an epoch has half as many
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3), nn.Linear(3, 2)
+    )
+
+
+def tied() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
+    model[2].weight = model[0].weight
+    return model
+
+
+Result = tuple[dict[str, list[float]], list[float]]
+
+
+def train(
+    make: Callable[[], nn.Module], workers: int, hosts: Sequence[tuple[int, ...]] | None = None, **settings: Any
+) -> list[Result]:
+    """The state and the losses that each worker has after some steps."""
+    torch.manual_seed(0)
+    inputs = torch.randn(LENGTH, 6)
+    models = [make() for _ in range(workers)]
+    for model in models[1:]:
+        model.load_state_dict(models[0].state_dict())
+    data = TensorDataset(inputs, inputs[:, :2] * 2)
+    resolved = Resolved(
+        settings=Settings.model_validate({"batch": BATCH, "microbatches": 4, "threads": 1} | settings), sources={}
+    )
+    building = threading.Lock()
+
+    def work(world: Any) -> Result:
+        model = models[world.rank]
+        optimizer = partial(torch.optim.AdamW, lr=0.05)
+        given = Components(model, optimizer, data, mse_loss, None, None, None)
+        who = Identity(world.rank, world.size, world.rank, world.size)
+        with building, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jobs, "World", lambda *_: world)
+            job, _ = jobs.build(given, resolved, who, EventLog(None, world.rank))
+        strategy = registry.build(job)
+        losses = []
+        for step in range(STEPS):
+            pieces = job.feed.load(step, strategy.pieces(step))
+            losses.append(strategy.step(step, pieces).loss)
+        strategy.synchronize(STEPS)
+        state = {name: value.flatten().tolist() for name, value in model.state_dict().items()}
+        strategy.close()
+        world.gather(None, "end")
+        world.end_servers()
+        return state, losses
+
+    return run(workers, work, hosts=hosts)
+
+
+@pytest.fixture(autouse=True)
+def no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads share the global generators, so another one's seed would look like a draw; these models draw nothing."""
+    for module in (executor, forward):
+        monkeypatch.setattr(module, "same_states", lambda *_: True)
+
+
+@pytest.fixture(autouse=True)
+def store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What workers on several machines read and write, which torch's process group would have."""
+    made = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[..., Result]:
+    """What one process comes to; each computed once."""
+    known: dict[Any, Result] = {}
+
+    def of(make: Callable[[], nn.Module], **settings: Any) -> Result:
+        key = make.__name__, str(settings)
+        if key not in known:
+            (known[key],) = train(make, 1, strategy="single", **settings)
+        return known[key]
+
+    return of
+
+
+ON: dict[str, Any] = {
+    "network": (3, None),
+    "memory": (3, [(0, 1, 2)]),
+    "machines": (4, [(0, 1), (2, 3)]),
+}
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("strategy", ["allreduce", "stealing"])
+def test_data_parallel_strategies_have_the_bits_of_one_process(alone: Any, strategy: str, on: str) -> None:
+    workers, hosts = ON[on]
+    for state, losses in train(mlp, workers, hosts, strategy=strategy, exact=True):
+        assert (state, losses) == alone(mlp, exact=True)
+
+
+def test_sums_in_fixed_point_have_the_bits_of_one_process(alone: Any) -> None:
+    for state, losses in train(mlp, 3, None, strategy="allreduce", exact="fixed-point"):
+        assert (state, losses) == alone(mlp, exact="fixed-point")
+
+
+def cut_at(*names: str, **more: Any) -> dict[str, Any]:
+    return {"cut": names} | more
+
+
+PIPELINES = [
+    (2, cut_at("3", schedule="layerwise")),
+    (2, cut_at("3", schedule="gpipe")),
+    (3, cut_at("1", "4", schedule="1f1b")),
+    (3, cut_at("1", "4", schedule="1f1b", recompute=True)),
+    (2, cut_at("1", "3", "4", schedule="interleaved")),
+    (2, cut_at("2", schedule="zb-h1")),
+    (2, cut_at("1", "2", "4", schedule="zb-v")),
+    (3, cut_at("3", schedule="1f1b", replicas=(2, 1))),
+]
+
+
+@pytest.mark.parametrize("hosts", [False, True], ids=["network", "memory"])
+@pytest.mark.parametrize(("workers", "pipeline"), PIPELINES, ids=str)
+def test_pipelines_have_the_bits_of_one_process(
+    alone: Any, workers: int, pipeline: dict[str, Any], hosts: bool
+) -> None:
+    on = [tuple(range(workers))] if hosts else None
+    for state, losses in train(mlp, workers, on, strategy="pipeline", pipeline=pipeline, exact=True):
+        assert (state, losses) == alone(mlp, exact=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_tied_weights_in_several_stages_have_the_bits_of_one_process(alone: Any, schedule: str) -> None:
+    pipeline = cut_at("1", "3", schedule=schedule)
+    for state, losses in train(tied, 3, None, strategy="pipeline", pipeline=pipeline, exact=True):
+        assert (state, losses) == alone(tied, exact=True)
+
+
+@pytest.mark.parametrize("on", ON)
+@pytest.mark.parametrize("count", [1, 2])
+def test_synchronous_servers_have_the_bits_of_one_process(alone: Any, count: int, on: str) -> None:
+    workers, hosts = ON[on]
+    if on == "machines":
+        hosts = None
+    found = train(mlp, workers, hosts, strategy="parameter-server", server={"count": count}, exact=True)
+    for state, losses in found:
+        assert (state, losses) == alone(mlp, exact=True)
+
+
+OTHERS: list[dict[str, Any]] = [
+    {"strategy": "local-sgd"},
+    {"strategy": "backup"},
+    {"strategy": "pipeline", "pipeline": cut_at("1", "3", schedule="pipedream")},
+    {"strategy": "pipeline", "pipeline": cut_at("1", "3", schedule="2bw")},
+    {"strategy": "parameter-server", "server": {"mode": "async"}},
+]
+
+
+@pytest.mark.parametrize("settings", OTHERS, ids=str)
+def test_other_strategies_leave_all_workers_alike(settings: dict[str, Any]) -> None:
+    first, *others = train(mlp, 3, [(0, 1, 2)], **settings)
+    assert all(state == first[0] for state, _ in others)
