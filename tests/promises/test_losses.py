@@ -379,7 +379,8 @@ def test_a_stage_that_two_workers_hold(launched: Any, wanted: Any) -> None:
 @pytest.mark.promise(
     "docs/pipeline.md",
     "If not, all return to the last checkpoint (`checkpoint.every`), cut the model again for the remaining workers, "
-    "and repeat the steps since, without the script noticing: with `exact` the final bits are those of an undisturbed run",
+    "and repeat the steps since, without the script noticing: with `exact` the final bits are those of an undisturbed "
+    "run",
 )
 def test_a_stage_that_nobody_else_holds(launched: Any, wanted: Any) -> None:
     plan = faults.kill(rank=0, step=6, point="in the loader")
