@@ -1,0 +1,135 @@
+"""Machines are lost. Each is a launcher on this machine; what it started is killed with it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import DEADLINE
+from fork_server import PACELINE, Command, ForkServer
+from launching import check_nothing_is_left, environment_in
+from test_losses import SCRIPT, STEPS
+
+from paceline.launchers.machine import choose_port
+from paceline.observe import ledger
+
+MACHINES = """
+import os
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+
+def register(client, about, *more, inner=CoordinatorClient.register):
+    inner(client, about | {"host": f"machine-{int(os.environ['PACELINE_WORKER']) // 1000}"}, *more)
+
+CoordinatorClient.register = register
+"""
+LOST = """
+        if batch.step < 4 and number == 0:
+            scripted.refill(session, int(os.environ["MACHINES"]))
+        dies = json.loads(os.environ.get("DIES", "[]"))
+        if dies == [number // 1000, batch.step] and not (done := Path(os.environ["MARK"])).exists():
+            done.write_text(str(os.getppid()))
+            os.kill(os.getppid(), signal.SIGKILL)
+            signal.pause()
+        report = session.step(batch)"""
+LATER = """
+import os, sys, time
+from pathlib import Path
+
+mark = Path(os.environ["MARK"])
+deadline = time.monotonic() + 120
+while not (mark.exists() and mark.read_text() and not Path(f"/proc/{mark.read_text()}").exists()):
+    assert time.monotonic() < deadline, "the first launcher has not been killed"
+    time.sleep(0.01)
+from fork_server import _run_paceline
+sys.exit(_run_paceline(sys.argv[1:]))
+"""
+"""Starts the launcher of a machine again once it is gone."""
+
+Machines = Callable[..., "Several"]
+
+
+class Several:
+    """What the launchers of a run left."""
+
+    def __init__(self, folder: Path, codes: list[int]) -> None:
+        self.folder = folder
+        self.codes = codes
+
+    def events(self) -> list[dict[str, Any]]:
+        files = sorted(self.folder.glob("runs*/*/events/*.jsonl"))
+        lines = [line for file in files for line in file.read_text(errors="replace").splitlines(keepends=True)]
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def printed(self) -> list[dict[str, Any]]:
+        texts = [path.read_text() for path in self.folder.glob("runs*/*/output/*.log")]
+        return [json.loads(line) for text in texts for line in text.splitlines() if line.startswith("{")]
+
+    def report(self) -> str:
+        files = [*self.folder.glob("*.out"), *self.folder.glob("*.err"), *self.folder.glob("runs*/*/output/*.log")]
+        return f"{self.codes}\n" + "\n".join(f"-- {path.name}\n{path.read_text()}" for path in sorted(files))
+
+
+@pytest.fixture(scope="module")
+def machines(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Machines:
+    """Start a launcher for each machine, and one more that comes when the first is killed if ``again``."""
+
+    def start(count: int, *words: str, again: bool = False, **variables: str) -> Several:
+        folder = tmp_path_factory.mktemp("machines")
+        (folder / "train.py").write_text(MACHINES + SCRIPT.replace("\n        report = session.step(batch)", LOST))
+        (folder / "later.py").write_text(LATER)
+        environment = environment_in(folder) | {"MARK": str(folder / "mark"), "MACHINES": str(count)} | variables
+        where = ("--quiet", "-n", "1", "--rendezvous", f"127.0.0.1:{choose_port(None)}", *words)
+        commands = []
+        for number in [*range(count), *([0] if again else [])]:
+            own = ("run", *where, "--runs-dir", f"runs{number}", *(("--name", "job") if number == 0 else ()))
+            later = len(commands) == count
+            program = ("later.py",) if later else PACELINE
+            out, err = (folder / f"{number}{'-again' * later}.{name}" for name in ("out", "err"))
+            commands.append(Command((*program, *own, "train.py"), environment, out, err, folder))
+        processes = fork_server.start(commands)
+        try:
+            codes = [one.wait(DEADLINE) for one in processes]
+        finally:
+            for one in processes:
+                one.send_signal(9)
+        check_nothing_is_left(folder)
+        return Several(folder, codes)
+
+    return start
+
+
+@pytest.mark.promise("docs/survive.md", "its workers are lost; the others go on")
+def test_a_machine_is_lost(machines: Any, undisturbed: Any) -> None:
+    """Its launcher is killed, and with it the worker."""
+    ran = machines(3, "--nodes", "1:3", DIES="[1, 6]")
+    wanted = undisturbed(SCRIPT)
+    assert sorted(ran.codes) == [-9, 0, 0], ran.report()
+    assert len(ran.printed()) == 2, ran.report()
+    assert {one["fingerprint"] for one in ran.printed()} == {wanted["fingerprint"]}, ran.report()
+    assert ledger.check(ledger.records_of(ran.events()), STEPS) == [], ran.report()
+
+
+@pytest.fixture(scope="module")
+def returned(machines: Any) -> Several:
+    saved = "--set", "checkpoint.directory=saved", "--resume", "auto"
+    return machines(2, "--nodes", "2", *saved, again=True, DIES="[0, 6]")
+
+
+@pytest.mark.promise(
+    "docs/survive.md",
+    "Start the same command there again, with `--name` of the run and `--resume auto`: everything goes on by itself "
+    "from the last checkpoint",
+)
+def test_the_machine_of_the_coordinator_comes_back(returned: Several, undisturbed: Any) -> None:
+    assert returned.codes == [-9, 0, 0], returned.report()
+    assert {one["fingerprint"] for one in returned.printed()} == {undisturbed(SCRIPT)["fingerprint"]}
+    assert {one["step"] for one in returned.events() if one["event"] == "resume"} == {4}, returned.report()
+
+
+@pytest.mark.promise("docs/survive.md", "the waiting machines come back without anybody's help")
+def test_the_others_wait_for_the_coordinator(returned: Several) -> None:
+    assert "waiting for it to come back" in (returned.folder / "1.err").read_text(), returned.report()
+    assert len(returned.printed()) == 2, returned.report()
