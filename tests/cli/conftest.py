@@ -1,3 +1,4 @@
+import math
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ Command = Callable[..., Result]
 
 @pytest.fixture
 def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run a ``paceline`` command in this process, with tmp_path as the current directory."""
+    """Run a ``paceline`` command in this process, with tmp_path as the current directory.
+
+    No line is shown because a busy machine was slow.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("paceline.cli.progress._LINE_SECONDS", math.inf)
 
     def run(*arguments: object) -> Result:
         with pytest.raises(SystemExit) as ended:
