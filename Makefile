@@ -21,9 +21,11 @@ PYTEST := $(BIN)/python -m pytest -q -n 3 --dist loadfile
 
 help:
 	@echo 'make demo     train a small model on 1, 2 and more workers and compare the results'
-	@echo 'make test     run the tests but the slow ones'
+	@echo 'make test     run the quick tests, in minutes'
 	@echo 'make test-all run all tests'
+	@echo 'make test-slow   run the slow tests'
 	@echo 'make test-places run those that need an engine: Slurm, MPI, ...'
+	@echo 'make test-rest   run both, side by side'
 	@echo 'make check    formatting, lint, types, import rules'
 	@echo 'make bench    measure against other libraries'
 	@echo 'make docs     build the documentation into site/'
