@@ -109,10 +109,10 @@ def choose(areas: Sequence[str], seed: int, count: int) -> list[Mutation]:
 
 def tests_of(mutation: Mutation, tree: Path) -> list[str]:
     """Return test files: those that import the module, other unit tests of the area's packages, then real ones."""
-    area, module = AREAS[mutation.area], ".".join(mutation.path.with_suffix("").parts)
+    area, (*package, module) = AREAS[mutation.area], mutation.path.with_suffix("").parts
     packages = {"paceline." + source.split("/*")[0].removesuffix(".py").replace("/", ".") for source in area.sources}
     texts = {path: path.read_text() for path in sorted((tree / "tests").glob("*/test_*.py"))}
-    near = [path for path, text in texts.items() if module in text]
+    near = [path for path, text in texts.items() if module in text and ".".join(package) in text]
     near += [
         path for path, text in texts.items() if path.parent.name == "unit" and any(one in text for one in packages)
     ]

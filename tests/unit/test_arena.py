@@ -60,3 +60,21 @@ def test_who_waits_in_vain_says_that_it_gave_up() -> None:
     with pytest.raises(WorkerSilent):
         scene.attach(0, 0, timeout=0.2)
     assert os.pread(scene.arenas[0].file, 8, mmap.PAGESIZE + 8 * arena._GAVE_UP)[0] == 1
+
+
+def test_a_condition_that_does_not_come_is_given_up() -> None:
+    scene = Scene()
+    first, _ = scene.attach_both(0)
+    first._waiting.timeout = 0.05
+    asked: list[tuple[int, ...]] = []
+    answers = iter([False] * arena._SPINS)
+
+    def awaited() -> list[int]:
+        asked.append(first._waiting.awaited.ranks)
+        return [1]
+
+    first.wait_until(lambda: next(answers, True), awaited)
+    assert asked == [()] and first._waiting.awaited.ranks == ()
+    with pytest.raises(WorkerSilent, match="for rank 1"):
+        first.wait_until(lambda: False, awaited)
+    assert asked[-1] == (1,)

@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
 
-from paceline.checkpoint import background, files, load, resume, training_state
+from paceline.checkpoint import background, checkpointer, files, load, resume, training_state
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.interval import Interval
+from paceline.checkpoint.storage.base import Writer
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
 from paceline.errors import CheckpointError, ConfigError
 from paceline.events import EventLog
@@ -363,3 +364,22 @@ def test_a_key_that_is_none(tmp_path: Path, mode: int | None, text: str) -> None
         (tmp_path / "key").chmod(mode)
     with pytest.raises(ConfigError, match=str(tmp_path / "key")):
         Made(tmp_path / "saved", key_file=tmp_path / "key")
+
+
+def test_a_save_knows_how_long_to_retry_and_who_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[tuple[Any, ...]] = []
+    inner = checkpointer.save.save
+
+    def save(about: Any, snapshot: Any, writer: Any, seconds: float, workers: int) -> Any:
+        given.append((snapshot.step, seconds, workers))
+        return inner(about, snapshot, writer, seconds, 1)
+
+    monkeypatch.setattr(checkpointer.save, "save", save)
+    one = Made(tmp_path, others=(None, None), retry_seconds=7.0)
+    for divided in (False, True):
+        one.checkpointer._divided = divided
+        one.train()
+        one.checkpointer._write(
+            one.checkpointer._storage, one.state.snapshot(1 + divided), Writer(1, 0, "11111111"), 0.0, None
+        )
+    assert given == [(1, 7.0, 1), (2, 7.0, 3)]

@@ -30,6 +30,7 @@ class Comm:
         theirs[:] = mine + other if self.rank == 0 else other + mine
 
     def Bcast(self, port: bytearray) -> None:
+        assert len(port) == 2
         if self.rank == 0:
             self.sent = int.from_bytes(port)
         else:

@@ -18,8 +18,10 @@ from paceline.comm.servers.mailbox import Mailbox, Reply
 from paceline.comm.servers.network_claims import CommitLog, LoggedCounts, Order
 from paceline.comm.servers.shard import OwnBlocks, Shard, cut
 from paceline.errors import InputError, WorkerLost
+from paceline.step.checks import Part
 from paceline.step.job import StepResult
 from paceline.step.optimizer import Scaling, Update
+from paceline.strategies.parameter_server import async_steps
 from paceline.strategies.parameter_server.async_steps import finish, set_newest
 from paceline.strategies.parameter_server.held_shard import HeldShard, PendingGradients
 from paceline.strategies.parameter_server.last_worker import newest_result, restored
@@ -428,3 +430,19 @@ def test_the_newest_result_outlives_its_workers() -> None:
     assert again == newest_result(table, job)
     assert restored(ClaimTable(), {"newest": saved[:5]}).metrics == {}
     assert restored(ClaimTable(), {}).newest < 0
+
+
+def test_an_update_gets_its_factor_and_the_norm_of_all_gradients() -> None:
+    given: list[Any] = []
+
+    def apply(done: int, factor: float, norm: Any, made: Any = None) -> tuple[float, float]:
+        given.append((done, factor, norm, made))
+        return norm, 0.1
+
+    settings = SimpleNamespace(seed=3, exact=True)
+    compute = SimpleNamespace(buffers=SimpleNamespace(accept=given.append), metrics=None)
+    job: Any = SimpleNamespace(update=SimpleNamespace(apply=apply), settings=settings, compute=compute)
+    pushed: Any = SimpleNamespace(step=4, parts=[Part(range(1), 0, 3.0, 2.0)], buffers=["buffer"])
+    result = async_steps.update(job, pushed, 5, 0.5, 7.0, print)  # type: ignore[arg-type]
+    assert given == [["buffer"], (5, 0.5, 7.0, print)]
+    assert (result.loss, result.norm, result.learning_rate, result.applied) == (1.5, 7.0, 0.1, True)
