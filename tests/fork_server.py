@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -309,6 +310,7 @@ def _be_worker(worker: WorkerSpec, launcher: int, out: int, err: int) -> NoRetur
         end_with_parent()
         if os.getppid() != launcher:
             os._exit(1)
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined] - temporary folders of the launcher
         if worker.cores:
             os.sched_setaffinity(0, worker.cores)
         for number in _HANDLED:

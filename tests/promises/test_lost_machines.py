@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEADLINE
 from fork_server import PACELINE, Command, ForkServer
 from launching import check_nothing_is_left, environment_in
+from patience import DEADLINE
 from test_losses import SCRIPT, STEPS
 
 from paceline.launchers.machine import choose_port
