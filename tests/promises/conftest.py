@@ -15,7 +15,7 @@ from patience import DEADLINE
 from paceline.testing.faults import Plan
 
 Launched = Callable[..., Ran]
-Told = Callable[..., list[dict[str, Any]]]
+Reported = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
@@ -59,7 +59,7 @@ def launched(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def told(printed: Told, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def reported(printed: Reported, tmp_path_factory: pytest.TempPathFactory) -> Reported:
     """Run a script on several workers without a launcher, and return what each worker told."""
     known: dict[str, list[dict[str, Any]]] = {}
 

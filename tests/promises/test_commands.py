@@ -205,8 +205,8 @@ hvd.shutdown()
 
 
 @pytest.fixture(scope="module")
-def horovod(told: Any) -> list[dict[str, Any]]:
-    return told(HOROVOD, 2)
+def horovod(reported: Any) -> list[dict[str, Any]]:
+    return reported(HOROVOD, 2)
 
 
 @pytest.mark.promise("docs/horovod.md", "Operations are matched by name, whatever the order in which ranks submit them")

@@ -149,16 +149,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def before(told: Any, folder: Path) -> list[dict[str, Any]]:
+def before(reported: Any, folder: Path) -> list[dict[str, Any]]:
     """What two workers found that saved."""
-    return told(FIRST, 2, environment={"SAVED": str(folder)})
+    return reported(FIRST, 2, environment={"SAVED": str(folder)})
 
 
 @pytest.fixture(scope="module")
-def after(before: Any, told: Any, folder: Path) -> list[dict[str, Any]]:
+def after(before: Any, reported: Any, folder: Path) -> list[dict[str, Any]]:
     """What each of three workers found that resumed."""
     damage(folder)
-    return told(SECOND, 3, environment={"SAVED": str(folder)})
+    return reported(SECOND, 3, environment={"SAVED": str(folder)})
 
 
 def check(after: list[dict[str, Any]], attempt: str, *words: str) -> None:

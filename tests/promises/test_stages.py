@@ -53,14 +53,14 @@ else:
 
 
 @pytest.fixture(scope="module")
-def alone(told: Any) -> dict[str, Any]:
-    return told(SCRIPT, 1)[0]
+def alone(reported: Any) -> dict[str, Any]:
+    return reported(SCRIPT, 1)[0]
 
 
 @pytest.fixture(scope="module")
-def stages(told: Any) -> list[dict[str, Any]]:
+def stages(reported: Any) -> list[dict[str, Any]]:
     """What each of three workers finds with each schedule."""
-    return told(SCRIPT, 3)
+    return reported(SCRIPT, 3)
 
 
 def check(stages: list[dict[str, Any]], alone: dict[str, Any], name: str, case: str = "convolutions") -> None:
