@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -308,6 +309,7 @@ def _be_worker(worker: WorkerSpec, launcher: int, out: int, err: int) -> NoRetur
         end_with_parent()
         if os.getppid() != launcher:
             os._exit(1)
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined] - temporary folders of the launcher
         if worker.cores:
             os.sched_setaffinity(0, worker.cores)
         for number in _HANDLED:

@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 from fork_server import ForkServer
 from launching import Ran, check_nothing_is_left, launch
+from patience import DEADLINE
 
 from paceline.testing.faults import Plan
 
-DEADLINE = 240.0
-"""Seconds after which a run is given up: many times what it takes on a busy machine."""
-
 Launched = Callable[..., Ran]
-Told = Callable[..., list[dict[str, Any]]]
+Reported = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
@@ -34,16 +32,25 @@ def launched(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
         faults: Plan | None = None,
         arguments: Sequence[object] = (),
         after: Ran | None = None,
+        quiet: bool = True,
         **environment: str,
     ) -> Ran:
-        key = repr((script, words, faults, arguments, after and after.run, environment))
+        key = repr((script, words, faults, arguments, after and after.run, quiet, environment))
         if key not in known:
             directory = tmp_path_factory.mktemp("run") if after is None else after.run.parents[1]
             (directory / "train.py").write_text(textwrap.dedent(script))
             if faults is not None:
                 environment = environment | faults.environment(directory / "marks")
-            given = ["run", "--quiet", "--name", "one", *map(str, words), str(directory / "train.py")]
-            code, said = launch(fork_server, [*given, *map(str, arguments)], directory, DEADLINE, **environment)
+            given = [
+                "run",
+                *(["--quiet"] if quiet else []),
+                "--name",
+                "one",
+                *words,
+                directory / "train.py",
+                *arguments,
+            ]
+            code, said = launch(fork_server, list(map(str, given)), directory, DEADLINE, **environment)
             check_nothing_is_left(directory)
             known[key] = Ran(code, said, directory / "runs" / "one")
         return known[key]
@@ -52,7 +59,7 @@ def launched(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
 
 
 @pytest.fixture(scope="session")
-def told(printed: Told, tmp_path_factory: pytest.TempPathFactory) -> Told:
+def reported(printed: Reported, tmp_path_factory: pytest.TempPathFactory) -> Reported:
     """Run a script on several workers without a launcher, and return what each worker told."""
     known: dict[str, list[dict[str, Any]]] = {}
 

@@ -168,6 +168,10 @@ def samples():
         report = session.step(batch)
     return {"own": own, "sizes": sizes, "seen": report.samples, "steps": session.steps_per_epoch}
 
+def dropped():
+    session = small(drop_last=True)
+    return steps(session, 7) | {"steps": session.steps_per_epoch}
+
 def server():
     return convolutions(strategy="parameter-server", server={"count": min(2, workers)}) if workers > 1 else None
 
@@ -181,7 +185,7 @@ cases = {
     "noise": lambda: steps(small(data=Noisy())), "stream": lambda: steps(small(data=Shards())),
     "sampler": lambda: steps(small(sampler=bucketed)), "recurrent": recurrent, "metrics": metrics,
     "evaluations": evaluations, "draws": draws, "samples": samples,
-    "dropped": lambda: steps(small(drop_last=True), 7),
+    "dropped": dropped,
 }
 for name, case in cases.items():
     if name in os.environ.get("ONLY", name).split(","):
@@ -198,17 +202,17 @@ WAYS = {
 
 
 @pytest.fixture(scope="module")
-def alone(told: Any) -> dict[str, Any]:
+def alone(reported: Any) -> dict[str, Any]:
     """What one process finds in each case."""
-    (found,) = told(SCRIPT, 1, environment={"WORLD_SIZE": "1"})
+    (found,) = reported(SCRIPT, 1, environment={"WORLD_SIZE": "1"})
     return found
 
 
 @pytest.fixture(scope="module")
-def everyone(told: Any) -> dict[str, list[dict[str, Any]]]:
+def everyone(reported: Any) -> dict[str, list[dict[str, Any]]]:
     """What each worker finds in each case, for each number of workers."""
     return {
-        way: told(SCRIPT, workers, environment={"ONLY": only} if only else {}, **options)
+        way: reported(SCRIPT, workers, environment={"ONLY": only} if only else {}, **options)
         for way, (workers, only, options) in WAYS.items()
     }
 
@@ -420,3 +424,4 @@ def test_the_last_batch_is_short(everyone: Any, alone: Any) -> None:
 @pytest.mark.promise("docs/data.md", "`drop_last=True` leaves it out.")
 def test_the_last_batch_is_left_out(everyone: Any, alone: Any) -> None:
     check(everyone, alone, "dropped")
+    assert alone["dropped"]["steps"] == 3

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import DEADLINE
 from fork_server import PACELINE, Command, ForkServer
 from launching import check_nothing_is_left, environment_in
+from patience import DEADLINE
 from test_losses import SCRIPT, STEPS
 
 from paceline.launchers.machine import choose_port
@@ -94,7 +95,9 @@ def machines(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
             codes = [one.wait(DEADLINE) for one in processes]
         finally:
             for one in processes:
-                one.send_signal(9)
+                one.send_signal(signal.SIGKILL)
+            for one in processes:
+                one.wait()
         check_nothing_is_left(folder)
         return Several(folder, codes)
 

@@ -251,9 +251,9 @@ for name, act in attempts.items():
 
 
 @pytest.fixture(scope="module")
-def found(told: Any) -> list[dict[str, Any]]:
+def found(reported: Any) -> list[dict[str, Any]]:
     """What each of two workers was told of each attempt."""
-    return told(SCRIPT, 2)
+    return reported(SCRIPT, 2)
 
 
 def check(found: list[dict[str, Any]], attempt: str, kind: str, *words: str) -> None:

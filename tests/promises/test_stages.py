@@ -14,15 +14,25 @@ from torch import nn
 from torch.nn import functional
 import paceline
 from pipeline_cases import Tied, of_tokens, tokens
-from subjects import CASES, images, tell
+from subjects import CASES, classes, images, tell
 
 workers = int(os.environ["WORLD_SIZE"])
+
+def shared():
+    '''One weight in six stages.'''
+    torch.manual_seed(2)
+    layers = nn.Sequential(*(nn.Linear(12, 12) if number % 2 == 0 else nn.Tanh() for number in range(11)))
+    for number in range(2, 11, 2):
+        layers[number].weight = layers[0].weight
+    return layers
 
 def train(case, microbatches=8, **pipeline):
     given = CASES["batch norm, dropout, short batch"]() | {"microbatches": microbatches, "clip_norm": 1.0}
     if case == "tied":
         torch.manual_seed(1)
         given |= {"model": Tied(), "data": tokens(70), "loss": of_tokens}
+    if case == "shared":
+        given |= {"model": shared(), "data": classes(70)}
     how = {"strategy": "pipeline", "pipeline": pipeline} if workers > 1 else {}
     session = paceline.start(**given | {"exact": True} | how)
     losses, held = [], 0
@@ -37,30 +47,32 @@ def train(case, microbatches=8, **pipeline):
             except paceline.InputError as error:
                 refused = str(error)
     found = {"fingerprint": session.fingerprint(), "losses": losses, "norm": report.gradient_norm.hex()}
-    if case != "tied":
+    if case == "convolutions":
         found["value"] = session.evaluate(images(40)).hex()
     whole = session.model_state()
     return {"result": found, "held": held, "whole": sum(value.numel() for value in whole.values()), "refused": refused}
 
 if workers == 1:
-    tell(convolutions=train("convolutions"), tied=train("tied"))
+    tell(convolutions=train("convolutions"), tied=train("tied"), shared=train("shared"))
 else:
     for schedule in ("layerwise", "gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"):
         chunks = {"chunks": 2} if schedule == "interleaved" else {}
         tell(**{schedule: train("convolutions", schedule=schedule, **chunks)})
-    tell(tied=train("tied"), replicas=train("convolutions", stages=2, replicas=[2, 1]))
+    cut = ["2", "4", "6", "8", "10"]
+    tell(tied=train("tied"), shared=train("shared", schedule="interleaved", chunks=2, cut=cut))
+    tell(replicas=train("convolutions", stages=2, replicas=[2, 1]))
 """
 
 
 @pytest.fixture(scope="module")
-def alone(told: Any) -> dict[str, Any]:
-    return told(SCRIPT, 1)[0]
+def alone(reported: Any) -> dict[str, Any]:
+    return reported(SCRIPT, 1)[0]
 
 
 @pytest.fixture(scope="module")
-def stages(told: Any) -> list[dict[str, Any]]:
+def stages(reported: Any) -> list[dict[str, Any]]:
     """What each of three workers finds with each schedule."""
-    return told(SCRIPT, 3)
+    return reported(SCRIPT, 3)
 
 
 def check(stages: list[dict[str, Any]], alone: dict[str, Any], name: str, case: str = "convolutions") -> None:
@@ -82,6 +94,7 @@ def test_the_bits_of_each_schedule(stages: Any, alone: Any, schedule: str) -> No
 )
 def test_the_bits_of_tied_weights(stages: Any, alone: Any) -> None:
     check(stages, alone, "tied", "tied")
+    check(stages, alone, "shared", "shared")
 
 
 @pytest.mark.promise(
