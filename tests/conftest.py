@@ -66,6 +66,10 @@ def _process_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def pytest_runtest_setup() -> None:
+    failures.used.clear()
+
+
 def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):  # the process that hands out the tests
         failures.clear()
@@ -76,8 +80,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     """Keep the output and the events of a failed test's processes, and show the end of their output."""
     report = yield
     if report.failed:
-        found = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Path)]
-        folder = failures.keep(item.nodeid, report.longreprtext, [path for path in found if path.is_dir()])
+        given = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Path)]
+        folders = [path for path in [*given, *failures.used] if path.is_dir()]
+        folder = failures.keep(item.nodeid, report.longreprtext, folders)
         report.sections.append((f"processes; all of it is in {folder}", failures.last_lines(folder)))
     return report
 
@@ -138,6 +143,7 @@ def ranks(fork_server: ForkServer) -> Ranks:
     """``paceline.testing.ranks.run``, with a quick start of each worker."""
 
     def start(script: str | Path, workers: int, directory: Path, **options: Any) -> list[processes.Ended]:
+        failures.used.append(directory)
         return processes.run(script, workers, directory, start=fork_server.start_workers, **options)
 
     return start

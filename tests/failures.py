@@ -12,6 +12,8 @@ _KEPT = {".log", ".out", ".err", ".jsonl", ".json", ".py", ".toml", ".txt"}
 _LARGEST = 4 << 20
 _SHOWN_LINES = 30
 _SHOWN = {".log", ".out", ".err"}
+used: list[Path] = []
+"""Folders in which the present test has run processes."""
 
 
 def clear() -> None:

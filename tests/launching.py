@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import failures
 from fork_server import PACELINE, SHOW_THREADS, Command, Forked, ForkServer
 
 from paceline.data.order import Order
@@ -107,6 +108,7 @@ def environment_in(directory: Path) -> dict[str, str]:
 
 def launch(server: ForkServer, words: list[str], directory: Path, deadline: float, **variables: str) -> tuple[int, str]:
     """Run ``paceline`` with these words; gives the exit code, and what it printed."""
+    failures.used.append(directory)
     environment = environment_in(directory) | variables
     out, err = directory / "launcher.out", directory / "launcher.err"
     (launcher,) = server.start([Command((*PACELINE, *words), environment, out, err, directory)])

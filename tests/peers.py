@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-SECONDS = 60.0
+SECONDS = 240.0
 
 
 def note(folder: Path, rank: int) -> None:

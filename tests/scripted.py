@@ -16,7 +16,8 @@ from subjects import CASES, tell
 
 import paceline
 
-SECONDS = 40.0
+SECONDS = 240.0
+"""As long as a run may take: some waits end with the run."""
 
 
 def begin(case: str = "batch norm, dropout, short batch", **more: Any) -> paceline.Session:

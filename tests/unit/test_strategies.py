@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
 import torch.distributed as dist
-from thread_world import run
+from thread_world import SECONDS, run
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -58,7 +58,7 @@ def train(
     resolved = Resolved(
         settings=Settings.model_validate({"batch": BATCH, "microbatches": 4, "threads": 1} | settings), sources={}
     )
-    building = threading.Lock()
+    building, built = threading.Lock(), threading.Barrier(workers)
 
     def work(world: Any) -> Result:
         model = models[world.rank]
@@ -68,6 +68,7 @@ def train(
         with building, pytest.MonkeyPatch.context() as patch:
             patch.setattr(jobs, "World", lambda *_: world)
             job, _ = jobs.build(given, resolved, who, EventLog(None, world.rank))
+        built.wait(SECONDS)  # what is tried before the first step draws from the global generators, as training does
         strategy = registry.build(job)
         losses = []
         for step in range(STEPS):

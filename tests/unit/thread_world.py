@@ -16,7 +16,7 @@ from paceline.comm.transport.gloo import Gloo
 from paceline.comm.waiting import Waiting
 
 T = TypeVar("T")
-SECONDS = 20.0
+SECONDS = 120.0
 """No thread waits longer: then the code under test is wrong."""
 
 
