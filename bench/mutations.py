@@ -5,7 +5,7 @@ removed call, swapped arguments, an early return. The tests of its area then run
 mutation that no test notices is either equivalent to the code or lacks a test.
 
     python bench/mutations.py --seed 7 --count 40 --area recovery,reduction,checkpoint
-    python bench/mutations.py --seed 7 --count 40 --area servers --only 3 --tests tests/unit/test_rpc.py
+    python bench/mutations.py --seed 7 --count 40 --only 3 --tests tests/unit/test_rpc.py
     python bench/mutations.py --seed 7 --times test.xml --longest 3      # without tests that took more than 3 s there
 """
 
@@ -22,7 +22,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -32,7 +32,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 _END_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER
-QUICK = "not slow and not place"
+QUICK, HANG = "not slow and not place", "hang: no test ended in"
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache", "site", "runs", "shared")
 
 
@@ -129,61 +129,66 @@ class FirstFailure:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         items[:] = [item for item in items if item.nodeid not in self.left_out]
 
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self._keep(report)
-
-    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        self._keep(report)
-
-    def _keep(self, report: pytest.TestReport | pytest.CollectReport) -> None:
+    def pytest_runtest_logreport(self, report: pytest.TestReport | pytest.CollectReport) -> None:
         if report.failed and not self.file.exists():
             self.file.write_text(report.nodeid)
+
+    pytest_collectreport = pytest_runtest_logreport
 
 
 def slow_tests(times: Path | None, longest: float) -> frozenset[str]:
     """Read the ids of the tests that took longer from a JUnit file of pytest."""
     if times is None:
         return frozenset()
-    cases = ElementTree.parse(times).iter("testcase")
-    return frozenset(
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
-        for case in cases
-        if float(case.get("time", 0)) > longest
-    )
+    slow = (case for case in ElementTree.parse(times).iter("testcase") if float(case.get("time", 0)) > longest)
+    return frozenset(f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}" for case in slow)
 
 
 def attempt(copy: Path, mutation: Mutation, tests: Sequence[str], left_out: frozenset[str], seconds: float) -> str:
-    """Run the tests on the mutated copy, in a fork of this process; return the first that failed, empty if none did."""
-    failed, begin = copy.parent / "failed", time.monotonic()
+    """Run the tests on the mutated copy; return the first that fails there and not without the mutation, if any."""
+    while test := _failure(copy, mutation, tests, left_out, seconds):
+        if test.startswith(HANG) or not _failure(copy, None, [test], frozenset(), seconds):
+            return test
+        left_out |= {test}  # it fails on this machine
+    return ""
+
+
+def _failure(
+    copy: Path, mutation: Mutation | None, tests: Sequence[str], left_out: frozenset[str], seconds: float
+) -> str:
+    failed, out, ended, status, size = copy.parent / "failed", copy.parent / "out.txt", 0, 0, 0
     failed.unlink(missing_ok=True)
-    with _mutated(copy, mutation):
+    with _mutated(copy, mutation) if mutation else nullcontext():
         pid = os.fork()
         if pid == 0:
             _test(copy, tests, FirstFailure(failed, left_out))
-        ended, status = 0, 0
+        begin = time.monotonic()
         while not ended and time.monotonic() - begin < seconds:
             time.sleep(0.1)
             ended, status = os.waitpid(pid, os.WNOHANG)
+            if out.exists() and out.stat().st_size != size:  # a test has ended
+                size, begin = out.stat().st_size, time.monotonic()
         _end_children()
     if status and not failed.exists():
-        raise SystemExit(f"\npytest could not run {mutation}: see {copy.parent / 'out.txt'}")
-    return failed.read_text() if failed.exists() else "" if ended else f"hang: deadline of {seconds:.0f} s"
+        raise SystemExit(f"\npytest could not run {mutation}: see {out}")
+    return failed.read_text() if failed.exists() else "" if ended else f"{HANG} {seconds:.0f} s"
 
 
 @contextmanager
 def _mutated(copy: Path, mutation: Mutation) -> Iterator[None]:
     path = copy / mutation.path
     kept = path.read_text()
-    compiled = list((path.parent / "__pycache__").glob(f"{path.stem}.*"))
-    for file in compiled:  # it is as old and as large as the mutated file may be
-        file.unlink()
-    path.write_text(mutation.edit.apply(kept))
+
+    def write(text: str) -> None:
+        path.write_text(text)
+        for file in (path.parent / "__pycache__").glob(f"{path.stem}.*"):  # it may be as old and of a file as large
+            file.unlink()
+
+    write(mutation.edit.apply(kept))
     try:
         yield
     finally:
-        path.write_text(kept)
-        for file in (path.parent / "__pycache__").glob(f"{path.stem}.*"):
-            file.unlink()
+        write(kept)
 
 
 def _test(copy: Path, tests: Sequence[str], plugin: FirstFailure) -> NoReturn:
@@ -222,7 +227,7 @@ def main() -> None:
     parser.add_argument("--tests", nargs="+", help="test files to run in place of the area's")
     parser.add_argument("--times", type=Path, help="JUnit file of a whole run")
     parser.add_argument("--longest", type=float, default=3.0, help="leave out tests that took longer in --times")
-    parser.add_argument("--deadline", type=float, default=300.0, help="seconds for each mutation")
+    parser.add_argument("--deadline", type=float, default=300.0, help="seconds in which a test must end")
     given = parser.parse_args()
     chosen = choose(given.area.split(","), given.seed, given.count)
     numbers = given.only or range(len(chosen))
