@@ -35,19 +35,31 @@ LOST = """
             os.kill(os.getppid(), signal.SIGKILL)
             signal.pause()
         report = session.step(batch)"""
-LATER = """
+WAITING = """
 import os, sys, time
 from pathlib import Path
 
-mark = Path(os.environ["MARK"])
+mark, port = Path(os.environ["MARK"]), sys.argv[sys.argv.index("--rendezvous") + 1].split(":")[1]
+
+def first_listens():
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[1].endswith(f":{int(port):04X}") and row[3] == "0A" for row in rows)
+
+def first_is_gone():
+    return mark.exists() and mark.read_text() and not Path(f"/proc/{mark.read_text()}").exists()
+
+ready = first_is_gone if sys.argv[1] == "again" else first_listens
 deadline = time.monotonic() + 120
-while not (mark.exists() and mark.read_text() and not Path(f"/proc/{mark.read_text()}").exists()):
-    assert time.monotonic() < deadline, "the first launcher has not been killed"
+while not ready():
+    assert time.monotonic() < deadline, ready
     time.sleep(0.01)
 from fork_server import _run_paceline
-sys.exit(_run_paceline(sys.argv[1:]))
+sys.exit(_run_paceline(sys.argv[2:]))
 """
-"""Starts the launcher of a machine again once it is gone."""
+"""Starts a launcher when that of the first machine listens, or again once it has been killed.
+
+All machines have the address of the rendezvous, so whichever comes first has the coordinator.
+"""
 
 Machines = Callable[..., "Several"]
 
@@ -80,15 +92,15 @@ def machines(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) 
     def start(count: int, *words: str, again: bool = False, **variables: str) -> Several:
         folder = tmp_path_factory.mktemp("machines")
         (folder / "train.py").write_text(MACHINES + SCRIPT.replace("\n        report = session.step(batch)", LOST))
-        (folder / "later.py").write_text(LATER)
+        (folder / "waiting.py").write_text(WAITING)
         environment = environment_in(folder) | {"MARK": str(folder / "mark"), "MACHINES": str(count)} | variables
         where = ("--quiet", "-n", "1", "--rendezvous", f"127.0.0.1:{choose_port(None)}", *words)
         commands = []
         for number in [*range(count), *([0] if again else [])]:
             own = ("run", *where, "--runs-dir", f"runs{number}", *(("--name", "job") if number == 0 else ()))
-            later = len(commands) == count
-            program = ("later.py",) if later else PACELINE
-            out, err = (folder / f"{number}{'-again' * later}.{name}" for name in ("out", "err"))
+            name = f"{number}-again" if len(commands) == count else str(number)
+            program = ("waiting.py", "again" if len(commands) == count else "later") if commands else PACELINE
+            out, err = folder / f"{name}.out", folder / f"{name}.err"
             commands.append(Command((*program, *own, "train.py"), environment, out, err, folder))
         processes = fork_server.start(commands)
         try:
