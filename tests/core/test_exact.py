@@ -16,7 +16,7 @@ for name, arguments in CASES.items():
 """
 
 Printed = Callable[..., list[dict[str, Any]]]
-WAYS = [("allreduce", 3, True)] + [("allreduce", 5, False)]
+WAYS = [("allreduce", 3, True), ("allreduce", 5, False)]
 MORE = [("allreduce", workers, True) for workers in (1, 2, 4, 5, 6, 7, 8)] + [("allreduce", 2, False)]
 
 

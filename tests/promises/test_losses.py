@@ -148,8 +148,8 @@ def test_two_of_three_are_killed_at_once(launched: Any, wanted: Any) -> None:
 
 @pytest.mark.promise(
     "docs/survive.md",
-    "The others repeat the step without it. A standby takes its place at once; else a new process does, some seconds "
-    "later",
+    "The others repeat the step without it. A standby takes its place at once; else a new process does, within a "
+    "second",
 )
 def test_a_new_process_takes_the_place(launched: Any, wanted: Any) -> None:
     ran = check(launched(SCRIPT, *ELASTIC, faults=faults.kill(rank=1, step=2), **given({"join": 5})), wanted, 3)
