@@ -6,6 +6,7 @@ import logging
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline import fault_points
 from paceline.checkpoint import files, parts
@@ -104,7 +105,7 @@ def _exists(
             storage.set_aside(name)
             continue
         hashes.update({name: hash_of(value).hex() for name, value in snapshot.tensors.items() if name not in hashes})
-        if (existing.fingerprint, existing.state) == (fingerprint_of(hashes), snapshot.state):
+        if existing.fingerprint == fingerprint_of(hashes) and _at_step(existing.state) == _at_step(snapshot.state):
             return True
         other = writer_of(name)
         if other is not None and not other.is_before(writer):
@@ -114,6 +115,12 @@ def _exists(
                 f"Give each its own checkpoint.directory."
             )
     return False
+
+
+def _at_step(state: Any) -> Any:
+    """Return a state without the calls that the script has made since its last step."""
+    script = {name: value for name, value in state.get("script", {}).items() if name not in ("evaluations", "once")}
+    return {**state, "script": script}
 
 
 def _abandon(storage: Storage, step: str, writer: Writer) -> None:

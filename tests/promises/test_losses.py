@@ -290,14 +290,6 @@ def test_a_report_of_a_worker_that_hangs(hung: Ran) -> None:
 
 
 @pytest.mark.promise(
-    "docs/api.md", "gives them back when the run is resumed, and to workers that join.", "Keeps `values` of the script"
-)
-@pytest.mark.xfail(reason="a worker that was dropped and joins anew keeps the values that it had", strict=True)
-def test_a_worker_that_comes_back_has_the_values_of_the_others(hung: Ran) -> None:
-    assert [one["seen"] for one in hung.printed()] == [list(range(STEPS))] * 3
-
-
-@pytest.mark.promise(
     "docs/survive.md",
     "If all of them are lost at once, training goes on from a checkpoint.",
     "the new processes then go on from the newest one.",

@@ -318,6 +318,5 @@ def test_weights_in_and_out(after: Any, before: Any) -> None:
 
 
 @pytest.mark.promise("docs/api.md", "A checkpoint of this step that is there already is left as it is.")
-@pytest.mark.xfail(reason="after an evaluation it counts as that of another session", strict=True)
 def test_a_save_behind_an_evaluation(before: Any) -> None:
     assert [one["again"] for one in before] == ["step-000008"] * 2
