@@ -276,6 +276,7 @@ def check(ended: list[Ended], bad: Bad) -> None:
             assert word in said
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("name", BEFORE_TRAINING)
 def test_before_training(ranks: Run, tmp_path: Path, name: str) -> None:
     bad = BEFORE_TRAINING[name]

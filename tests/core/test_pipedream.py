@@ -140,6 +140,7 @@ CASES = {
     ),
 }
 NETWORK = ["an update after each microbatch", "2bw", "two workers for the first stage", "tied weights"]
+QUICK = [*CASES][::2]
 MORE_NETWORK = [name for name, case in CASES.items() if case.workers == 3 and name not in NETWORK]
 SCRIPT = """
 import json, os
@@ -188,7 +189,8 @@ def results(
     def of(name: str, one_machine: bool = True) -> tuple[list[dict[str, Any]], Path]:
         """All cases with as many workers run at once."""
         workers = CASES[name].workers
-        alike = [other for other, case in CASES.items() if case.workers == workers]
+        quick = name in QUICK
+        alike = [other for other, case in CASES.items() if case.workers == workers and (other in QUICK) == quick]
         together = alike if one_machine else NETWORK if name in NETWORK else MORE_NETWORK
         key = *together, str(one_machine)
         assert key not in failed, f"see the first test with {workers} workers"
@@ -207,7 +209,7 @@ def results(
 @pytest.mark.parametrize(
     ("name", "one_machine"),
     [
-        *((name, True) for name in CASES),
+        *(pytest.param(name, True, marks=[pytest.mark.slow] * (name not in QUICK)) for name in CASES),
         *((name, False) for name in NETWORK),
         *(pytest.param(name, False, marks=pytest.mark.slow) for name in MORE_NETWORK),
     ],
