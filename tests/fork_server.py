@@ -208,6 +208,8 @@ def _take(environment: Mapping[str, str], out: int, err: int) -> None:
     env.replace(environment)
     become.take_output(out, err)
     become.reseed()
+    # The process that forked cleans up what is its own: temporary folders, and torch's libraries, which takes 0.05 s.
+    weakref.finalize._registry.clear()  # type: ignore[attr-defined]
     faulthandler.register(SHOW_THREADS, file=sys.stderr, all_threads=True)
 
 
@@ -309,7 +311,6 @@ def _be_worker(worker: WorkerSpec, launcher: int, out: int, err: int) -> NoRetur
         end_with_parent()
         if os.getppid() != launcher:
             os._exit(1)
-        weakref.finalize._registry.clear()  # type: ignore[attr-defined] - temporary folders of the launcher
         if worker.cores:
             os.sched_setaffinity(0, worker.cores)
         for number in _HANDLED:
