@@ -44,6 +44,7 @@ def changes(folder: Path) -> list[str]:
     return [event["strategy"] for event in map(json.loads, lines) if event["event"] == "strategy"]
 
 
+@pytest.mark.slow
 def test_stealing_is_tried_and_stays_when_one_worker_is_slow(train: Train, tmp_path: Path) -> None:
     everyone = train(2, slow=True)
     assert changes(tmp_path)[:2] == ["stealing", "stealing"]

@@ -143,6 +143,7 @@ tell(found=found)
 """
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_any_number_of_workers(printed: Printed, tmp_path: Path) -> None:
     script = HEAD + STRATEGIES.replace("FOLDER", repr(str(tmp_path)))
     (alone,) = printed(script.replace("ELSE", "False"), 1, tmp_path)

@@ -283,6 +283,7 @@ def test_before_training(ranks: Run, tmp_path: Path, name: str) -> None:
     check(ranks(HEAD + bad.body, bad.workers, tmp_path, deadline=60), bad)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.crossed
 @pytest.mark.parametrize("one_machine", [True, False], ids=["memory", "network"])
 @pytest.mark.parametrize("name", WHILE_TRAINING)

@@ -95,6 +95,7 @@ tell(found=found)
 )
 
 
+@pytest.mark.slow
 def test_one_hash_on_any_number_of_workers(printed: Printed, tmp_path: Path) -> None:
     found: dict[str, set[str]] = {}
     for workers, exact in ((1, [True, "fixed-point"]), (2, [True, "fixed-point"]), (3, [True])):

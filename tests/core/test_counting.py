@@ -99,6 +99,7 @@ def alarms(notes: tuple[str, ...]) -> list[str]:
     return [note for note in notes if "not certain" in note]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_loss_is_left_alone(name: str) -> None:
     for model in (None, Noisy()):

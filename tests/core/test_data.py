@@ -46,6 +46,7 @@ tell(seen=seen)
 """
 
 
+@pytest.mark.slow
 def test_augmentation_does_not_depend_on_who_loads(printed: Printed, tmp_path: Path) -> None:
     everywhere: list[dict[str, list[float]]] = []
     for workers in (1, 3):

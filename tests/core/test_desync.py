@@ -172,6 +172,7 @@ go(metric)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 def test_shapes_that_were_all_seen_before(ranks: Run, tmp_path: Path, workers: int) -> None:
     ended = ranks(HEAD + KNOWN, workers, tmp_path, deadline=60)
@@ -311,6 +312,7 @@ go(lambda: None)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_functions_are_put_back(printed: Printed, tmp_path: Path, workers: int) -> None:
     """In one process they stay what they are."""
@@ -329,6 +331,7 @@ go(lambda: None)
 """
 
 
+@pytest.mark.slow
 def test_compiled_calls(printed: Printed, tmp_path: Path) -> None:
     """torch's compiler still knows the functions."""
     for one in printed(HEAD + COMPILED, 2, tmp_path):

@@ -115,6 +115,7 @@ def test_a_kill_at_each_point(crew: Run, tmp_path: Path, fingerprint: str, point
     assert {fingerprint_of(one) for one in again} == {fingerprint}
 
 
+@pytest.mark.slow
 def test_the_model_of_a_kill_after_the_update_is_lost_with_it(crew: Run) -> None:
     """The others may have made the step; none has begun the next one."""
     ended = crew(faults.kill(rank=2, step=5, point="after update"))
@@ -183,6 +184,7 @@ def test_a_dropped_network_is_a_lost_worker(crew: Run) -> None:
     assert all(steps_of(one)[-1] == 2 for one in ended)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_a_checkpoint_error(crew: Run, tmp_path: Path) -> None:
     ended = crew(faults.fill_disk(rank=0, step=5, under=tmp_path / "saved"), 1)
     assert ended[0].code == 4
@@ -192,6 +194,7 @@ def test_a_full_disk_is_a_checkpoint_error(crew: Run, tmp_path: Path) -> None:
     assert [one.code for one in again] == [0, 0]
 
 
+@pytest.mark.slow
 def test_without_a_plan_the_actions_are_not_loaded(ranks: Run, tmp_path: Path) -> None:
     script = """
 import sys

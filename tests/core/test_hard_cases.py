@@ -114,6 +114,7 @@ tell(**found)
 """
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_the_workers(printed: Printed, tmp_path: Path) -> None:
     (alone,) = printed(HEAD + SAME, 1, tmp_path)
     for workers in (2, 4):
@@ -320,6 +321,7 @@ REFUSED |= {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_cannot_be_trained_alike_is_refused(ranks: Any, tmp_path: Path, what: str) -> None:
     script, words = REFUSED[what]

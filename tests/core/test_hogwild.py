@@ -142,6 +142,7 @@ tell(fingerprint=session.fingerprint(), values=values, weights=session._job.comp
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("slow", ["0.02,0.02,0.02", "0.004,0"])
 def test_each_row_is_updated_as_often_as_its_sample_is_used(printed: Printed, tmp_path: Path, slow: str) -> None:
     """No two samples have a row in common, so nothing is lost although nothing is locked."""
@@ -226,6 +227,7 @@ tell(before=before, change=[after - value for after, value in zip(sample_counts.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "first",
     [{"strategy": "hogwild"}, {"strategy": "parameter-server", "server": {"mode": "async", "dedicated": True}}],

@@ -30,6 +30,7 @@ for _ in range(4):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
 hvd.stop_timeline()
+hvd.barrier()  # rank 0 writes down what others ask for until it stops itself
 hvd.allreduce(torch.ones(1), name="after")
 
 others = hvd.add_process_set([1, 2])

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
@@ -79,6 +81,7 @@ tell(said=said, partly=train(session, 1).notes[1].replace(FOLDER, ""))
 """
 
 
+@pytest.mark.slow
 def test_training_starts_from_weights(printed: Printed, tmp_path: Path) -> None:
     runs = [
         printed(HEAD + STARTS.replace("FOLDER", repr(str(tmp_path / str(workers)))), workers, tmp_path)

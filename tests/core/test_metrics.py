@@ -132,6 +132,7 @@ except paceline.InputError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["allreduce", "local-sgd"])
 def test_workers_with_other_names_are_refused(printed: Printed, tmp_path: Path, strategy: str) -> None:
     script = HEAD.replace("def loss", "RANK = int(os.environ['RANK'])\n\ndef loss", 1) + NAMES

@@ -108,6 +108,7 @@ def test_staleness_is_never_above_the_bound(counted: Any, bound: int, dedicated:
     assert found == [one["staleness"] for one in updates]
 
 
+@pytest.mark.slow
 def test_without_a_bound_staleness_is_above_it(counted: Any) -> None:
     """So the test before would see it if nobody waited."""
     assert max(staleness(counted({"mode": "async"}, slow="0.06,0,0.001"), 3)) > 1
@@ -126,6 +127,7 @@ def test_a_dropped_gradient_is_never_applied(counted: Any, tmp_path: Path, dedic
     assert not applied & {(one["step"], one["rank"], one["pulled"]) for one in dropped}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_a_late_gradient_has_a_smaller_rate(counted: Any, dedicated: bool) -> None:
     updates = counted({"mode": "async", "scale_lr": True, "dedicated": dedicated}, 4)
@@ -167,6 +169,7 @@ def test_one_worker_that_computes_is_the_single_process(printed: Printed, tmp_pa
         assert one == alone
 
 
+@pytest.mark.slow
 def test_two_servers_are_like_one(printed: Printed, tmp_path: Path) -> None:
     script = ONE_COMPUTES.replace('"dedicated": True', '"dedicated": True, "count": int(os.environ["COUNT"])')
     environment = {"CASE": "transformer, tied weights, clipping, schedule", "MODE": "async"}
@@ -531,6 +534,7 @@ def test_in_mode_sync_only_servers_call_the_optimizer(
         assert one == alone
 
 
+@pytest.mark.slow
 def test_in_mode_sync_a_step_that_is_not_finite_is_left_out(printed: Printed, tmp_path: Path) -> None:
     environment = {"PACELINE_RUN": str(tmp_path), "SERVER": '{"mode": "sync"}', "THEN": "skip", "EPOCHS": "2"}
     everyone = printed(SKIPPED, 3, tmp_path, environment=environment)

@@ -168,6 +168,7 @@ def test_the_bits_are_those_of_one_process(results: Any, one: Way) -> None:
             assert found[what] == alone[what], what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", marked(EXACT, 3), ids=str)
 def test_the_bits_are_the_same_over_the_network(results: Any, one: Way) -> None:
     (alone,) = results(one, True, 1)

@@ -226,6 +226,7 @@ go(loss=loss, pipeline={{"schedule": {schedule!r}, "cut": ["2", "6"]}}, steps=8)
     check_ended(ended, "NonFiniteLoss", ["nan", "step 1", "nonfinite='skip'"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
 def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, schedule: str) -> None:
     body = f"""
@@ -263,6 +264,7 @@ small(model, pipeline={{"cut": ["2"]}}, data=data, exact={exact})
     assert [one.code for one in ended] == [0, 0], [one.err for one in ended]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_buffer_that_two_stages_change(ranks: Run, tmp_path: Path, schedule: str) -> None:
     """It is known after the first step only: batch norms are known before."""
@@ -398,6 +400,7 @@ small(layers(nn.Tanh()), optimizer=lambda parameters: Noisy(parameters, lr=0.1),
     assert [one.code for one in ended] == [0, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 def test_a_state_that_cannot_be_given_to_others(ranks: Run, tmp_path: Path, schedule: str) -> None:
     """Else it would be lost whenever the workers bring the model together."""

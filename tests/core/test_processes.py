@@ -89,6 +89,7 @@ def all_fail(worker: Worker, folder: Path) -> None:
     raise ValueError(f"wrong on {worker.rank}")
 
 
+@pytest.mark.slow
 def test_all_that_failed_are_told_in_the_order_of_time(tmp_path: Path) -> None:
     with pytest.raises(AssertionError) as caught:
         all_fail(folder=tmp_path)
@@ -211,6 +212,7 @@ unittest.main()
 """
 
 
+@pytest.mark.slow
 def test_a_file_of_unittest_that_is_run_itself(tmp_path: Path) -> None:
     path = tmp_path / "sums.py"
     path.write_text(UNITTEST.replace("\nunittest.main()", '\nif __name__ == "__main__":\n    unittest.main()'))

@@ -120,6 +120,7 @@ def test_a_model_that_remembers_is_refused_with_exact(kind: str) -> None:
     assert f"changes {NAMES[kind]}" in str(refused.value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", [kind for kind in NAMES if kind != "GLOBAL"])
 def test_without_exact_it_trains_as_if_nobody_had_looked(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     session = start(False, kind)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 Printed = Callable[..., list[dict[str, Any]]]
 
 HEAD = """
@@ -113,6 +115,7 @@ tell(**found)
 """
 
 
+@pytest.mark.slow
 def test_the_same_bits_on_any_number_of_workers(printed: Printed, tmp_path: Path) -> None:
     script = HEAD + STRATEGIES.replace("FOLDER", repr(str(tmp_path)))
     runs = [printed(script, workers, tmp_path) for workers in (1, 3)]

@@ -81,6 +81,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_before_training(ranks: Run, tmp_path: Path, case: str) -> None:
     check(ranks(HEAD + REFUSED[case].body, REFUSED[case].workers, tmp_path, deadline=60), REFUSED[case])
@@ -116,6 +117,7 @@ tell(fingerprint=session.fingerprint(), skipped=sum(not report.applied for repor
 """
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_step_that_is_skipped_leaves_nothing(
     printed: Callable[..., list[dict[str, object]]], tmp_path: Path, strategy: str
@@ -126,6 +128,7 @@ def test_a_step_that_is_skipped_leaves_nothing(
     assert sorted(int(str(one["skipped"])) for one in everyone) == ([1, 1] if strategy == "backup" else [0, 1])
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_parameter_that_is_used_sometimes(ranks: Run, tmp_path: Path, strategy: str) -> None:
     body = f"go(strategy={strategy!r}, model=gated(), microbatches=16, timeout_seconds=5)"

@@ -43,6 +43,7 @@ def message(one: Ended) -> str:
     return line
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", ["allreduce", "stealing", "parameter-server", "hogwild", "local-sgd", "pipeline"])
 def test_a_forward_pass_that_changes_weights(ranks: Run, tmp_path: Path, strategy: str) -> None:
     body = EMBEDDING.replace("LARGEST", "0.5").replace("STRATEGY", repr(strategy))
@@ -109,6 +110,7 @@ print("done", flush=True)
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize(
     ("observes", "strategy", "named"),

@@ -67,6 +67,7 @@ def test_an_exception(run: Run) -> None:
     assert told["done"] == "the other workers were ended; the state was saved first"
 
 
+@pytest.mark.slow
 def test_killed_in_a_run_of_fixed_size(run: Run) -> None:
     ran = run(TRAIN, *FIXED, faults=faults.kill(rank=1, step=6))
     told = check(ran, 5, "killed", r"rank 1: was killed by signal 9 \(SIGKILL\)")
@@ -76,6 +77,7 @@ def test_killed_in_a_run_of_fixed_size(run: Run) -> None:
     assert [one["rank"] for one in told["consequences"]] == [0, 2]
 
 
+@pytest.mark.slow
 def test_killed_and_too_few_are_left(run: Run) -> None:
     late = "import os, time\nif int(os.environ['PACELINE_WORKER']) > 1:\n    time.sleep(60)\n"
     few = "-n", 2, "--elastic", "2:2", "--patience", 0.1, "--grace", 1
@@ -155,6 +157,7 @@ def test_workers_that_build_different_models(run: Run) -> None:
     check(ran, 3, "disagreement", r"The workers do not agree on setting seed: rank 0: .*", rank=0)
 
 
+@pytest.mark.slow
 def test_out_of_data(run: Run) -> None:
     ran = run(script("if session.rank == 1: break"), *FIXED)
     check(ran, 1, "ended-early", "rank 1: the script ended while the other workers were still training")
@@ -169,6 +172,7 @@ def test_an_exit_code_of_its_own(run: Run, end: str) -> None:
     assert (told["exit_code"], told["step"]) == (7, 6)
 
 
+@pytest.mark.slow
 def test_all_exit_with_a_code_at_the_end(run: Run) -> None:
     ran = run(TRAIN + "sys.exit(3)", "-n", 2)
     check(ran, 3, "exit", "all 2 workers: ended with exit code 3", rank=0)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 from launching import Ran, Run
 
 from paceline.observe import ledger
@@ -73,6 +74,7 @@ def used(ran: Ran, steps: range) -> list[tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_a_stream_on_any_number_of_workers(run: Run, undisturbed: Any, tmp_path: Path) -> None:
     alone = undisturbed(STREAM)
     every = [

@@ -81,6 +81,7 @@ def test_positions_neighbours_epochs_and_seeds_are_independent(length: int, how:
         assert (earlier == later).sum() < 10
 
 
+@pytest.mark.slow
 def test_each_sample_comes_at_each_place_over_many_seeds() -> None:
     counts = np.zeros((37, 37))
     for seed in range(4000):
