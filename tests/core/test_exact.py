@@ -39,6 +39,7 @@ def results(
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "way",

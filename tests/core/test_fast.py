@@ -77,6 +77,7 @@ def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Calla
 WORKERS = [1, 3, pytest.param(2, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 @pytest.mark.parametrize("model", ["perceptron", "apart", "noisy", "contrastive"])
 def test_the_loss_is_that_of_one_process_up_to_rounding(results: Any, workers: int, model: str) -> None:
@@ -85,12 +86,14 @@ def test_the_loss_is_that_of_one_process_up_to_rounding(results: Any, workers: i
         assert one[model]["norm"] == pytest.approx(results(1)[0][model]["norm"], rel=1e-7, abs=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", WORKERS)
 def test_the_loss_is_that_of_plain_pytorch(results: Any, workers: int) -> None:
     for one in results(workers):
         assert one["perceptron"]["loss"] == pytest.approx(one["plain"]["loss"], rel=1e-9, abs=0)
 
 
+@pytest.mark.slow
 def test_microbatches_are_joined_only_where_it_makes_no_difference(results: Any) -> None:
     for rank, share in enumerate((3, 3, 2)):
         found = results(3)[rank]

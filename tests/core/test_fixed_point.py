@@ -57,6 +57,7 @@ def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("way", [*WAYS, *(pytest.param(way, marks=pytest.mark.slow) for way in MORE)], ids=_named)
 def test_the_bits_do_not_depend_on_who_adds_up(way: Way, case: str, results: Any) -> None:

@@ -29,7 +29,7 @@ def way(case: str, workers: int, schedule: str, **settings: Any) -> Way:
 
 
 # A transformer is traced, which takes its time, so it goes where tied weights, dropout and clipping meet the cut.
-# Every model, every schedule and each kind of cut is among the quick ones; the slow ones combine them.
+# Every model is among the quick ones; the slow ones combine models, schedules, cuts and numbers of workers.
 EXACT = {
     "quick": [
         way("tied weights", 2, "layerwise"),
@@ -44,12 +44,12 @@ EXACT = {
         way("strides", 2, "zb-v", cut=["4", "6", "9"]),
         way("strides", 3, "gpipe", cut=["5", "8"]),
         way("counted tokens", 2, "zb-v"),
+    ],
+    "slow": [
         way("tied weights", 3, "1f1b", replicas=[1, 2]),
         way("two microbatches", 3, "layerwise"),
         way("tied weights", 4, "zb-v", stages=4, cut=["blocks.0", "blocks.1", "norm"]),
         way("nested values, random numbers", 4, "interleaved", stages=4, cut=["1", "2", "5"]),
-    ],
-    "slow": [
         way("tied weights", 2, "gpipe", recompute=True),
         way("a weight used five times", 3, "zb-h1", cut=["4", "8"]),
         way("batch norm", 3, "gpipe", replicas=[2, 1]),
@@ -184,6 +184,7 @@ def test_else_the_result_differs_by_rounding_only(results: Any, one: Way) -> Non
     assert len({found["fingerprint"] for found in everyone}) == 1, "all workers have the same state at the end"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", marked(ROUNDED, 3), ids=str)
 def test_so_it_does_over_the_network(results: Any, one: Way) -> None:
     (alone,) = results(one, False, 1)

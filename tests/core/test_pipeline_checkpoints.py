@@ -70,6 +70,7 @@ def results(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", STOPS)
 @pytest.mark.parametrize("name", [name for name in RUNS if "undisturbed" not in name])
 def test_the_run_is_that_of_one_process(results: dict[str, list[Any]], name: str, stop: int) -> None:

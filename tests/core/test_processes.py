@@ -21,6 +21,7 @@ from paceline.testing.decorator import WorkersFailed
 HERE = os.getpid()
 
 
+@pytest.mark.slow
 @processes(3)
 def test_each_has_its_rank_and_can_be_given_fixtures(worker: Worker, tmp_path: Path) -> None:
     (tmp_path / str(worker.rank)).touch()
@@ -33,6 +34,7 @@ def test_each_has_its_rank_and_can_be_given_fixtures(worker: Worker, tmp_path: P
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["a", "b"])
 @processes(2)
 def test_each_is_a_process_of_its_own(worker: Worker, text: str) -> None:

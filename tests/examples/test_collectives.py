@@ -60,6 +60,7 @@ def test_example(run: Run, workers: int, name: str, says: list[str]) -> None:
         assert re.search(expected, said), (expected, said)
 
 
+@pytest.mark.slow
 def test_with_the_session(run: Run) -> None:
     """The same bits on any number of workers, and a collective that one leaves out is named."""
     found = set()

@@ -31,6 +31,7 @@ def train(seed: int, steps: int) -> tuple[int, str]:
     return session.rank, session.fingerprint()
 
 
+@pytest.mark.slow
 def test_results_in_the_order_of_ranks(tmp_path: Path) -> None:
     def outer(seed: int) -> tuple[int, str]:  # a closure, as in a notebook
         return train(seed, steps)

@@ -32,6 +32,7 @@ scripted.end(session, device=str(world.device), kinds=kinds, transport=type(worl
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gpus", "seats"),
     [

@@ -56,6 +56,7 @@ FIXED = "-n", 3
 LOST = "ranks 0, 2 stopped because they lost rank 1; what they report follows from that"
 
 
+@pytest.mark.slow
 def test_an_exception(run: Run) -> None:
     ran = run(script("if session.rank == 1: raise ValueError('bad batch')"), *FIXED)
     told = check(ran, 1, "exception", r"rank 1: ValueError: bad batch \(train.py:10\)")
@@ -87,6 +88,7 @@ def test_killed_and_too_few_are_left(run: Run) -> None:
     assert "--elastic 2:2 --patience 0.1 --grace 1" in told["resume"]
 
 
+@pytest.mark.slow
 def test_killed_and_replaced_is_no_failure(run: Run) -> None:
     ran = run(TRAIN, "-n", 2, "--elastic", "1:2", faults=faults.kill(rank=1, step=6))
     assert ran.code == 0, ran.report()
@@ -232,6 +234,7 @@ def test_a_signal_to_the_launcher(run: Run, number: str, code: int, kind: str, s
     assert not list(again.run.glob("failure.*"))
 
 
+@pytest.mark.slow
 def test_a_worker_is_asked_to_end(run: Run) -> None:
     ran = run(script("session.rank == 1 and os.kill(os.getpid(), signal.SIGTERM)"), *FIXED)
     check(ran, 75, "preempted", "preempted at step 7: rank 1 was asked to end", rank=None)

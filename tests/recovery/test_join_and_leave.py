@@ -128,6 +128,7 @@ def test_a_stopped_worker_is_dropped_and_comes_back(run: Run, undisturbed: Any, 
     assert ran.steps("rank-1")[:3] == [0, 1, 2] and ran.steps("rank-1")[-1] == STEPS - 1
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
     script = PLAIN.replace("    scripted.say", "    scripted.leave(session, batch, 1, 4)\n    scripted.say")
     ran = run(script, *ELASTIC)
@@ -163,12 +164,14 @@ def test_below_the_least(run: Run) -> None:
     assert "2 of at least 3 workers" in ran.said + json.dumps(ran.launcher("end"))
 
 
+@pytest.mark.slow
 def test_below_the_least_until_a_new_one_comes(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, "-n", 3, "--elastic", "3:3", faults=faults.kill(rank=1, step=5))
     check(ran, undisturbed(PLAIN), 3)
     assert [sorted(members) for members in ran.memberships()] == [[0, 1, 2], [0, 2, 3]]
 
 
+@pytest.mark.slow
 def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, *ELASTIC, faults=faults.error(rank=1, step=5, text="no such thing"))
     assert ran.code == 1, ran.report()
@@ -200,6 +203,7 @@ scripted.end(session)
     assert len(ran.memberships()) == 2
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_early_on_one_worker(run: Run) -> None:
     script = PLAIN.replace(
         "    scripted.say", "    if batch.step == 5 and session.rank == 1:\n        break\n    scripted.say"

@@ -91,6 +91,7 @@ def test_a_worker_that_hangs_is_dropped(run: Run, undisturbed: Any) -> None:
     assert [one["rank_lost"] for one in ran.launcher("lost")] == [1]
 
 
+@pytest.mark.slow
 def test_a_spare_takes_the_place_of_the_lost(run: Run, undisturbed: Any) -> None:
     ran = run(SCRIPT, *SAVED, "--standby", 1, faults=faults.kill(rank=2, step=4))
     check(ran, undisturbed(SCRIPT), 2)
@@ -213,6 +214,7 @@ def test_a_launcher_that_is_told_to_end_saves_the_whole(run: Run, undisturbed: A
     assert {one["fingerprint"] for one in again.printed()} == {undisturbed(SCRIPT)["fingerprint"]}
 
 
+@pytest.mark.slow
 def test_what_is_saved_at_the_end_is_whole_or_not_at_all(run: Run) -> None:
     """A part of the model would be taken for the whole when the run is resumed."""
     ran = run(SCRIPT, "-n", 2, *EVERY_3, faults=faults.kill(rank=1, step=5))
@@ -220,6 +222,7 @@ def test_what_is_saved_at_the_end_is_whole_or_not_at_all(run: Run) -> None:
     assert ran.saved() == [3], ran.report()
 
 
+@pytest.mark.slow
 def test_another_loss_while_the_others_agree(run: Run, undisturbed: Any) -> None:
     """The second one holds the same stage as the first: its stage is gone, and there is a checkpoint of it."""
     both = faults.kill(rank=3, step=5) + faults.kill(rank=2, step=5, point="during recovery")

@@ -125,6 +125,7 @@ World.join = join_at_the_second_try
 """
 
 
+@pytest.mark.slow
 def test_who_was_lost_is_told_after_a_membership_that_could_not_be_joined(run: Run, undisturbed: Any) -> None:
     ran = run(FAILS_TO_JOIN + PLAIN, *ELASTIC, faults=faults.kill(rank=2, step=5))
     check(ran, undisturbed(PLAIN), 2)
@@ -138,6 +139,7 @@ def test_a_kill_beside_processes_that_load(run: Run, undisturbed: Any) -> None:
     check(run(MORE, *ELASTIC, faults=faults.kill(rank=1, step=6), LOADERS="1"), undisturbed(MORE), 2)
 
 
+@pytest.mark.slow
 def test_an_exit_in_the_last_step(run: Run, undisturbed: Any) -> None:
     """The others have what it gave to the step, and come to the end."""
     plan = faults.exit(rank=2, step=STEPS - 1, point="between reduction and update", code=7)
@@ -155,6 +157,7 @@ KILL_ALL = """
     scripted.say"""
 
 
+@pytest.mark.slow
 def test_all_are_lost(run: Run, undisturbed: Any) -> None:
     """New workers go on from the newest checkpoint."""
     ran = run(MORE.replace("    scripted.say", KILL_ALL), *ELASTIC, "--set", "checkpoint.background=false")
@@ -176,6 +179,7 @@ def test_a_process_that_loads_is_killed(run: Run) -> None:
     assert ran.saved()[-1] in (5, 6), ran.report()
 
 
+@pytest.mark.slow
 def test_an_exit_without_a_word(run: Run, undisturbed: Any) -> None:
     ran = run(PLAIN, *ELASTIC, faults=faults.exit(rank=1, step=5, code=7))
     check(ran, undisturbed(PLAIN), 2)
