@@ -51,23 +51,19 @@ AREAS = {
     "reduction": Area(
         ("comm/reduction/*", "comm/shm/*", "schedule/tree.py", "schedule/*shares.py", "step/accumulate.py",
          "step/commit.py", "step/fusion.py", "step/fixed_point.py"),
-        ("tests/core/test_hierarchical.py", "tests/core/test_fixed_point.py", "tests/core/test_[ef]*.py",
-         "tests/recovery/test_recovery.py"),
+        ("tests/core/test_[efh]*.py", "tests/recovery/test_recovery.py"),
     ),
     "checkpoint": Area(
         ("checkpoint/*", "checkpoint/storage/*"),
-        ("tests/core/test_mutations.py", "tests/checkpoint/test_*.py", "tests/core/test_checkpoint*.py",
-         "tests/core/test_[bkms]*.py", "tests/recovery/test_part_writers.py"),
+        ("tests/checkpoint/test_*.py", "tests/core/test_[bkms]*.py", "tests/recovery/test_part_writers.py"),
     ),
     "pipelines": Area(
         ("strategies/pipeline/*", "schedule/pipeline/*", "schedule/balance.py", "partition/*"),
-        ("tests/core/test_pip*.py", "tests/core/test_re*.py", "tests/core/test_ordered_pipelines.py",
-         "tests/recovery/test_pipeline_recovery.py"),
+        ("tests/core/test_p[ir]*.py", "tests/core/test_re*.py", "tests/recovery/test_pipeline_recovery.py"),
     ),
     "servers": Area(
         ("comm/servers/*", "strategies/parameter_server/*"),
-        ("tests/core/test_network_servers.py", "tests/core/test_parameter_server.py", "tests/core/test_hogwild.py",
-         "tests/recovery/test_asynchronous.py", "tests/recovery/test_server*.py"),
+        ("tests/core/test_*server*.py", "tests/core/test_hogwild.py", "tests/recovery/test_[as]*.py"),
     ),
     "data": Area(
         ("data/*", "data/*/*"),

@@ -96,6 +96,18 @@ def test_a_model_that_does_not_repeat_its_bits_may_differ_by_rounding(exact: boo
             check(mlp(Unsteady()), exact, [1.0, 1.0 + 1e-6, 1.0])
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_gradients_of_tied_weights_are_compared_elsewhere(exact: bool) -> None:
+    """A hook on the weight sees the gradient of each use where layers are called one by one, and else their sum."""
+    shared = nn.Linear(3, 3)
+    model = nn.Sequential(shared, nn.Tanh(), shared, nn.Tanh(), nn.Linear(3, 2))
+    shared.weight.register_hook(lambda gradient: gradient.sign())
+    check(model, exact)
+    alone = mlp()
+    alone[0].weight.register_hook(lambda gradient: gradient.sign())
+    check(alone, exact)
+
+
 def test_a_loss_of_the_output_alone_is_taken() -> None:
     model = mlp()
     compute = compute_of(model)

@@ -22,7 +22,8 @@ from paceline.engines.start import Identity
 from paceline.events import EventLog
 from paceline.job import Components
 from paceline.settings import Settings
-from paceline.step import forward
+from paceline.step import forward, optimizer
+from paceline.step.trials import optimizer_probe
 from paceline.strategies import registry
 from paceline.strategies.pipeline import executor
 
@@ -62,13 +63,12 @@ def train(
 
     def work(world: Any) -> Result:
         model = models[world.rank]
-        optimizer = partial(torch.optim.AdamW, lr=0.05)
-        given = Components(model, optimizer, data, mse_loss, None, None, None)
+        given = Components(model, partial(torch.optim.AdamW, lr=0.05), data, mse_loss, None, None, None)
         who = Identity(world.rank, world.size, world.rank, world.size)
         with building, pytest.MonkeyPatch.context() as patch:
             patch.setattr(jobs, "World", lambda *_: world)
             job, _ = jobs.build(given, resolved, who, EventLog(None, world.rank))
-        built.wait(SECONDS)  # what is tried before the first step draws from the global generators, as training does
+        world.gather(None, "built")  # no worker seeds the generators while another one builds
         strategy = registry.build(job)
         losses = []
         for step in range(STEPS):
@@ -87,7 +87,7 @@ def train(
 @pytest.fixture(autouse=True)
 def no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the global generators, so another one's seed would look like a draw; these models draw nothing."""
-    for module in (executor, forward):
+    for module in (executor, forward, optimizer, optimizer_probe):
         monkeypatch.setattr(module, "same_states", lambda *_: True)
 
 
@@ -189,3 +189,11 @@ OTHERS: list[dict[str, Any]] = [
 def test_other_strategies_leave_all_workers_alike(settings: dict[str, Any]) -> None:
     first, *others = train(mlp, 3, [(0, 1, 2)], **settings)
     assert all(state == first[0] for state, _ in others)
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_tied_weights_of_asynchronous_pipelines_are_alike_in_all_stages(schedule: str) -> None:
+    settings: dict[str, Any] = {"strategy": "pipeline", "pipeline": cut_at("1", "3", schedule=schedule)}
+    (first, _), *others = train(tied, 3, None, **settings)
+    assert all(state == first for state, _ in others)
+    assert first["0.weight"] == first["2.weight"]

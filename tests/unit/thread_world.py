@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts
 from paceline.comm.shm.ring import Rings
-from paceline.comm.transport.base import Message
+from paceline.comm.transport.base import Communicator, Message
 from paceline.comm.transport.gloo import Gloo
 from paceline.comm.waiting import Waiting
 
@@ -96,6 +96,7 @@ class ThreadWorld(Waiting):
         self.hosts = tuple(hosts or [(one,) for one in range(size)])
         self.bytes_sent, self.gathered, self.host = 0, list[str](), list[bool]()
         self.late: Late | None = None
+        self.opened = set[Communicator]()
         self.end_servers: Callable[[], None] = lambda: None
         if hosts is not None:
             self.host_memory = attach_hosts(self, Arena(), self.hosts, self.gather)
@@ -110,8 +111,14 @@ class ThreadWorld(Waiting):
         return values
 
     def start_transfers(
-        self, sends: list[Message], receives: list[Message], where: str = "", over: Any = None, host: bool = False
+        self,
+        sends: list[Message],
+        receives: list[Message],
+        where: str = "",
+        over: Communicator | None = None,
+        host: bool = False,
     ) -> list[Any]:
+        assert host or over is None or over in self.opened
         assert self.rank not in {one.peer for one in (*sends, *receives)}, "to itself"
         self.host.append(host)
         for one in sends:
@@ -128,8 +135,8 @@ class ThreadWorld(Waiting):
     def rings(self, count: int) -> Rings | None:
         return None if self.shared_memory is None else Rings(self.shared_memory, self.size, count)
 
-    def open_communicators(self, communicators: Any) -> None:
-        pass
+    def open_communicators(self, communicators: Iterable[Communicator]) -> None:
+        self.opened |= set(communicators)
 
     def confirm(self, step: int) -> None:
         pass
