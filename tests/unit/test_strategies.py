@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
 import torch.distributed as dist
-from thread_world import SECONDS, run
+from thread_world import run
 from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
@@ -59,7 +59,7 @@ def train(
     resolved = Resolved(
         settings=Settings.model_validate({"batch": BATCH, "microbatches": 4, "threads": 1} | settings), sources={}
     )
-    building, built = threading.Lock(), threading.Barrier(workers)
+    building = threading.Lock()
 
     def work(world: Any) -> Result:
         model = models[world.rank]
