@@ -120,7 +120,7 @@ def train(printed: Printed, directory: Path, workers: int, **given: Any) -> dict
     return everyone[0] | {"waits": [step for one in everyone for step in one["waits"][STEADY:]]}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("workers", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     "given",
@@ -160,7 +160,7 @@ def test_a_step_reads_once_from_the_device(
     assert all(found["applied"]) == ("broken" not in given)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("given", "workers"),
     [

@@ -78,7 +78,7 @@ SERVERS = [
 ]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("server", SERVERS, ids=str)
 def test_each_step_is_applied_once(counted: Any, server: dict[str, Any]) -> None:
     updates = counted(server)
@@ -452,7 +452,7 @@ def averaged(printed: Printed, tmp_path_factory: pytest.TempPathFactory) -> dict
     return one
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("workers", "server"),
     [(2, {}), (3, {"count": 2}), (4, {"count": 4}), (2, {"dedicated": True}), (4, {"count": 2, "dedicated": True})],

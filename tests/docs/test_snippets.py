@@ -64,7 +64,16 @@ WITH_SNIPPETS = [page.name for page in PAGES if snippets(page)]
 
 def _with_snippets() -> list[object]:
     """Return the pages with snippets; those that start many processes anew are slow."""
-    slow = {"testing.md", "keras-models.md", "launch.md", "data.md", "horovod.md", "optimizers.md", "weights.md"}
+    slow = {
+        "survive.md",
+        "testing.md",
+        "keras-models.md",
+        "launch.md",
+        "data.md",
+        "horovod.md",
+        "optimizers.md",
+        "weights.md",
+    }
     pages = [page for page in PAGES if snippets(page)]
     return [pytest.param(page, marks=[pytest.mark.slow] * (page.name in slow), id=_name_of(page)) for page in pages]
 

@@ -29,7 +29,7 @@ def on(path: str, script: str) -> str:
     return script if path == "memory" else OVER_THE_NETWORK + script
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.crossed
 @PATHS
 @pytest.mark.parametrize("victim", [0, 1])
@@ -84,7 +84,7 @@ def test_a_kill_during_a_join(run: Run, undisturbed: Any, victim: int, path: str
     assert 3 in ran.memberships()[-1]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("point", ["before", "within", "after"])
 def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -> None:
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
@@ -138,7 +138,7 @@ def test_a_worker_that_is_told_to_leave(run: Run, undisturbed: Any) -> None:
     assert ran.launcher("lost") == []
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_a_launcher_that_is_told_to_end(run: Run, undisturbed: Any, workers: int) -> None:
     """All workers finish their step, the state is saved once, and a resumed run ends as if nothing had happened."""
@@ -181,7 +181,7 @@ def test_an_exception_ends_the_run_with_the_state(run: Run, undisturbed: Any) ->
     check_end(again, undisturbed(PLAIN))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["other settings", "an error"])
 def test_a_joiner_that_cannot_take_part(run: Run, undisturbed: Any, how: str) -> None:
     """A script that was changed meanwhile, or fails at its start on the new worker, does not end the run."""

@@ -61,7 +61,7 @@ def test_a_worker_is_lost_while_gradients_come_together(run: Run, undisturbed: A
     assert not went_back(ran), ran.report()
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_stage_that_nobody_else_holds_comes_from_the_checkpoint(run: Run, undisturbed: Any, victim: int) -> None:
     """The steps since then are taken again, by two workers with another cut."""
@@ -186,7 +186,7 @@ def test_a_joiner_of_a_model_in_another_mode(run: Run) -> None:
 STREAMED = "--set", "pipeline.schedule=pipedream", "--set", "exact=false"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [(), STREAMED], ids=["synchronous", "pipedream"])
 def test_a_worker_that_is_told_to_leave_takes_no_stage_along(
     run: Run, undisturbed: Any, schedule: tuple[Any, ...]
@@ -230,7 +230,7 @@ def test_another_loss_while_the_others_agree(run: Run, undisturbed: Any) -> None
     check(ran, undisturbed(SCRIPT), 2)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [HYBRID, SAVED], ids=["replicas", "checkpoint"])
 def test_a_pipeline_that_never_runs_empty_goes_on(run: Run, layout: tuple[Any, ...]) -> None:
     """Not to the same bits; but to one state on all workers, and every step is there."""
