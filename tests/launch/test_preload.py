@@ -419,7 +419,7 @@ session = paceline.start(
 for batch in session.batches(steps=100_000):
     session.step(batch)
     (run / f"trained-{number}").touch()
-    if (run / "enough").exists():
+    if session.once((run / "enough").exists):  # the same answer for all, or some would leave the loop before others
         break
 """
 
