@@ -47,7 +47,7 @@ test-places: $(VENV)/.installed-dev $(VENV)/.installed-places $(VENV)/.installed
 
 # What `make test` leaves out. Engines keep their tests waiting, so the slow ones run beside them.
 test-rest: $(VENV)/.installed-dev $(VENV)/.installed-places $(VENV)/.installed-engines
-	$(PYTEST) -n 4 -m 'slow or place'
+	$(PYTEST) -m 'slow or place'
 
 test-all: test test-rest
 
