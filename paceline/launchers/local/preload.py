@@ -117,6 +117,8 @@ class Preload:
         self._channel.settimeout(_FORK_SECONDS)
         try:
             received = messages.receive(self._channel)
+        except ConnectionError:  # it was killed before it had read the request
+            received = None
         except (OSError, ValueError) as error:
             received = {}, []
             self._give_up(f"the process that forks does not answer ({error})")
