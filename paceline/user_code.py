@@ -63,7 +63,7 @@ def _is_in(module: ModuleType, folder: str) -> bool:
 
 @functools.cache
 def _real_path(path: str) -> str:
-    """Return ``os.path.realpath(path)`` with one look at each folder: 5 ms for 2,000 modules instead of 200."""
+    """Return ``os.path.realpath(path)`` with one look at each folder of the 2,000 modules."""
     folder, name = os.path.split(path)
     if folder == path or name in ("", "..") or os.path.islink(path):
         return os.path.realpath(path)
