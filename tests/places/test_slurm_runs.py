@@ -37,6 +37,8 @@ KILL_ONE = """
         os.kill(os.getpid(), signal.SIGKILL)
 """
 WAIT_FOR_LOSS = """
+    if node and not Path("lost").exists() and session.workers == 1:
+        time.sleep(2)  # the other node may be slow to join
     if node and not Path("lost").exists() and session.workers == 2:
         Path(f"node-{session.rank}").write_text(node)
         while not Path("lost").exists():
