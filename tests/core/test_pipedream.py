@@ -330,3 +330,23 @@ def test_the_pipeline_runs_empty_when_it_is_looked_at(printed: Printed, tmp_path
     events = [json.loads(line) for path in tmp_path.glob("events/*.jsonl") for line in path.read_text().splitlines()]
     skipped = [event for event in events if event["event"] == "skipped"]
     assert len(skipped) == 4 and all("nan" in event["reason"] for event in skipped)
+
+
+SHORT_AT_A_MEETING = """
+import torch
+from functools import partial
+from subjects import classes, mlp, tell, train
+
+# the 20th batch, after which all workers meet, is a short one of a single microbatch
+tell(**train({
+    "model": mlp(), "optimizer": partial(torch.optim.SGD, lr=0.01), "loss": torch.nn.functional.cross_entropy,
+    "data": classes(100), "batch": 32, "microbatches": 8, "strategy": "pipeline", "timeout_seconds": 10,
+    "pipeline": {"schedule": "2bw", "stages": 2},
+}, 22))
+"""
+
+
+def test_all_meet_after_a_batch_that_only_some_workers_have_a_part_of(printed: Printed, tmp_path: Path) -> None:
+    everyone = printed(SHORT_AT_A_MEETING, 4, tmp_path)
+    assert [one["steps"] for one in everyone] == [22] * 4
+    assert len({one["fingerprint"] for one in everyone}) == 1

@@ -14,7 +14,7 @@ So the result is not that of one process: the earlier the stage, the staler its 
 
 A stage learns the loss of a microbatch with its gradient. The global norm of the gradients is that of the stage's own
 update and the latest that it has heard from the other stages. The pipeline drains before an evaluation or a checkpoint,
-at the end, and where ``pipeline.flush_every`` says so.
+at the end, where ``pipeline.flush_every`` says so, and after a batch of which the replicas of a stage get unequal parts.
 """
 
 from __future__ import annotations
@@ -86,8 +86,6 @@ class PipeDream(Strategy):
         if grads.changed:
             self._executor.reset_links()
             grads.save()
-        if self._entered % self._round:  # after a short batch it would be another replica's turn
-            self._drain()
         begin = self._entered
         if begin == 0:
             job.compute.buffers.begin()
@@ -97,6 +95,8 @@ class PipeDream(Strategy):
         self.stages.mark_updated()
         self._executor.add(step, pieces, self._stream.worker, begin)
         self._run(window(self._stream, begin, self._entered))
+        if self._entered % self._round:  # else it would be another replica's turn, and this one may wait for that
+            self._drain()
         result = self._updates.result()
         every = job.settings.pipeline.flush_every
         flushes = every is not None and (step + 1) % every == 0
