@@ -26,6 +26,7 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the
 
 Ranks = Callable[..., list[processes.Ended]]
 _SECONDS_TO_END = 30.0
+_TURNS = 3
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 """Set when torch is first asked to look for its compiler."""
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
@@ -88,8 +89,21 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as ``slow`` the later cases of a ``sampled`` test, and those off the diagonal of a ``crossed`` one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what ``sampled`` and ``crossed`` make slow.
+
+    Where ``TESTS_TURN`` is set to a number, take a third of the cases of each slow test in turn.
+    """
+    for item in _slow_by_sample(items):
+        item.add_marker(pytest.mark.slow)
+    if turn := os.environ.get("TESTS_TURN"):
+        left_out = set(_not_in_turn(items, int(turn)))
+        config.hook.pytest_deselected(items=[*left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def _slow_by_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """The later cases of a ``sampled`` test, and those off the diagonal of a ``crossed`` one."""
     taken: Counter[tuple[Path, str]] = Counter()
     crossed: dict[pytest.Function, tuple[int, ...]] = {}
     axes: dict[object, list[list[str]]] = {}  # of each test: the values of each ``parametrize``, in their order
@@ -99,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if (sampled := item.get_closest_marker("sampled")) and not item.get_closest_marker("slow"):
             taken[item.path, item.originalname] += 1
             if taken[item.path, item.originalname] > sampled.args[0]:
-                item.add_marker(pytest.mark.slow)
+                yield item
         if item.get_closest_marker("crossed"):
             given = [_values(item, mark) for mark in item.iter_markers("parametrize")]
             known = axes.setdefault((item.path, item.originalname), [[] for _ in given])
@@ -110,7 +124,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item, place in crossed.items():
         sizes = [len(values) for values in axes[item.path, item.originalname]]
         if place not in {tuple(number % size for size in sizes) for number in range(max(sizes))}:
-            item.add_marker(pytest.mark.slow)
+            yield item
+
+
+def _not_in_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
+    """The cases of slow tests whose turn it is not; of each test at least one case is left."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("place"):
+            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    return [
+        item
+        for found in cases.values()
+        for number, item in enumerate(found)
+        if (number - turn) % min(_TURNS, len(found))
+    ]
 
 
 def _values(item: pytest.Function, mark: pytest.Mark) -> str:

@@ -38,6 +38,7 @@ from paceline.cli.options import (
 from paceline.cli.report import alerts_of, printed_everywhere, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
 from paceline.launchers import early
+from paceline.launchers.base import pays_preload
 
 if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
@@ -120,7 +121,7 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
 ) -> None:
     """Train with a script on many workers."""
     elsewhere = plan or horovod or dry_run or hosts or hostfile or host_discovery_script or on not in (None, "local")
-    if not (no_preload or elsewhere) and (workers + standby > 1 or elastic):
+    if not (no_preload or elsewhere) and pays_preload(workers, standby, elastic):
         early.begin(launcher, script, arguments or (), workers, set_ or ())
     from paceline import config, env
     from paceline.errors import ConfigError

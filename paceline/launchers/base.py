@@ -295,6 +295,11 @@ def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
     return 1 if settings.exact else max(1, cores // workers)
 
 
+def pays_preload(workers: int, standby: int, elastic: object) -> bool:
+    """Whether one import of torch would serve several workers of this machine, or those that replace them."""
+    return workers + standby > (0 if elastic else 1)
+
+
 def library_variables(threads: int) -> dict[str, str]:
     """Return the variables that Python and its libraries read when they start, unless the user has set them."""
     return {
@@ -352,5 +357,5 @@ def lay_out(
         grace_seconds=request.grace_seconds,
         first=request.first,
         launcher=request.launcher,
-        preload=request.preload and (request.workers + request.standby > 1 or request.elastic),
+        preload=request.preload and pays_preload(request.workers, request.standby, request.elastic),
     )

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launchers.base import Launch, Machine, Request, bind, lay_out
+from paceline.launchers.base import Launch, Machine, Request, bind, lay_out, pays_preload
 from paceline.settings import Settings
 
 A, B, C, D = (frozenset({first, first + 1}) for first in (0, 2, 4, 6))
@@ -26,6 +26,23 @@ def test_workers_are_bound_to_memory_domains(
     domains: tuple[frozenset[int], ...], workers: int, expected: tuple[frozenset[int], ...]
 ) -> None:
     assert bind(domains, workers) == expected
+
+
+@pytest.mark.parametrize(
+    ("workers", "standby", "elastic", "pays"),
+    [
+        (1, 0, None, False),
+        (2, 0, None, True),
+        (1, 1, None, True),
+        (1, 0, "1:4", True),  # it may be replaced
+        (0, 0, "2:2", False),  # only other machines have workers
+        (0, 1, "2:2", True),
+    ],
+)
+def test_one_import_is_made_where_it_serves_several(
+    workers: int, standby: int, elastic: str | None, pays: bool
+) -> None:
+    assert pays_preload(workers, standby, elastic) is pays
 
 
 def laid_out(request: Request, inherited: dict[str, str] | None = None, **settings: object) -> Launch:

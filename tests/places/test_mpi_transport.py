@@ -17,7 +17,7 @@ ENGINES = {
     "MPICH": ("mpiexec.hydra",),
 }
 DEBIAN_MPICH = Path("/usr/lib/x86_64-linux-gnu/libmpich.so.12")
-RUNS = ((2, "allreduce"), (3, "allreduce"), (3, "stealing"), (3, "pipeline"))
+RUNS = ((3, "allreduce"), (3, "stealing"), (3, "pipeline"))
 
 
 @pytest.fixture(scope="module", params=ENGINES)

@@ -34,11 +34,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     ("transport", "count", "lost"),
-    [
-        ("auto", 3, {5: 1}),
-        ("mpi", 3, {5: 0}),
-        pytest.param("mpi", 4, {5: 1, 9: 0}, marks=pytest.mark.slow),
-    ],
+    [("auto", 3, {5: 1}), ("mpi", 4, {5: 1, 9: 0})],
 )
 def test_the_others_go_on(
     mpiexec: tuple[str, ...], expected: str, transport: str, count: int, lost: dict[int, int], tmp_path: Path

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import SlurmCluster
+from training import alone
 
 RUN = (sys.executable, "-m", "paceline", "run", "--runs-dir", "runs")
 SUBMIT = (*RUN, "--on", "slurm", "--name", "one")
@@ -62,8 +63,7 @@ def script(tmp_path: Path) -> Callable[[str], str]:
     def write(happens: str) -> str:
         (tmp_path / "plain.py").write_text(HEAD + TAIL)
         (tmp_path / "train.py").write_text(HEAD + happens + TAIL)
-        done = subprocess.run([sys.executable, tmp_path / "plain.py"], capture_output=True, text=True, check=True)
-        return done.stdout.strip()
+        return alone(tmp_path / "plain.py")
 
     return write
 
@@ -82,16 +82,16 @@ def until(process: subprocess.Popen[str], pattern: str) -> str:
 def test_in_an_allocation_a_killed_worker_is_replaced(
     slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path
 ) -> None:
-    alone = script(KILL_ONE)
+    expected = script(KILL_ONE)
     process = slurm.start("salloc", "--nodes=2", *RUN, "train.py", cwd=tmp_path)
     said = process.communicate()[0]
     assert process.returncode == 0, said
     assert (tmp_path / "killed").exists()
-    assert re.search(r"--on slurm: Slurm's job \d+ has 2 nodes", said) and alone in said
+    assert re.search(r"--on slurm: Slurm's job \d+ has 2 nodes", said) and expected in said
 
 
 def test_the_others_survive_a_lost_node(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    alone = script(WAIT_FOR_LOSS)
+    expected = script(WAIT_FOR_LOSS)
     process = slurm.start("salloc", "--nodes=2", "--no-kill", *RUN, "--nodes", "1:2", "train.py", cwd=tmp_path)
     slurm.wait_for((tmp_path / "node-1").exists, "the worker of the second agent")
     slurm.wait_for((tmp_path / "node-0").exists, "the worker of the first agent")
@@ -99,17 +99,17 @@ def test_the_others_survive_a_lost_node(slurm: SlurmCluster, script: Callable[[s
     (tmp_path / "lost").touch()
     said = process.communicate()[0]
     assert process.returncode == 0, said
-    assert alone in said
+    assert expected in said
 
 
 def test_a_job_whose_time_is_up_comes_back(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    alone = script(WAIT_FOR_NOTICE)
+    expected = script(WAIT_FOR_NOTICE)
     process = slurm.start(*SUBMIT, "--nodes", "2", "train.py", cwd=tmp_path)
     said = until(process, "is training")
     slurm.run("scancel", "--batch", "--signal=USR1", "1")
     said += process.communicate()[0]
     assert process.returncode == 0, said
-    assert "job 1 runs on n[1-2]" in said and "is queued again" in said and alone in said
+    assert "job 1 runs on n[1-2]" in said and "is queued again" in said and expected in said
     assert list((tmp_path / "runs" / "one" / "checkpoints").glob("step-*"))
 
 
@@ -139,18 +139,18 @@ def test_wrong_use(slurm: SlurmCluster, tmp_path: Path) -> None:
 
 
 def test_a_preempted_job_comes_back(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    alone = script(WAIT_FOR_NOTICE)
+    expected = script(WAIT_FOR_NOTICE)
     process = slurm.start(*SUBMIT, "--nodes", "2", "train.py", cwd=tmp_path)
     said = until(process, "is training")
     other = slurm.start("srun", "--partition=high", "--nodes=2", "--exclusive", "true", cwd=tmp_path)
     said += process.communicate()[0]
     assert process.returncode == 0, said
     assert other.wait(60) == 0
-    assert "is queued again" in said and alone in said
+    assert "is queued again" in said and expected in said
 
 
 def test_a_failed_node_queues_the_job_again(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
-    alone = script(WAIT_FOR_LOSS)
+    expected = script(WAIT_FOR_LOSS)
     process = slurm.start(*SUBMIT, "--nodes", "2", "--set", "checkpoint.every=2", "train.py", cwd=tmp_path)
     slurm.wait_for((tmp_path / "node-1").exists, "the worker of the second agent")
     slurm.wait_for((tmp_path / "node-0").exists, "the worker of the first agent")
@@ -161,4 +161,4 @@ def test_a_failed_node_queues_the_job_again(slurm: SlurmCluster, script: Callabl
     slurm.start_node(lost)
     said += process.communicate()[0]
     assert process.returncode == 0, said
-    assert alone in said
+    assert expected in said

@@ -3,6 +3,8 @@
 import re
 import subprocess
 import sys
+import tempfile
+from functools import cache
 from pathlib import Path
 
 SCRIPT = r"""
@@ -59,8 +61,17 @@ def fingerprints(said: str) -> list[str]:
 
 
 def alone(script: Path) -> str:
-    """The fingerprint of one process."""
-    ended = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, timeout=120)
+    """The fingerprint of one process; each text of a script is run once."""
+    return _fingerprint_of(script.read_text())
+
+
+@cache
+def _fingerprint_of(text: str) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(text)
+        words = [sys.executable, script.name]
+        ended = subprocess.run(words, check=True, capture_output=True, text=True, timeout=120, cwd=folder)
     return fingerprints(ended.stdout)[0]
 
 

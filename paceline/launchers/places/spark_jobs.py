@@ -20,7 +20,7 @@ from paceline.launchers.places.spark_tasks import Task, missing_files, run_agent
 
 _ATTEMPTS = 4
 """For each task of an elastic run; Spark itself repeats what is lost a few times, too."""
-_SLOT_SECONDS = 120
+_SLOT_SECONDS = 120.0
 """For executors to come."""
 _LOOK_SECONDS = 0.1
 _SAY_SECONDS = 5.0
@@ -77,12 +77,13 @@ class Stage(threading.Thread):
         """
         inside = self._context._jsc.sc()
         profile = rows._jrdd.rdd().getResourceProfile() or inside.resourceProfileManager().defaultResourceProfile()
-        deadline = time.monotonic() + _SLOT_SECONDS
+        seconds = min(_SLOT_SECONDS, self._request.patience_seconds)
+        deadline = time.monotonic() + seconds
         while (slots := inside.maxNumConcurrentTasks(profile)) < self._tasks:
             if time.monotonic() > deadline:
                 raise StartError(
                     f"--nodes {self._tasks}: a barrier stage needs {self._tasks} slots of {self._cpus} CPUs (-n) at "
-                    f"once; after {_SLOT_SECONDS} s Spark has {slots}. Ask for less, or give the cluster more "
+                    f"once; after {seconds:.0f} s Spark has {slots}. Ask for less, or give the cluster more "
                     f"executors."
                 )
             self._cancelled.wait(_LOOK_SECONDS)

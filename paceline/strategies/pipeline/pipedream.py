@@ -14,7 +14,7 @@ So the result is not that of one process: the earlier the stage, the staler its 
 
 A stage learns the loss of a microbatch with its gradient. The global norm of the gradients is that of the stage's own
 update and the latest that it has heard from the other stages. The pipeline drains before an evaluation or a checkpoint,
-at the end, where ``pipeline.flush_every`` says so, and after a batch of which the replicas of a stage get unequal parts.
+at the end, where ``pipeline.flush_every`` says so, and after a batch that the replicas of a stage share unequally.
 """
 
 from __future__ import annotations
