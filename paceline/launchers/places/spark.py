@@ -87,7 +87,7 @@ class Spark(Place):
             with stop_signals() as received, Driver(context, request, agent.environment) as driver:
                 for attempt in range(1, _ATTEMPTS + 1):
                     command = agent.command if attempt == 1 or request.examination else _resumed(agent.command, request)
-                    stage = Stage(context, driver.task(command), tasks, request.workers)
+                    stage = Stage(context, driver.task(command), tasks, request)
                     code = _follow(stage, driver, received, request.grace_seconds)
                     if code is not None:
                         return code

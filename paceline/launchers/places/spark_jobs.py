@@ -37,7 +37,7 @@ class Stage(threading.Thread):
         error: why it could not run, otherwise.
     """
 
-    def __init__(self, context: Any, task: Task, tasks: int, cpus: int) -> None:
+    def __init__(self, context: Any, task: Task, tasks: int, request: Request) -> None:
         super().__init__(daemon=True)
         self.codes: list[int] | None = None
         self.lost: str | None = None
@@ -45,7 +45,8 @@ class Stage(threading.Thread):
         self._context = context
         self._task = task
         self._tasks = tasks
-        self._cpus = cpus
+        self._cpus = request.workers
+        self._patience = request.patience_seconds
         self._group = f"paceline-{secrets.token_hex(4)}"
         self._cancelled = threading.Event()
 
@@ -77,7 +78,7 @@ class Stage(threading.Thread):
         """
         inside = self._context._jsc.sc()
         profile = rows._jrdd.rdd().getResourceProfile() or inside.resourceProfileManager().defaultResourceProfile()
-        seconds = min(_SLOT_SECONDS, self._request.patience_seconds)
+        seconds = min(_SLOT_SECONDS, self._patience)
         deadline = time.monotonic() + seconds
         while (slots := inside.maxNumConcurrentTasks(profile)) < self._tasks:
             if time.monotonic() > deadline:
