@@ -98,6 +98,13 @@ class Buffers:
                 self._all[name].put_back()
         self._dirty = False
 
+    def put_back(self) -> None:
+        """Put back every buffer to the start of the step, also after a forward pass that has raised."""
+        for name, buffer in self._all.items():
+            if name in self.live or self._changed(buffer):
+                buffer.put_back()
+        self._dirty = False
+
     def of(self, module: nn.Module) -> frozenset[str]:
         """The names of the buffers of a module and of those in it."""
         inside = set(module.modules())

@@ -16,6 +16,7 @@ from paceline.data.feed import Piece
 from paceline.data.nested import concatenated
 from paceline.step.forward import ForwardResult
 from paceline.step.job import Job
+from paceline.step.trials.trial import without_trace
 
 _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -85,8 +86,15 @@ class Fusion:
         data = concatenated([piece.data for piece in pieces])
         if data is None:
             return "the data are not tensors that can be concatenated"
-        fused = compute.loss_only(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data))
-        single = pairs.sum(0)
+        return self._differs(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data), pairs.sum(0))
+
+    def _differs(self, together: Piece, single: torch.Tensor) -> str:
+        """In what one pass over several microbatches gives another sum than one pass over each."""
+        try:
+            with without_trace(self._job):
+                fused = self._job.compute.loss_only(together)
+        except Exception as error:  # noqa: BLE001 - the model may be made for so many samples
+            return f"the forward pass of several at once raises {type(error).__name__}: {error}"
         tolerance = self._tolerance()
         near = torch.isclose(fused, single.to(fused.device), rtol=tolerance, atol=0.0)
         if near[:2].all():

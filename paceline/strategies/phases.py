@@ -63,8 +63,8 @@ class Phases(Strategy):
             if not job.learned.repeatable:
                 job.learned.repeatable = True
                 tried = pieces or job.feed.load(step, [range(1)])
-                check_counting(job, tried, step)
-                check_repeatable(job, tried[0], step)
+                if check_repeatable(job, tried[0], step):
+                    check_counting(job, tried, step)
             return self._strategies[self._name].step(step, pieces)
 
     def _check_together(self, step: int) -> None:

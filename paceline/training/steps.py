@@ -144,8 +144,8 @@ class Steps:
         if not (job.learned.repeatable or shared or job.phases):
             job.learned.repeatable = True
             tried = pieces or job.feed.load(step, [range(1)])
-            check_counting(job, tried, step)
-            check_repeatable(job, tried[0], step)
+            if check_repeatable(job, tried[0], step):
+                check_counting(job, tried, step)
         fault_points.reach("before forward", step)
         result = self._workers.strategy.step(step, pieces)
         self._workers.loads_ahead = True

@@ -128,7 +128,7 @@ class NoisyByPython(nn.Module):
         self.layer = nn.Linear(12, 4)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        return self.layer(values * (1 + 0.05 * torch.tensor([[random.random()] for _ in values])))
+        return self.layer(values * (1 + 0.2 * torch.tensor([[random.random()] for _ in values])))
 
 
 @pytest.mark.parametrize("name", ["sum", "mean and count"])
@@ -159,6 +159,81 @@ def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.manual_seed(0)
         assert train(loss, kind(), exact=exact)[1] == tried
         monkeypatch.undo()
+
+
+class InPairs(nn.Module):
+    """For eight samples alone, of which batch statistics are taken before it finds out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(12), nn.Linear(12, 4)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(1.0)
+        return self.layer(self.norm(values).view(2, 4, -1).flatten(0, 1))
+
+
+class Penalized(nn.Module):
+    """With a backward pass inside the forward pass, as for a gradient penalty or an adversarial sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(12), nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        values = values.detach().requires_grad_()
+        self.layer(self.norm(values)).square().sum().backward(inputs=[values])
+        assert values.grad is not None
+        return self.layer(self.norm(values.detach() + 0.1 * values.grad.sign()))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_trial_that_raises_leaves_no_trace(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = InPairs()
+    notes, tried = train(cross_entropy, model, exact=exact)
+    assert (model.norm.num_batches_tracked.item(), model.seen.item()) == (1, 1.0)
+    (said,) = [note for note in notes if "not known whether the loss is a mean" in note]
+    assert "RuntimeError: shape '[2, 4, -1]' is invalid" in said
+    monkeypatch.setattr("paceline.training.steps.check_counting", lambda *_: None)
+    torch.manual_seed(0)
+    assert train(cross_entropy, InPairs(), exact=exact)[1] == tried
+
+
+def test_a_backward_pass_in_the_forward_pass_can_be_tried() -> None:
+    model = Penalized()
+    notes, _ = train(cross_entropy, model)
+    assert not [note for note in notes if "not known" in note] and not alarms(notes)
+    assert model.norm.num_batches_tracked.item() == 2  # of one step: in the forward pass it is called twice
+    with pytest.raises(InputError, match="grows with the number of samples"):
+        train(SUMMED, Penalized())
+
+
+class ForFour(nn.Module):
+    """A model for four samples alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 4)
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        return self.layer(values.view(4, 12))
+
+
+def test_a_model_for_one_number_of_samples_is_computed_microbatch_by_microbatch() -> None:
+    torch.manual_seed(0)
+    model = ForFour()
+    session = paceline.start(
+        model=model,
+        optimizer=partial(torch.optim.SGD, lr=0.01),
+        loss=cross_entropy,
+        data=classes(64),
+        batch=32,
+    )
+    assert session._job.order.microbatches == 8
+    for batch in session.batches(steps=3):
+        session.step(batch)
 
 
 def test_a_compiled_model_is_compiled_after_the_trial() -> None:

@@ -2,7 +2,7 @@
 
 ::
 
-                             half a microbatch    twice the same    three times
+                         a third of a microbatch  twice the same    three times
     mean                                     x                 x              x
     sum and count                         s, n            2s, 2n         3s, 3n
     reduction="sum"                          s                2s             3s     taken for a mean
@@ -14,7 +14,6 @@ get the random numbers of torch that they got the first time, in dropout and els
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,7 +29,6 @@ from paceline.step.job import Job
 from paceline.step.loss import is_counted, sum_and_count
 from paceline.step.trials.trial import warn, without_trace
 
-_log = logging.getLogger("paceline")
 _CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
 """Relative differences: by rounding in float32, and in types of half the size; by random numbers."""
 _OTHERS = 3
@@ -49,10 +47,14 @@ _NO_COUNT = (
     "{values} for the same samples once, twice and three times{more}. The loss would be divided by it. Return a metric "
     "beside the loss by its name, as in (loss, {{'accuracy': value}})."
 )
+_NOT_TRIED = (
+    "It is not known whether the loss is a mean over its samples, as it has to be: with other numbers of samples the "
+    "forward pass raises {error}."
+)
 
 
 def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
-    """Compute a microbatch in parts and with its samples repeated, and leave no trace.
+    """Compute a part of a microbatch with its samples once, twice and three times, and leave no trace.
 
     Raises:
         InputError: the loss is certainly no mean; if it only seems so there is a warning.
@@ -61,8 +63,8 @@ def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
         return
     try:
         text, certain = _trial(job, pieces, step)
-    except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
-        _log.debug("a microbatch could not be repeated: %s", error)
+    except Exception as error:  # noqa: BLE001 - of whatever the forward pass does with other samples
+        warn(job, _NOT_TRIED.format(error=f"{type(error).__name__}: {error}"))
         return
     if certain:
         raise InputError(text)
@@ -75,11 +77,11 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
     first = pieces[0]
     if not _has_rows(first):
         return "", False
-    half = max(min(first.samples, 2), (first.samples + 1) // 2)
-    part = rows(first.data, 0, half)
+    third = max(min(first.samples, 2), -(-first.samples // 3))  # three of them take the memory of a microbatch
+    part = rows(first.data, 0, third)
     repeated = _Repeated()
     eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
-    with without_trace(job) as trial, torch.no_grad(), eager:
+    with without_trace(job) as trial, eager:
 
         def computed(data: Any) -> tuple[float, float, bool]:
             found = _computed(job, data, step)
@@ -95,7 +97,7 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
             return _of_scalar(job, totals)
         if _closeness(job, counts, grows=True):
             return _of_counted(job, totals, counts)
-        parts = [rows(first.data, half, first.samples)] if first.samples > half else []
+        parts = [rows(first.data, third, first.samples)] if first.samples > third else []
         parts += [piece.data for piece in pieces[1 : 1 + _OTHERS] if _has_rows(piece)]
         return _of_uncounted(job, totals, counts, [computed(data)[1] for data in parts])
 
@@ -109,7 +111,7 @@ def _computed(job: Job, data: Any, step: int) -> tuple[float, float, bool]:
         value = compute.forward(compute.model, map_tensors(torch.clone, data))  # which it may change
     compute.buffers.collect(1)
     total, count = sum_and_count(value, 1)
-    return float(total), float(count), is_counted(value)
+    return float(total.detach()), float(torch.as_tensor(count).detach()), is_counted(value)
 
 
 def _of_scalar(job: Job, totals: list[float]) -> tuple[str, bool]:

@@ -29,8 +29,8 @@ _CURE = (
 )
 
 
-def check_repeatable(job: Job, piece: Piece, step: int) -> None:
-    """Compute a microbatch twice, and leave no trace.
+def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
+    """Compute a microbatch twice, and leave no trace; returns whether it can be computed.
 
     Raises:
         InputError: with ``exact``, if the two differ; without, there is a warning.
@@ -39,13 +39,13 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> None:
         text = _trial(job, piece, step)
     except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
         _log.debug("a microbatch could not be computed twice: %s", error)
-        return
-    if not text:
-        return
-    text = f"{text}. {_CURE}"
-    if job.settings.exact:
-        raise InputError(f"{text} Without exact=True training goes on with a warning.")
-    warn(job, text)
+        return False
+    if text:
+        text = f"{text}. {_CURE}"
+        if job.settings.exact:
+            raise InputError(f"{text} Without exact=True training goes on with a warning.")
+        warn(job, text)
+    return True
 
 
 def _trial(job: Job, piece: Piece, step: int) -> str:

@@ -52,6 +52,6 @@ def without_trace(job: Job) -> Iterator[Trial]:
     finally:
         before.put_back()
         restore_weights()
-        compute.buffers.reset()
+        compute.buffers.put_back()
         for value, gradient in zip(parameters, gradients, strict=True):
             value.grad = gradient
