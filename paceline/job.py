@@ -288,6 +288,9 @@ def _forward(given: Components) -> Forward:
     if given.forward is not None:
         return given.forward
     assert given.loss is not None
+    if isinstance(given.loss, type):
+        name = given.loss.__name__
+        raise ConfigError(f"loss is the class {name}, and must be an object of it, which can be called: {name}().")
     return loss_of(given.loss)
 
 

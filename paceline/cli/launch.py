@@ -24,6 +24,7 @@ from paceline.launchers.base import Request
 from paceline.launchers.call_worker import CALL, ERROR, RESULT
 from paceline.launchers.places.base import Options
 from paceline.launchers.places.registry import LOCAL
+from paceline.settings import Settings
 
 _T = TypeVar("_T")
 
@@ -72,6 +73,11 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
         RunFailed: the run failed without an exception of the function. Otherwise that exception itself is raised: the
             first one, if several workers failed.
     """
+    if not callable(function):
+        raise ConfigError(
+            f"launch calls a function, and was given {function!r}: start a script with `paceline run`, or call "
+            f"launch(function, *its_arguments)."
+        )
     if on == "debug":
         if workers != 1 or nodes is not None:
             raise ConfigError(
@@ -131,7 +137,11 @@ def _readable(arguments: tuple[Any, ...], folder: Path) -> tuple[Any, ...]:
 def _options(place: Mapping[str, Any]) -> Options:
     known = {one.name for one in fields(Options)}
     if unknown := sorted(set(place) - known):
-        raise ConfigError(f"launch has no argument {unknown[0]!r}. Of places it knows: {', '.join(sorted(known))}.")
+        name = unknown[0]
+        cure = f"What the function gets follows it without a name, as in launch(f, {place[name]!r})"
+        if name in Settings.model_fields:
+            cure += f"; the setting of that name is given by settings={{{name!r}: {place[name]!r}}}"
+        raise ConfigError(f"launch has no argument {name!r}. {cure}. Of places it knows: {', '.join(sorted(known))}.")
     return Options(**place)
 
 

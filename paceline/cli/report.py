@@ -138,14 +138,24 @@ def say(line: str) -> None:
     print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
 
 
-def printed_everywhere(lines: Sequence[str], output: Path, workers: int) -> str:
-    """What to say if the script printed a line of rank 0 on every rank; empty if not.
+def hint_of(launch: Launch, request: Request, lines: Sequence[str]) -> str:
+    """What a newcomer may have overlooked in a run without a failure; empty if nothing.
 
     Args:
+        launch: what was started.
+        request: what the user asked for.
         lines: what rank 0 printed.
-        output: the folder of the logs.
-        workers: those that were started here.
     """
+    if not (request.horovod or any((launch.run / "events").glob("rank-*.jsonl"))):
+        return (
+            f"note: {request.script.name} has not called paceline.start: each worker has run the whole script by "
+            f"itself, and nothing was trained together. Let it train with session = paceline.start(...)."
+        )
+    return _printed_everywhere(lines, launch.run / "output", request.workers)
+
+
+def _printed_everywhere(lines: Sequence[str], output: Path, workers: int) -> str:
+    """What to say if the script printed a line of rank 0 on every rank, as the logs in ``output`` tell."""
     from paceline.config import quoted
 
     common = set(filter(str.strip, lines))

@@ -35,7 +35,7 @@ from paceline.cli.options import (
     number_range,
     place_of_discovered,
 )
-from paceline.cli.report import alerts_of, printed_everywhere, report, say, summary
+from paceline.cli.report import alerts_of, hint_of, report, say, summary
 from paceline.errors import EXIT_CODES, PREEMPTED
 from paceline.launchers import early
 from paceline.launchers.base import pays_preload
@@ -385,7 +385,7 @@ def _coordinate(
     coordinator_report = coordinator.report(request.elastic)
     code = report(launch, result, request, coordinator_report, seen=agent.shown())
     if code == 0 and closing and not quiet:
-        if hint := printed_everywhere(shown.printed, launch.run / "output", request.workers):
+        if hint := hint_of(launch, request, shown.printed):
             say(hint)
         if lost := summary(coordinator_report):
             say(lost)

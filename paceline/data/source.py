@@ -51,6 +51,7 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
         )
     if not isinstance(data, Sized) or not hasattr(data, "__getitem__"):
         raise _no_data_set(data)
+    refuse_columns("data", data)
     if len(data) == 0:
         raise InputError("The data set is empty.")
     if sampler is not None:
@@ -60,6 +61,22 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
             f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing."
         )
     return Order(len(data), batch, parts, settings.seed, settings.drop_last)
+
+
+def refuse_columns(what: str, data: Any) -> None:
+    """Refuse inputs and targets that are not a data set yet.
+
+    Raises:
+        InputError: ``data`` is a tuple of tensors or arrays, of which each has an entry for each sample.
+    """
+    if not isinstance(data, tuple) or not all(getattr(one, "shape", ()) for one in data):
+        return
+    lengths = {len(one) for one in data}
+    if len(lengths) == 1 and (samples := lengths.pop()) > len(data):
+        raise InputError(
+            f"{what} is a tuple of {len(data)} tensors or arrays of {samples} entries each, and would be taken for "
+            f"{len(data)} samples: give torch.utils.data.TensorDataset(inputs, targets), of tensors."
+        )
 
 
 def is_stream(data: Any) -> bool:

@@ -13,6 +13,8 @@ import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from torch.utils.data import DataLoader
+
 from paceline.data.comparison import facts_of
 from paceline.data.feed import KeyedDataset, LoadRequest, collated
 from paceline.data.keys import COLLATE, seed_all, seed_of
@@ -20,7 +22,7 @@ from paceline.data.nested import default_collate
 from paceline.data.prefetch import to_device
 from paceline.data.recurrent.carried import CarriedState
 from paceline.data.recurrent.token_rows import TokenRows
-from paceline.data.source import is_stream
+from paceline.data.source import is_stream, refuse_columns
 from paceline.data.streams.reader import Stream
 from paceline.errors import InputError
 from paceline.schedule.shares import even
@@ -54,6 +56,12 @@ class Chunks:
     """
 
     def __init__(self, job: Job, data: Any, what: str) -> None:
+        if isinstance(data, DataLoader):
+            raise InputError(
+                f"{what} makes batches by itself, and would take each batch of this DataLoader for one sample: give "
+                f"it loader.dataset, a {type(data.dataset).__name__}."
+            )
+        refuse_columns(what, data)
         self._job = job
         self._data = data
         self._is_stream = is_stream(data)

@@ -76,6 +76,13 @@ def find_printed(lines: list[str]) -> KnownError | None:
 
 KNOWN_ERRORS = (
     KnownError(
+        "Backward on a report",
+        r"'float' object has no attribute 'backward'",
+        "the loss of a report is a number, not a tensor",
+        ("the loop calls report.loss.backward() after session.step(batch)",),
+        "leave out backward(), zero_grad() and optimizer.step(): session.step has done all three",
+    ),
+    KnownError(
         "Duplicate GPU detected",
         r"Duplicate GPU detected",
         "two workers chose the same GPU, which NCCL refuses",

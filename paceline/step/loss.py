@@ -74,10 +74,14 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
     is_pair = _is_pair(value)
     total, count = value if is_pair else (_loss_in(value), samples)
     if not isinstance(total, torch.Tensor) or total.ndim != 0 or not _is_number(count):
+        plain = isinstance(total, int | float)
+        cure = (
+            "Return the tensor itself, without .item() or float()" if plain else "Reduce it, for example with .mean()"
+        )
         raise InputError(
             f"The loss must be a scalar tensor (the mean over the samples it is given), a pair (sum, count), or an "
             f"object with such a .loss, alone or with metrics as in (loss, {{'accuracy': value}}); but it is "
-            f"{described(value)}. Reduce it, for example with .mean()."
+            f"{described(value)}. {cure}."
         )
     if not is_pair:
         total = (total if total.dtype in (torch.float32, torch.float64) else total.float()) * samples

@@ -12,10 +12,15 @@ from paceline.data.order import UNKNOWN
 from paceline.errors import ConfigError
 from paceline.recovery.progress import Call
 from paceline.step.job import Batch, Job
+from paceline.step.trials.trial import warn
 from paceline.training.workers import Workers
 
 _NOT_LOADED = -1
 """In place of the generation of the workers for which a batch was loaded."""
+_UNUSED = (
+    "None of the {count} batches of this loop was given to session.step, so nothing was trained: call "
+    "session.step(batch) for each. What a script updates with an optimizer of its own differs between workers."
+)
 
 
 class Position:
@@ -48,6 +53,7 @@ class Position:
         self._epochs = 0  # where the epochs of the script end
         self._given = -1  # the last step whose batch the script got
         self._running: Generator[Batch, None, None] | None = None
+        self._used = self._unused = 0  # batches of the present loop that were given to a step, and that were not
         self.move_to(workers.progress.steps)
 
     @property
@@ -130,6 +136,7 @@ class Position:
         return self._running
 
     def _batches_until(self, end: Callable[[], int]) -> Generator[Batch, None, None]:
+        self._used, self._unused = 0, 0
         final = end() if self.epoch is None else max(end(), self._job.order.first_of(self._epochs))
         self._job.events.mark("batches", position=self.steps, steps=None if final == UNKNOWN else final)
         while True:
@@ -151,6 +158,8 @@ class Position:
                 self.among_batches = False
                 self._synchronize()
                 if self._workers.progress.steps <= self.steps:
+                    if self._unused and not self._used:
+                        warn(self._job, _UNUSED.format(count=self._unused))
                     return
 
     def _load(self, start: int, end: Callable[[], int]) -> Iterator[Batch]:
@@ -165,8 +174,10 @@ class Position:
             self.move_to(step, before=True)
             yield self._batch(step, pieces, waited, generation)
             if self.steps == step:
+                self._unused += 1
                 self._leave_out(step)
             else:
+                self._used += 1
                 self._end_batch()
             if self._job.world.generation != generation or (stop == UNKNOWN and self.steps >= end()):
                 return

@@ -66,6 +66,8 @@ class Steps:
         if not isinstance(batch, Batch):
             raise InputError(f"session.step takes a batch from session.batches(), not a {type(batch).__name__}.")
         workers, position = self._workers, self.position
+        if not phase and batch.step < position.steps:
+            raise InputError(self._over(batch.step))
         turn = self._turn_of(batch) if phase else 0
         begin = time.perf_counter()
         others_did = workers.progress.has_received(batch.step, turn)  # it is in their records
@@ -85,6 +87,17 @@ class Steps:
         if not phase:
             self._conclude()
         return result, seconds
+
+    def _over(self, step: int) -> str:
+        if self._taken[0] == step:
+            return (
+                f"The batch of step {step} was given to session.step before: it has made its update. Call "
+                f"session.step once for each batch; for more updates take a smaller batch or more epochs."
+            )
+        return (
+            f"The batch of step {step} is over: the script has the next one, and this one was left out. Give each "
+            f"batch to session.step before you take the next."
+        )
 
     def _turn_of(self, batch: Batch) -> int:
         """How many phases the script has taken of this batch.

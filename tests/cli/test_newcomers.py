@@ -146,6 +146,77 @@ for batch in session.batches(steps=4):
         "was called between two steps of a pipeline, when this worker has the weights of its own stages only.",
         "Call session.model_state() on every worker",
     ),
+    "no start": (
+        "print(torch.ones(3).sum())",
+        0,
+        "note: train.py has not called paceline.start: each worker has run the whole script by itself",
+        "Let it train with session = paceline.start(...).",
+    ),
+    "a batch twice": (
+        """
+session = start()
+for batch in session.batches(steps=4):
+    session.step(batch)
+    session.step(batch)
+""",
+        2,
+        "The batch of step 0 was given to session.step before: it has made its update.",
+        "Call session.step once for each batch",
+    ),
+    "batches in a list": (
+        """
+session = start()
+for batch in list(session.batches(steps=4)):
+    session.step(batch)
+""",
+        2,
+        "The batch of step 0 is over: the script has the next one, and this one was left out.",
+        "Give each batch to session.step before you take the next.",
+    ),
+    "no step": (
+        """
+session = start()
+for batch in session.batches(steps=4):
+    pass
+""",
+        0,
+        "None of the 4 batches of this loop was given to session.step, so nothing was trained",
+        "call session.step(batch) for each",
+    ),
+    "a loader to evaluate": (
+        "train().evaluate(torch.utils.data.DataLoader(pairs, batch_size=4), lambda output, target: output.mean())",
+        2,
+        "evaluate makes batches by itself, and would take each batch of this DataLoader for one sample",
+        "give it loader.dataset, a ",
+    ),
+    "columns for data": (
+        "train(data=(torch.randn(64, 8), torch.zeros(64).long()))",
+        2,
+        "data is a tuple of 2 tensors or arrays of 64 entries each, and would be taken for 2 samples",
+        "give torch.utils.data.TensorDataset(inputs, targets)",
+    ),
+    "a number for the loss": (
+        "train(loss=lambda output, target: cross_entropy(output, target).item())",
+        2,
+        "but it is a float.",
+        "Return the tensor itself, without .item() or float().",
+    ),
+    "a class for the loss": (
+        "train(loss=nn.CrossEntropyLoss)",
+        2,
+        "loss is the class CrossEntropyLoss, and must be an object of it",
+        "which can be called: CrossEntropyLoss()",
+    ),
+    "backward on a report": (
+        """
+session = start()
+for batch in session.batches(steps=4):
+    session.step(batch).loss.backward()
+""",
+        1,
+        "AttributeError: 'float' object has no attribute 'backward' (train.py:",
+        "leave out backward(), zero_grad() and optimizer.step(): session.step has done all three",
+    ),
     "print": (
         "train(); print(); print('accuracy', 0.5); print('loss', 0.25); print('rank', second)",
         0,
