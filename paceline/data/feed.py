@@ -93,6 +93,7 @@ class Feed:
             self._data = StreamSamples(order, collates=collate is not None)
         else:
             self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
+        self._given, self._length = data, None if isinstance(order, StreamOrder) else len(data)
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
@@ -112,7 +113,16 @@ class Feed:
         """Yield the pieces of each step from ``start`` to ``stop``; ``pieces_of(step)`` are those of this worker.
 
         If they are to be on another device, those of the next step are on their way to it meanwhile.
+
+        Raises:
+            InputError: the data set has another length than at the start.
         """
+        if self._length is not None and len(self._given) != self._length:
+            raise InputError(
+                f"The data set had {self._length} samples at the start, and has {len(self._given)} in step {start}. "
+                f"Its length must stay, as the order of samples follows from it. Begin a new session with what has come, "
+                f"or give a stream (torch.utils.data.IterableDataset)."
+            )
         asked: dict[int, list[range]] = {}  # pieces_of may have changed since the loader was asked
 
         def pieces_asked(step: int) -> list[range]:

@@ -23,7 +23,8 @@ _CURES = {
     "out-of-memory": LESS_TO_HOLD,
     "crashed": "native code crashed: PYTHONFAULTHANDLER=1 prints the line of the script",
     "exit": "the script ended itself (sys.exit or os._exit): see its last output",
-    "ended-early": "all workers must take the same batches: look for a loop that some ranks leave before the others",
+    "ended-early": "all workers must take the same batches and make the same calls (evaluate, save, fingerprint): look "
+    "for a loop that some ranks leave before the others, or a call behind `if rank == 0`",
     "not-started": "look at what the script does before paceline.start; timeout_seconds is how long the others wait",
     "lost-connection": "look at that machine and at the network, and start it there again",
 }

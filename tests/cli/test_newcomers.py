@@ -195,6 +195,19 @@ for batch in session.batches(steps=4):
         "data is a tuple of 2 tensors or arrays of 64 entries each, and would be taken for 2 samples",
         "give torch.utils.data.TensorDataset(inputs, targets)",
     ),
+    "data that grow": (
+        """
+data = [pairs[index] for index in range(64)]
+session = start(data=data)
+for epoch in session.epochs(2):
+    for batch in session.batches():
+        session.step(batch)
+    data += data[:8]
+""",
+        2,
+        "The data set had 64 samples at the start, and has 72 in step 2",
+        "Begin a new session with what has come, or give a stream",
+    ),
     "a number for the loss": (
         "train(loss=lambda output, target: cross_entropy(output, target).item())",
         2,
