@@ -25,8 +25,26 @@ Set = Annotated[
     typer.Option("--set", help="A setting, such as batch=64; may be repeated.", metavar="KEY=VALUE"),
 ]
 Plan = Annotated[Path | None, typer.Option("--plan", help="A file (TOML) with settings.", metavar="FILE")]
+
+
+def _whole_number(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is no whole number.") from None
+
+
 Workers = Annotated[
-    int, typer.Option("--workers", "-n", "-np", "--nproc-per-node", help="How many workers train on each machine.")
+    int,
+    typer.Option(
+        "--workers",
+        "-n",
+        "-np",
+        "--nproc-per-node",
+        help="How many workers train on each machine.",
+        parser=_whole_number,
+        metavar="INTEGER",
+    ),
 ]
 RunsDir = Annotated[Path, typer.Option("--runs-dir", help="Where the run directories are.")]
 Nodes = Annotated[

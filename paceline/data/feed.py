@@ -120,8 +120,8 @@ class Feed:
         if self._length is not None and len(self._given) != self._length:
             raise InputError(
                 f"The data set had {self._length} samples at the start, and has {len(self._given)} in step {start}. "
-                f"Its length must stay, as the order of samples follows from it. Begin a new session with what has come, "
-                f"or give a stream (torch.utils.data.IterableDataset)."
+                f"Its length must stay, as the order of samples follows from it. Begin a new session with what has "
+                f"come, or give a stream (torch.utils.data.IterableDataset)."
             )
         asked: dict[int, list[range]] = {}  # pieces_of may have changed since the loader was asked
 

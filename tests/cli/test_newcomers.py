@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from fork_server import PACELINE, Command, ForkServer
 
+import paceline
+from paceline.cli.main import main
 from paceline.cli.progress import Progress
+from paceline.errors import ConfigError
 
 HEAD = """
 import os
@@ -287,3 +290,19 @@ session.print("done")
         if '"batches"' in line:  # of each epoch: the steps of all three
             assert seen.steps == 6, number
     assert seen.text().startswith("step 6/6  loss 1.") and "  accuracy 0." in seen.text()
+
+
+def test_a_number_of_workers_that_is_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "-n", "two", "train.py"])
+    assert ended.value.code == 2
+    assert "'two' is no whole number." in capsys.readouterr().err
+
+
+def test_what_is_not_for_launch() -> None:
+    with pytest.raises(ConfigError, match=r"launch calls a function, and was given 'train\.py': start a script with"):
+        paceline.launch("train.py")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"no argument 'seed'.* settings=\{'seed': 7\}"):
+        paceline.launch(print, seed=7)
+    with pytest.raises(ConfigError, match=r"no argument 'depth'.* as in launch\(f, 3\)\. Of places"):
+        paceline.launch(print, depth=3)
