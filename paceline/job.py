@@ -225,10 +225,11 @@ def conditions(job: Job) -> tuple[dict[str, int], dict[str, int | str], dict[str
 def summary(job: Job) -> list[str]:
     """Return what was applied that the script did not spell out, in sentences."""
     order, world, settings = job.order, job.world, job.settings
+    threads, parts = torch.get_num_threads(), order.microbatches
     sentences = [
-        f"{world.size} worker{'s' if world.size > 1 else ''} on {world.device.type}, strategy {settings.strategy}"
-        f"{_spelled(settings)}; batch of {order.batch} in {order.microbatches} microbatches; "
-        f"{torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''} each"
+        f"{world.size} worker{'s' * (world.size > 1)} on {world.device.type}, strategy {settings.strategy}"
+        f"{_spelled(settings)}; batch of {order.batch} in {parts} microbatch{'es' * (parts > 1)}; "
+        f"{threads} thread{'s' * (threads > 1)} each"
     ]
     if job.update.scaling.reason:
         sentences.append(job.update.scaling.reason)
