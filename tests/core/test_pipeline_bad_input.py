@@ -377,7 +377,7 @@ calls = []
 def loss(output, target):
     if output.requires_grad:
         calls.append(1)
-    counts = len(calls) != 5
+    counts = len(calls) != 9  # a call in training: the trials before make fewer
     return functional.cross_entropy(output, target, reduction="sum") * counts, len(target) * counts
 small(layers(nn.Tanh()), loss=loss, pipeline={"schedule": "pipedream", "update_every": 1, "cut": ["1"]})
 """
