@@ -228,8 +228,8 @@ def summary(job: Job) -> list[str]:
     threads, parts = torch.get_num_threads(), order.microbatches
     sentences = [
         f"{world.size} worker{'s' * (world.size > 1)} on {world.device.type}, strategy {settings.strategy}"
-        f"{_spelled(settings)}; batch of {order.batch} in {parts} microbatch{'es' * (parts > 1)}; "
-        f"{threads} thread{'s' * (threads > 1)} each"
+        f"{_spelled(settings)}; batch of {order.batch} in {parts} microbatch{'es' * (parts > 1)}; {threads} thread"
+        f"{'s' * (threads > 1)} each"
     ]
     if job.update.scaling.reason:
         sentences.append(job.update.scaling.reason)
@@ -289,9 +289,6 @@ def _forward(given: Components) -> Forward:
     if given.forward is not None:
         return given.forward
     assert given.loss is not None
-    if isinstance(given.loss, type):
-        name = given.loss.__name__
-        raise ConfigError(f"loss is the class {name}, and must be an object of it, which can be called: {name}().")
     return loss_of(given.loss)
 
 

@@ -65,8 +65,7 @@ def find(text: str) -> KnownError | None:
 
 def explain(text: str) -> str:
     """What is known of an error, in one line; empty if nothing is."""
-    known = find(text)
-    return known.paragraph if known else ""
+    return known.paragraph if (known := find(text)) else ""
 
 
 def find_printed(lines: list[str]) -> KnownError | None:

@@ -173,7 +173,13 @@ def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
 
 
 def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
-    """The forward pass of ``loss(model(input), target)``; also of a metric."""
+    """The forward pass of ``loss(model(input), target)``; also of a metric.
+
+    Raises:
+        InputError: it is a class.
+    """
+    if isinstance(loss, type):
+        raise InputError(f"{loss.__name__} is a class: give an object of it, {loss.__name__}().")
     loss = keras_loss.adapted(loss)
 
     def forward(model: nn.Module, data: Any) -> Any:

@@ -158,7 +158,7 @@ class Position:
                 self.among_batches = False
                 self._synchronize()
                 if self._workers.progress.steps <= self.steps:
-                    if self._unused and not self._used:
+                    if self._unused > 1 and not self._used:
                         warn(self._job, _UNUSED.format(count=self._unused))
                     return
 

@@ -66,7 +66,7 @@ class Steps:
         if not isinstance(batch, Batch):
             raise InputError(f"session.step takes a batch from session.batches(), not a {type(batch).__name__}.")
         workers, position = self._workers, self.position
-        if not phase and batch.step < position.steps:
+        if not phase and (batch.step < position.steps - 1 or batch.step == self._taken[0]):
             raise InputError(self._over(batch.step))
         turn = self._turn_of(batch) if phase else 0
         begin = time.perf_counter()

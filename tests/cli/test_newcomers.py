@@ -220,8 +220,8 @@ for epoch in session.epochs(2):
     "a class for the loss": (
         "train(loss=nn.CrossEntropyLoss)",
         2,
-        "loss is the class CrossEntropyLoss, and must be an object of it",
-        "which can be called: CrossEntropyLoss()",
+        "CrossEntropyLoss is a class",
+        "give an object of it, CrossEntropyLoss().",
     ),
     "backward on a report": (
         """
