@@ -276,8 +276,8 @@ class Session(Measurements):
         Raises:
             ConfigError: an ``optimizer`` is missing, unknown, or given in a session with one forward.
             NonFiniteLoss: a loss is NaN or infinite (unless ``nonfinite`` is ``skip``).
-            InputError: the loss is no scalar; a parameter gets no gradient from some microbatches, or a sparse one; the
-                forward pass changes a weight; the optimizer, its state or the model cannot be used on several workers.
+            InputError: the batch is over; the loss is no scalar; a parameter gets no gradient from some microbatches,
+                or a sparse one; the forward pass changes a weight; several workers cannot use the optimizer or model.
             DisagreementError: the workers are not at the same step.
             WorkerLost: another worker went away or stayed silent.
             CheckpointError: a checkpoint was due and could not be written, now or in the background before.

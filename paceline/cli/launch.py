@@ -138,10 +138,10 @@ def _options(place: Mapping[str, Any]) -> Options:
     known = {one.name for one in fields(Options)}
     if unknown := sorted(set(place) - known):
         name = unknown[0]
-        cure = f"What the function gets follows it without a name, as in launch(f, {place[name]!r})"
+        cure = f"To pass a value to the function, give it by position: launch(f, {place[name]!r})."
         if name in Settings.model_fields:
-            cure += f"; the setting of that name is given by settings={{{name!r}: {place[name]!r}}}"
-        raise ConfigError(f"launch has no argument {name!r}. {cure}. Of places it knows: {', '.join(sorted(known))}.")
+            cure += f" To change the setting, write settings={{{name!r}: {place[name]!r}}}."
+        raise ConfigError(f"launch has no argument {name!r}. {cure} Options of places: {', '.join(sorted(known))}.")
     return Options(**place)
 
 

@@ -31,7 +31,7 @@ def _whole_number(text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise typer.BadParameter(f"{text!r} is no whole number.") from None
+        raise typer.BadParameter(f"{text!r} is not a whole number. Give the number of workers, as in -n 4.") from None
 
 
 Workers = Annotated[

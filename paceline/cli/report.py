@@ -138,18 +138,22 @@ def say(line: str) -> None:
     print(line.encode(encoding, "replace").decode(encoding), file=sys.stderr, flush=True)
 
 
-def hint_of(launch: Launch, request: Request, lines: Sequence[str]) -> str:
-    """What a newcomer may have overlooked in a run without a failure; empty if nothing.
+def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, lines: Sequence[str]) -> str:
+    """Return a hint for a run without a failure, or an empty string.
 
     Args:
         launch: what was started.
         request: what the user asked for.
+        coordinator: what the coordinator knows.
         lines: what rank 0 printed.
     """
-    if not (request.horovod or any((launch.run / "events").glob("rank-*.jsonl"))):
+    from paceline.launchers import call_worker
+
+    if not (coordinator.ranks or request.horovod or request.script == Path(call_worker.__file__)):
         return (
-            f"note: {request.script.name} has not called paceline.start: each worker has run the whole script by "
-            f"itself, and nothing was trained together. Let it train with session = paceline.start(...)."
+            f"note: {request.script.name} did not call paceline.start, so Paceline trained nothing. Unless the script "
+            f"uses torch.distributed itself, every worker ran all of it independently. Start training with "
+            f"session = paceline.start(...)."
         )
     return _printed_everywhere(lines, launch.run / "output", request.workers)
 

@@ -385,7 +385,7 @@ def _coordinate(
     coordinator_report = coordinator.report(request.elastic)
     code = report(launch, result, request, coordinator_report, seen=agent.shown())
     if code == 0 and closing and not quiet:
-        if hint := hint_of(launch, request, shown.printed):
+        if hint := hint_of(launch, request, coordinator_report, shown.printed):
             say(hint)
         if lost := summary(coordinator_report):
             say(lost)

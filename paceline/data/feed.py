@@ -23,7 +23,7 @@ from paceline import fault_points
 from paceline.data.attributes import Attributes, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
 from paceline.data.nested import default_collate, rows
-from paceline.data.order import BatchOrder
+from paceline.data.order import BatchOrder, Order
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError
@@ -93,7 +93,7 @@ class Feed:
             self._data = StreamSamples(order, collates=collate is not None)
         else:
             self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
-        self._given, self._length = data, None if isinstance(order, StreamOrder) else len(data)
+        self._given, self._length = data, len(data) if isinstance(order, Order) else None
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
@@ -119,9 +119,9 @@ class Feed:
         """
         if self._length is not None and len(self._given) != self._length:
             raise InputError(
-                f"The data set had {self._length} samples at the start, and has {len(self._given)} in step {start}. "
-                f"Its length must stay, as the order of samples follows from it. Begin a new session with what has "
-                f"come, or give a stream (torch.utils.data.IterableDataset)."
+                f"The data set had {self._length} samples at the start and has {len(self._given)} in step {start}. Its "
+                f"length must not change, because the order of samples depends on it. Start a new session with the "
+                f"changed data set, or give a stream (torch.utils.data.IterableDataset)."
             )
         asked: dict[int, list[range]] = {}  # pieces_of may have changed since the loader was asked
 

@@ -71,11 +71,14 @@ def refuse_columns(what: str, data: Any) -> None:
     """
     if not isinstance(data, tuple) or not all(getattr(one, "shape", ()) for one in data):
         return
-    lengths = {len(one) for one in data}
-    if len(lengths) == 1 and (samples := lengths.pop()) > len(data):
+    shapes = {tuple(one.shape) for one in data}
+    lengths = {shape[0] for shape in shapes}
+    is_columns = len(lengths) == 1 and (len(shapes) > 1 or len(data) == 2)
+    if is_columns and (samples := lengths.pop()) > len(data):
         raise InputError(
-            f"{what} is a tuple of {len(data)} tensors or arrays of {samples} entries each, and would be taken for "
-            f"{len(data)} samples: give torch.utils.data.TensorDataset(inputs, targets), of tensors."
+            f"{what} is a tuple of {len(data)} tensors or arrays with {samples} entries each, which would count as "
+            f"{len(data)} samples. Give torch.utils.data.TensorDataset(inputs, targets); convert arrays with "
+            f"torch.as_tensor."
         )
 
 

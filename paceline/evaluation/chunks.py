@@ -56,7 +56,7 @@ class Chunks:
     """
 
     def __init__(self, job: Job, data: Any, what: str) -> None:
-        if isinstance(data, DataLoader):
+        if isinstance(data, DataLoader) and data.batch_sampler is not None:
             raise InputError(
                 f"{what} makes batches by itself, and would take each batch of this DataLoader for one sample: give "
                 f"it loader.dataset, a {type(data.dataset).__name__}."

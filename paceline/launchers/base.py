@@ -296,7 +296,7 @@ def threads_per_worker(settings: Settings, workers: int, cores: int) -> int:
 
 
 def pays_preload(workers: int, standby: int, elastic: object) -> bool:
-    """Whether one import of torch would serve several workers of this machine, or those that replace them."""
+    """Return whether several workers of this machine, or their replacements, would share one import of torch."""
     return workers + standby > (0 if elastic else 1)
 
 

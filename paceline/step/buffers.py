@@ -99,7 +99,7 @@ class Buffers:
         self._dirty = False
 
     def put_back(self) -> None:
-        """Put back every buffer to the start of the step, also after a forward pass that has raised."""
+        """Restore every buffer to its value at the start of the step, even if the forward pass raised."""
         for name, buffer in self._all.items():
             if name in self.live or self._changed(buffer):
                 buffer.put_back()

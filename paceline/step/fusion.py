@@ -89,11 +89,11 @@ class Fusion:
         return self._differs(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data), pairs.sum(0))
 
     def _differs(self, together: Piece, single: torch.Tensor) -> str:
-        """In what one pass over several microbatches gives another sum than one pass over each."""
+        """Return how the loss of one pass differs from the sum over microbatches; empty if it does not."""
         try:
             with without_trace(self._job):
                 fused = self._job.compute.loss_only(together)
-        except Exception as error:  # noqa: BLE001 - the model may be made for so many samples
+        except Exception as error:  # noqa: BLE001 - a model may accept only one number of samples
             return f"the forward pass of several at once raises {type(error).__name__}: {error}"
         tolerance = self._tolerance()
         near = torch.isclose(fused, single.to(fused.device), rtol=tolerance, atol=0.0)

@@ -176,7 +176,7 @@ def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
     """The forward pass of ``loss(model(input), target)``; also of a metric.
 
     Raises:
-        InputError: it is a class.
+        InputError: ``loss`` is a class, not an object.
     """
     if isinstance(loss, type):
         raise InputError(f"{loss.__name__} is a class: give an object of it, {loss.__name__}().")

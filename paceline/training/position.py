@@ -19,7 +19,8 @@ _NOT_LOADED = -1
 """In place of the generation of the workers for which a batch was loaded."""
 _UNUSED = (
     "None of the {count} batches of this loop was given to session.step, so nothing was trained: call "
-    "session.step(batch) for each. What a script updates with an optimizer of its own differs between workers."
+    "session.step(batch) for each. Weights that the script updates with an optimizer of its own are not synchronized "
+    "between workers."
 )
 
 
@@ -36,6 +37,7 @@ class Position:
         steps: how many steps the script has come past.
         epoch: the one that :meth:`epochs` has given last; none outside of it.
         among_batches: whether the script is between a batch and the next one, or has left the loop there.
+        used: how many batches of the present loop were given to a step.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Position:
         self._epochs = 0  # where the epochs of the script end
         self._given = -1  # the last step whose batch the script got
         self._running: Generator[Batch, None, None] | None = None
-        self._used = self._unused = 0  # batches of the present loop that were given to a step, and that were not
+        self.used = self._left_out = 0
         self.move_to(workers.progress.steps)
 
     @property
@@ -136,7 +138,7 @@ class Position:
         return self._running
 
     def _batches_until(self, end: Callable[[], int]) -> Generator[Batch, None, None]:
-        self._used, self._unused = 0, 0
+        self.used = self._left_out = 0
         final = end() if self.epoch is None else max(end(), self._job.order.first_of(self._epochs))
         self._job.events.mark("batches", position=self.steps, steps=None if final == UNKNOWN else final)
         while True:
@@ -158,8 +160,8 @@ class Position:
                 self.among_batches = False
                 self._synchronize()
                 if self._workers.progress.steps <= self.steps:
-                    if self._unused > 1 and not self._used:
-                        warn(self._job, _UNUSED.format(count=self._unused))
+                    if self._left_out > 1 and not self.used:
+                        warn(self._job, _UNUSED.format(count=self._left_out))
                     return
 
     def _load(self, start: int, end: Callable[[], int]) -> Iterator[Batch]:
@@ -174,10 +176,9 @@ class Position:
             self.move_to(step, before=True)
             yield self._batch(step, pieces, waited, generation)
             if self.steps == step:
-                self._unused += 1
+                self._left_out += 1
                 self._leave_out(step)
             else:
-                self._used += 1
                 self._end_batch()
             if self._job.world.generation != generation or (stop == UNKNOWN and self.steps >= end()):
                 return

@@ -76,6 +76,7 @@ class Steps:
             self._script.keep()
         self._taken = batch.step, turn + 1
         position.move_to(batch.step + 1, turn=turn)
+        position.used += 1
         waited = 0.0 if turn else batch.waited
         seconds = time.perf_counter() - begin + waited
         if not others_did and workers.progress.steps == batch.step + 1:  # else the result is that of a later step
@@ -95,8 +96,8 @@ class Steps:
                 f"session.step once for each batch; for more updates take a smaller batch or more epochs."
             )
         return (
-            f"The batch of step {step} is over: the script has the next one, and this one was left out. Give each "
-            f"batch to session.step before you take the next."
+            f"The batch of step {step} is over: the script already has later ones. Give each batch to session.step "
+            f"once, before you take the next."
         )
 
     def _turn_of(self, batch: Batch) -> int:

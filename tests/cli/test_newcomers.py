@@ -3,9 +3,11 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from fork_server import PACELINE, Command, ForkServer
 
 import paceline
@@ -152,8 +154,8 @@ for batch in session.batches(steps=4):
     "no start": (
         "print(torch.ones(3).sum())",
         0,
-        "note: train.py has not called paceline.start: each worker has run the whole script by itself",
-        "Let it train with session = paceline.start(...).",
+        "note: train.py did not call paceline.start, so Paceline trained nothing.",
+        "Start training with session = paceline.start(...).",
     ),
     "a batch twice": (
         """
@@ -173,8 +175,8 @@ for batch in list(session.batches(steps=4)):
     session.step(batch)
 """,
         2,
-        "The batch of step 0 is over: the script has the next one, and this one was left out.",
-        "Give each batch to session.step before you take the next.",
+        "The batch of step 0 is over: the script already has later ones.",
+        "Give each batch to session.step once, before you take the next.",
     ),
     "no step": (
         """
@@ -195,8 +197,8 @@ for batch in session.batches(steps=4):
     "columns for data": (
         "train(data=(torch.randn(64, 8), torch.zeros(64).long()))",
         2,
-        "data is a tuple of 2 tensors or arrays of 64 entries each, and would be taken for 2 samples",
-        "give torch.utils.data.TensorDataset(inputs, targets)",
+        "data is a tuple of 2 tensors or arrays with 64 entries each, which would count as 2 samples.",
+        "Give torch.utils.data.TensorDataset(inputs, targets)",
     ),
     "data that grow": (
         """
@@ -208,8 +210,8 @@ for epoch in session.epochs(2):
     data += data[:8]
 """,
         2,
-        "The data set had 64 samples at the start, and has 72 in step 2",
-        "Begin a new session with what has come, or give a stream",
+        "The data set had 64 samples at the start and has 72 in step 2.",
+        "Start a new session with the changed data set, or give a stream",
     ),
     "a number for the loss": (
         "train(loss=lambda output, target: cross_entropy(output, target).item())",
@@ -296,13 +298,36 @@ def test_a_number_of_workers_that_is_no_number(capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit) as ended:
         main(["run", "-n", "two", "train.py"])
     assert ended.value.code == 2
-    assert "'two' is no whole number." in capsys.readouterr().err
+    assert "'two' is not a whole number. Give the number of workers, as in -n 4." in capsys.readouterr().err
 
 
 def test_what_is_not_for_launch() -> None:
     with pytest.raises(ConfigError, match=r"launch calls a function, and was given 'train\.py': start a script with"):
         paceline.launch("train.py")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"no argument 'seed'.* settings=\{'seed': 7\}"):
+    with pytest.raises(ConfigError, match=r"no argument 'seed'\..* write settings=\{'seed': 7\}\."):
         paceline.launch(print, seed=7)
-    with pytest.raises(ConfigError, match=r"no argument 'depth'.* as in launch\(f, 3\)\. Of places"):
+    with pytest.raises(ConfigError, match=r"no argument 'depth'\..* by position: launch\(f, 3\)\. Options"):
         paceline.launch(print, depth=3)
+
+
+def test_what_only_looks_like_a_mistake(caplog: pytest.LogCaptureFixture) -> None:
+    samples = tuple(torch.linspace(0, 1, 64).roll(number) for number in range(16))
+    session = paceline.start(
+        model=torch.nn.Linear(64, 1),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        forward=lambda model, batch: model(batch).square().mean(),
+        data=samples,
+        batch=8,
+    )
+    running = session.batches(steps=4)
+    batch = next(running)
+    reports = []
+    for following in running:  # it looks one batch ahead
+        reports.append(session.step(batch))
+        batch = following
+    reports.append(session.step(batch))
+    assert ([one.step for one in reports], session.position) == ([0, 1, 2, 3], 4)
+    one_by_one = torch.utils.data.DataLoader(samples, batch_size=None)  # type: ignore[arg-type]
+    mean = session.evaluate(one_by_one, lambda model, batch: model(batch).mean())
+    assert mean == pytest.approx(session.evaluate(samples, lambda model, batch: model(batch).mean()))
+    assert not [one for one in caplog.records if one.levelname == "WARNING"]

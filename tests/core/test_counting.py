@@ -194,8 +194,8 @@ def test_a_trial_that_raises_leaves_no_trace(exact: bool, monkeypatch: pytest.Mo
     model = InPairs()
     notes, tried = train(cross_entropy, model, exact=exact)
     assert (model.norm.num_batches_tracked.item(), model.seen.item()) == (1, 1.0)
-    (said,) = [note for note in notes if "not known whether the loss is a mean" in note]
-    assert "RuntimeError: shape '[2, 4, -1]' is invalid" in said
+    (said,) = [note for note in notes if "The loss could not be checked" in note]
+    assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
     monkeypatch.setattr("paceline.training.steps.check_counting", lambda *_: None)
     torch.manual_seed(0)
     assert train(cross_entropy, InPairs(), exact=exact)[1] == tried
@@ -204,7 +204,7 @@ def test_a_trial_that_raises_leaves_no_trace(exact: bool, monkeypatch: pytest.Mo
 def test_a_backward_pass_in_the_forward_pass_can_be_tried() -> None:
     model = Penalized()
     notes, _ = train(cross_entropy, model)
-    assert not [note for note in notes if "not known" in note] and not alarms(notes)
+    assert not [note for note in notes if "could not be checked" in note] and not alarms(notes)
     assert model.norm.num_batches_tracked.item() == 2  # of one step: in the forward pass it is called twice
     with pytest.raises(InputError, match="grows with the number of samples"):
         train(SUMMED, Penalized())
@@ -221,19 +221,24 @@ class ForFour(nn.Module):
         return self.layer(values.view(4, 12))
 
 
-def test_a_model_for_one_number_of_samples_is_computed_microbatch_by_microbatch() -> None:
+def test_a_model_for_one_number_of_samples_is_computed_microbatch_by_microbatch(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     torch.manual_seed(0)
-    model = ForFour()
     session = paceline.start(
-        model=model,
+        model=ForFour(),
         optimizer=partial(torch.optim.SGD, lr=0.01),
         loss=cross_entropy,
         data=classes(64),
         batch=32,
     )
     assert session._job.order.microbatches == 8
-    for batch in session.batches(steps=3):
-        session.step(batch)
+    with caplog.at_level("INFO", logger="paceline"):
+        reports = [session.step(batch) for batch in session.batches(steps=3)]
+    assert ["could not be checked" in note for note in reports[-1].notes].count(True) == 1
+    assert (
+        "microbatches are computed one by one: the forward pass of several at once raises RuntimeError" in caplog.text
+    )
 
 
 def test_a_compiled_model_is_compiled_after_the_trial() -> None:

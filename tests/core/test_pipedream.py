@@ -340,7 +340,7 @@ from subjects import classes, mlp, tell, train
 # the 20th batch, after which all workers meet, is a short one of a single microbatch
 tell(**train({
     "model": mlp(), "optimizer": partial(torch.optim.SGD, lr=0.01), "loss": torch.nn.functional.cross_entropy,
-    "data": classes(100), "batch": 32, "microbatches": 8, "strategy": "pipeline", "timeout_seconds": 10,
+    "data": classes(100), "batch": 32, "microbatches": 8, "strategy": "pipeline", "timeout_seconds": 60,
     "pipeline": {"schedule": "2bw", "stages": 2},
 }, 22))
 """

@@ -38,8 +38,8 @@ KILL_ONE = """
         os.kill(os.getpid(), signal.SIGKILL)
 """
 WAIT_FOR_LOSS = """
-    if node and not Path("lost").exists() and session.workers == 1:
-        time.sleep(2)  # the other node may be slow to join
+    while node and session.workers == 1 and not Path("lost").exists() and not session._job.world.notice():
+        time.sleep(0.05)  # until the other node joins, which it does after the next step
     if node and not Path("lost").exists() and session.workers == 2:
         Path(f"node-{session.rank}").write_text(node)
         while not Path("lost").exists():

@@ -48,8 +48,9 @@ _NO_COUNT = (
     "beside the loss by its name, as in (loss, {{'accuracy': value}})."
 )
 _NOT_TRIED = (
-    "It is not known whether the loss is a mean over its samples, as it has to be: with other numbers of samples the "
-    "forward pass raises {error}."
+    "The loss could not be checked: the forward pass raised {error} when it was given some samples of a microbatch "
+    "once, twice and three times. Training goes on. Make sure that it returns a mean over its samples, or the pair "
+    "(sum, count)."
 )
 
 
@@ -61,10 +62,16 @@ def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
     """
     if job.compute.carried is not None:
         return
-    try:
-        text, certain = _trial(job, pieces, step)
-    except Exception as error:  # noqa: BLE001 - of whatever the forward pass does with other samples
-        warn(job, _NOT_TRIED.format(error=f"{type(error).__name__}: {error}"))
+    failed = ""
+    for gradients in (False, True):  # with them only if it needs them: they take memory
+        try:
+            with torch.set_grad_enabled(gradients):
+                text, certain = _trial(job, pieces, step)
+            break
+        except Exception as error:  # noqa: BLE001 - of whatever the forward pass does with other samples
+            failed = f"{type(error).__name__}: {error}"
+    else:
+        warn(job, _NOT_TRIED.format(error=failed))
         return
     if certain:
         raise InputError(text)
@@ -77,7 +84,8 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
     first = pieces[0]
     if not _has_rows(first):
         return "", False
-    third = max(min(first.samples, 2), -(-first.samples // 3))  # three of them take the memory of a microbatch
+    third = -(-first.samples // 3)  # three of them take the memory of a microbatch
+    third = min(first.samples, third + third % 2)  # for a loss over pairs
     part = rows(first.data, 0, third)
     repeated = _Repeated()
     eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
@@ -183,6 +191,8 @@ def _has_rows(piece: Piece) -> bool:
 class _Repeated(TorchDispatchMode):
     """Records the random numbers of a forward pass; when it is made again with its samples repeated, so are these."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._drawn: list[list[torch.Tensor]] = []
@@ -201,7 +211,7 @@ class _Repeated(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
             if self._first:
                 self._drawn.append([tensor.clone() for tensor in tensors_in(result)])
             elif self._number < len(self._drawn):

@@ -95,7 +95,9 @@ class PipeDream(Strategy):
         self.stages.mark_updated()
         self._executor.add(step, pieces, self._stream.worker, begin)
         self._run(window(self._stream, begin, self._entered))
-        if self._entered % self._round:  # else it would be another replica's turn, and this one may wait for that
+        # The next batch must begin with replica 0. Drain now: a replica without a microbatch may already wait for the
+        # others at the next barrier.
+        if self._entered % self._round:
             self._drain()
         result = self._updates.result()
         every = job.settings.pipeline.flush_every
