@@ -52,6 +52,7 @@ class Steps:
         self.position = Position(job, workers, self.synchronize, self._end_batch)
         self._taken = -1, 0  # the step whose batch the script gave last, and how often: its phases
         self._saved = -1  # the position at which the script saved
+        self._begun = -1  # the step of the last save that was due
         self._notice = 0
         traced = env.trace()
         self._trace = None if traced is None else TraceWriter(traced, job, state.tensors)
@@ -124,8 +125,10 @@ class Steps:
         """Save if it is time, and follow what was heard in the step."""
         steps, notice, self._notice = self.position.steps, self._notice, 0
         if steps == self._workers.progress.steps and self._due(steps):
+            self._begun = -1
             self._workers.retry(lambda: self.meet("synchronizing"))
-            self._begin_save()
+            if self._begun != steps:  # else it was repeated on the way, and saved then
+                self._begin_save()
         self.follow(notice)
 
     def _take(self, batch: Batch, phase: str, turn: int) -> StepResult:
@@ -244,7 +247,8 @@ class Steps:
         """Save the state in the background, after the workers have been synchronized."""
         activity = self._workers.activity
         activity.begin("saving a checkpoint", busy=True)
-        self._checkpointer.begin_save(self._state, self._workers.progress.steps)
+        self._begun = self._workers.progress.steps
+        self._checkpointer.begin_save(self._state, self._begun)
         activity.begin("in the script")
 
     def follow(self, notice: int) -> None:
