@@ -41,7 +41,7 @@ WAIT_FOR_LOSS = """
     while node and session.workers == 1 and not Path("lost").exists() and not session._job.world.notice():
         time.sleep(0.05)  # until the other node joins, which it does after the next step
     if node and not Path("lost").exists() and session.workers == 2:
-        Path(f"node-{session.rank}").write_text(node)
+        Path(f"node-of-{os.environ['PACELINE_WORKER']}").write_text(node)
         while not Path("lost").exists():
             time.sleep(0.05)
 """
@@ -93,9 +93,9 @@ def test_in_an_allocation_a_killed_worker_is_replaced(
 def test_the_others_survive_a_lost_node(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
     expected = script(WAIT_FOR_LOSS)
     process = slurm.start("salloc", "--nodes=2", "--no-kill", *RUN, "--nodes", "1:2", "train.py", cwd=tmp_path)
-    slurm.wait_for((tmp_path / "node-1").exists, "the worker of the second agent")
-    slurm.wait_for((tmp_path / "node-0").exists, "the worker of the first agent")
-    slurm.lose_node((tmp_path / "node-1").read_text())
+    slurm.wait_for((tmp_path / "node-of-1000").exists, "the worker of the second agent")
+    slurm.wait_for((tmp_path / "node-of-0").exists, "the worker of the first agent")
+    slurm.lose_node((tmp_path / "node-of-1000").read_text())  # the coordinator is with the first agent
     (tmp_path / "lost").touch()
     said = process.communicate()[0]
     assert process.returncode == 0, said
