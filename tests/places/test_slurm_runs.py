@@ -152,9 +152,9 @@ def test_a_preempted_job_comes_back(slurm: SlurmCluster, script: Callable[[str],
 def test_a_failed_node_queues_the_job_again(slurm: SlurmCluster, script: Callable[[str], str], tmp_path: Path) -> None:
     expected = script(WAIT_FOR_LOSS)
     process = slurm.start(*SUBMIT, "--nodes", "2", "--set", "checkpoint.every=2", "train.py", cwd=tmp_path)
-    slurm.wait_for((tmp_path / "node-1").exists, "the worker of the second agent")
-    slurm.wait_for((tmp_path / "node-0").exists, "the worker of the first agent")
-    lost = (tmp_path / "node-1").read_text()
+    slurm.wait_for((tmp_path / "node-of-1000").exists, "the worker of the second agent")
+    slurm.wait_for((tmp_path / "node-of-0").exists, "the worker of the first agent")
+    lost = (tmp_path / "node-of-1000").read_text()
     slurm.lose_node(lost)
     (tmp_path / "lost").touch()
     said = until(process, "is queued again|has ended")
