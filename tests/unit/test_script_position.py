@@ -35,12 +35,14 @@ class Scene:
             strategy=SimpleNamespace(pieces=lambda step: [range(1)]),
         )
         self.marks: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
         job: Any = SimpleNamespace(
             order=order,
             world=self.world,
             settings=SimpleNamespace(seed=3),
             events=SimpleNamespace(mark=lambda _, **fields: self.marks.append(fields)),
             feed=SimpleNamespace(steps=self._load),
+            learned=SimpleNamespace(warnings=self.warnings),
         )
         self.on_synchronize: Callable[[], None] = lambda: None
         self.of = Position(job, self.workers, self._synchronize, self._end_batch)
