@@ -31,12 +31,13 @@ def test_each_of_the_others_sends_a_part(run: Run, undisturbed: Any, path: str) 
     check(ran, undisturbed(JOINED, (4,)), 3)
     told = {line for text in ran.logs.values() for line in text.splitlines() if line.startswith("shares")}
     sent = {match[1]: match[2] for line in told if (match := re.fullmatch(r"shares (.*) to (.*) at \d", line))}
-    for shares, receivers in sent.items():
-        sizes = json.loads(shares)
-        senders = [size for rank, size in enumerate(sizes) if rank not in json.loads(receivers)]
-        assert len(senders) == 2, ran.report()
-        assert max(senders) - min(senders) <= 128, ran.report()
-    assert sent, ran.report()
+    parts = [
+        [size for rank, size in enumerate(json.loads(shares)) if rank not in json.loads(receivers)]
+        for shares, receivers in sent.items()
+    ]
+    assert all(max(sizes) - min(sizes) <= 128 for sizes in parts), ran.report()
+    # A survivor that was a step behind the killed worker may have got the state of the other one before.
+    assert [len(sizes) for sizes in parts if len(sizes) > 1] == [2], ran.report()
 
 
 @pytest.mark.sampled(1)
