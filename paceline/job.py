@@ -32,6 +32,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.keras import module as keras_module
 from paceline.launchers.local import become
+from paceline.schedule.audits import AuditSchedule
 from paceline.settings import Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
@@ -39,7 +40,7 @@ from paceline.step.fixed_point import TYPES
 from paceline.step.forward import Compute, recompute
 from paceline.step.job import Job
 from paceline.step.loss import Forward, loss_of
-from paceline.step.numerics import numerics
+from paceline.step.numerics import ask_for_determinism, numerics
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
@@ -104,7 +105,7 @@ def build(
     threads = _threads(settings, who)
     torch.set_num_threads(threads)
     if settings.exact and torch.cuda.is_available():
-        _ask_for_determinism()
+        ask_for_determinism()
     _keep_memory()
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
     given.model.to(world.device)
@@ -122,7 +123,9 @@ def build(
     recompute(given.model, settings.recompute, compute.buffers)
     if settings.compile:
         given.model.compile()
-    feed = Feed(given.data, order, world.device, settings.workers_per_loader, given.collate, settings.exact)
+    feed = Feed(
+        given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
+    )
     given_settings = {key: source for key, source in resolved.sources.items() if source != "default"}
     divides = capabilities.divides_update
     job = Job(
@@ -132,6 +135,7 @@ def build(
         divides_update=divides,
         replicated=capabilities.replicated,
         phases=phases,
+        audits=AuditSchedule.of(settings.audit, settings.checkpoint.every),
     )
     if divides:
         probe_optimizer(job)
@@ -374,13 +378,6 @@ def _describe(value: object) -> str:
     """Return a value as text, the same on equal workers; of an object, whose repr may hold an address, its class."""
     plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
     return str(value) if isinstance(value, plain) else type(value).__name__
-
-
-def _ask_for_determinism() -> None:
-    """Let libraries for GPUs do the same each time, where they can."""
-    torch.backends.cudnn.benchmark = False
-    env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add in an order of its own each time
-    torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _keep_memory() -> None:

@@ -282,6 +282,12 @@ class Settings(BaseModel):
     missing_gradient: Literal["stop", "zero"] = Field(
         "stop", description="if only some microbatches use a parameter: stop, or count its gradient as zero"
     )
+    audit: Literal["auto", "off"] | PositiveInt = Field(
+        "auto", description="steps that compute a microbatch twice and compare: auto, off, or also each of so many"
+    )
+    audit_action: Literal["stop", "warn"] | None = Field(
+        None, description="what follows if the two differ; none: stop with exact, else warn"
+    )
     threads: Annotated[PositiveInt, Field(le=1024)] | None = Field(
         None, description="threads per worker; none: 1 with exact, else cores / workers on this machine"
     )
@@ -296,6 +302,11 @@ class Settings(BaseModel):
     def fixed_point(self) -> bool:
         """Whether gradients are added up as whole numbers."""
         return self.exact == "fixed-point"
+
+    @property
+    def stops_at_difference(self) -> bool:
+        """Whether a run stops if a microbatch computed twice does not give the same."""
+        return self.audit_action == "stop" or (self.audit_action is None and bool(self.exact))
 
     @property
     def along_tree(self) -> bool:
@@ -327,15 +338,8 @@ class Settings(BaseModel):
 
 
 STRATEGIES = (
-    "allreduce",
-    "auto",
-    "backup",
-    "hogwild",
-    "local-sgd",
-    "parameter-server",
-    "pipeline",
-    "single",
-    "stealing",
+    *("allreduce", "auto", "backup", "hogwild", "local-sgd"),
+    *("parameter-server", "pipeline", "single", "stealing"),
 )
 """The names in :mod:`paceline.strategies.registry`, for code that does not import torch."""
 ONE_MACHINE = frozenset({"hogwild"})
@@ -389,6 +393,8 @@ class Arguments(TypedDict, total=False):
     tracking: TrackingSettings | dict[str, Any]
     nonfinite: Literal["stop", "skip"]
     missing_gradient: Literal["stop", "zero"]
+    audit: Literal["auto", "off"] | int
+    audit_action: Literal["stop", "warn"] | None
     threads: int
     timeout_seconds: float
     hang_seconds: float | None

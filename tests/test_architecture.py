@@ -38,7 +38,7 @@ SETTINGS = {
         "nonfinite",
     ),
     *("trackers", "tracking.directory", "tracking.project", "tracking.name", "tracking.closing_seconds"),
-    *("missing_gradient", "threads", "timeout_seconds", "hang_seconds"),
+    *("missing_gradient", "audit", "audit_action", "threads", "timeout_seconds", "hang_seconds"),
     *(
         "transport",
         "reduction",

@@ -42,12 +42,14 @@ class Headers:
     Attributes:
         metrics: the names of the metrics for which headers have room.
         own: the names of the metrics of this worker's pieces; None: it has computed nothing yet.
+        audited: whether this worker takes the next step for an audited one.
     """
 
     def __init__(self, world: World, pieces: int) -> None:
         self.world = world
         self.pieces = pieces
         self.own: tuple[str, ...] | None = None
+        self.audited = False
         self.agree(())
 
     def agree(self, metrics: tuple[str, ...]) -> None:
@@ -99,7 +101,7 @@ class StepHeader:
         step            notice                    seconds that the worker computed
         operations      lines of the script       whether a gradient is missing       (comm.desync.recorder)
         pieces          sum over the state: its upper and its lower 32 bits           (step.replicas)
-        metrics: a hash of their names
+        metrics: a hash     whether it is audited
 
     Where tensors are not on the host, the sums of losses, the counts, and the sum over the state are known to the
     device alone. They go in a message of their own, from device to device, and stay there: :meth:`count` is what is
@@ -117,10 +119,11 @@ class StepHeader:
 
     Attributes:
         notice: about the world, from any worker: it is about to change, or one leaves. Known after :meth:`check`, as
-            are the next three.
+            are the next four.
         seconds: how long each worker computed.
         missing: whether a piece of any worker gave no gradient to a parameter.
         starts: the first microbatch of each piece that each worker has computed.
+        audited: whether any worker takes the step for an audited one.
     """
 
     def __init__(
@@ -141,7 +144,12 @@ class StepHeader:
         recorder = world.recorder
         made = recorder.meet("session.step", f"step {step}") if recorder else (0.0, 0.0)
         state = len(pairs), *divmod(digest.host, 1 << 32)
-        rows = (step, world.notice(), seconds), (*made, missing), state, (_hash(headers.own or ()), 0.0, 0.0)
+        rows = (
+            (step, world.notice(), seconds),
+            (*made, missing),
+            state,
+            (_hash(headers.own or ()), headers.audited, 0.0),
+        )
         # the same size in all steps: workers at different steps must be able to say so
         own = torch.zeros((_ROWS + headers.pieces, _COLUMNS + 2 * len(headers.metrics)), dtype=torch.float64)
         assert len(starts) == len(pairs) <= headers.pieces, f"{len(starts)} pieces, room for {headers.pieces}"
@@ -165,6 +173,7 @@ class StepHeader:
         self.seconds: list[float] = []
         self.missing = True
         self.starts: list[list[int]] = []
+        self.audited = False
 
     def check(self) -> None:
         """Wait for the headers of all workers, and refuse workers that do not do the same.
@@ -184,6 +193,7 @@ class StepHeader:
         self.missing = any(header[1][2] for header in headers)
         self.starts = [[int(row[0]) for row in table[_ROWS : _ROWS + int(table[2][0])]] for table in self._tables]
         self._hashes = [header[3][0] for header in headers]
+        self.audited = any(header[3][1] for header in headers)
         if self._world.recorder is not None:
             self._world.recorder.check_agreement([(header[1][0], header[1][1]) for header in headers])
 

@@ -41,7 +41,7 @@ PENDING, LEAVING = 1, 2
 
 _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 28) - 8  # the back end for MPI has those above
-_WITHIN = ("start", "step")
+_WITHIN = ("start", "step", "audit")
 """Gathers inside something else that is recorded."""
 _LARGEST_MESSAGE = 1 << 32
 

@@ -1,11 +1,17 @@
-"""What Python objects hold besides parameters and buffers: generators, numbers, tensors; seen, and put back."""
+"""What Python objects hold besides parameters and buffers: generators, numbers, tensors; seen, and put back.
+
+Followed are attributes, slots, class attributes of user code, closures, and the functions and globals that functions of
+user code name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 from collections.abc import Iterator
-from functools import partial
+from functools import _lru_cache_wrapper, partial
+from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
@@ -38,11 +44,14 @@ class Attributes:
 
     Attributes:
         values: generator states, numbers and tensors, by their names such as ``model.head.rng``.
+        sizes: number of entries of each container and of each ``lru_cache``, by the same names.
     """
 
     def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
         self.values: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
         self._containers: list[tuple[Any, Any]] = []
+        self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals
         self._leaves: list[tuple[Any, Any]] = []
         self._copies = copies
         self._room = _MOST_BYTES
@@ -57,7 +66,7 @@ class Attributes:
                 self._seen.add(id(value))
                 waiting += self._visit(name, value)
 
-    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901 - a case for each type
+    def _visit(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:  # noqa: C901, PLR0912 - a case for each type
         if isinstance(value, GENERATORS):
             self._keep(name, value, _state_of(value))
         elif isinstance(value, torch.Tensor | numpy.ndarray):
@@ -65,10 +74,12 @@ class Attributes:
                 self._room -= value.nbytes
                 self._keep(name, value, value.detach().clone() if isinstance(value, torch.Tensor) else value.copy())
         elif isinstance(value, list | tuple | set):
+            self.sizes[name] = len(value)
             if len(value) <= _MOST_ENTRIES and not isinstance(value, tuple):
                 self._containers.append((value, value.copy()))
-            yield from ((f"{name}[{place}]", one) for place, one in enumerate([*value][:_MOST_ENTRIES]))
+            yield from ((f"{name}[{place}]", one) for place, one in enumerate(islice(value, _MOST_ENTRIES)))
         elif isinstance(value, dict):
+            self.sizes[name] = len(value)
             if len(value) <= _MOST_ENTRIES:
                 self._containers.append((value, value.copy()))
                 yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
@@ -79,34 +90,72 @@ class Attributes:
             yield from ((name, value.__self__), (name, value.__func__))
         elif isinstance(value, partial):
             yield from ((name, value.func), (f"{name} arguments", value.args), (f"{name} arguments", value.keywords))
+        elif isinstance(value, _lru_cache_wrapper):
+            self.sizes[value.__name__] = value.cache_info().currsize
+            yield name, value.__wrapped__
         elif isinstance(value, FunctionType):
-            yield from _of_function(name, value)
+            yield from self._of_function(name, value)
         else:
             yield from self._of_object(name, value)
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        entries = getattr(value, "__dict__", None)
-        if not isinstance(entries, dict):
-            return
-        if not isinstance(value, nn.Module) and not is_user_code(_file_of(type(value))):
+        module = isinstance(value, nn.Module)
+        users = [kind for kind in type(value).__mro__ if is_user_code(_file_of(kind))]
+        if not module and not users:
             own = type(value).__module__.partition(".")[0]
             if own in ("paceline", "torch") and not isinstance(value, torch.utils.data.Dataset):
                 return
-        self._containers.append((entries, entries.copy()))
-        module = isinstance(value, nn.Module)
-        for key, one in entries.items():
-            if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
+        entries = getattr(value, "__dict__", None)
+        if isinstance(entries, dict):
+            self._containers.append((entries, entries.copy()))
+            for key, one in entries.items():
+                if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
+                    yield f"{name}.{key}", one
+            for key, one in (entries.get("_modules") or {}).items() if module else ():
                 yield f"{name}.{key}", one
-        for key, one in (entries.get("_modules") or {}).items() if module else ():
-            yield f"{name}.{key}", one
-        for method in ("forward", "__call__", "__getitem__"):
-            function = getattr(type(value), method, None)
-            if isinstance(function, FunctionType) and is_user_code(function.__code__.co_filename):
+        for kind in users:
+            yield from self._of_class(name, value, kind)
+
+    def _of_class(self, name: str, value: Any, kind: type) -> Iterator[tuple[str, Any]]:
+        """The slots of an object that a class of user code defines, and the attributes and methods of this class."""
+        for key in _slots_of(kind):
+            if hasattr(value, key):
+                yield from self._entry(f"{name}.{key}", value, key, getattr(value, key))
+        if id(kind) in self._seen:
+            return
+        self._seen.add(id(kind))
+        for key, one in [*vars(kind).items()]:
+            function = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
+            if isinstance(function, FunctionType | _lru_cache_wrapper):
                 yield name, function
+            elif not key.startswith("__") and not inspect.isdatadescriptor(one):
+                yield from self._entry(f"{kind.__name__}.{key}", kind, key, one)
+
+    def _of_function(self, name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        """What a function holds: closures, and of a user's function its attributes and the globals that it names."""
+        yield from (
+            (key, cell) for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        )
+        yield f"{name} defaults", function.__defaults__
+        if is_user_code(function.__code__.co_filename):
+            self._containers.append((function.__dict__, function.__dict__.copy()))
+            yield from ((f"{function.__name__}.{key}", one) for key, one in function.__dict__.items())
+            for key in function.__code__.co_names:
+                if key in function.__globals__ and _is_followed(one := function.__globals__[key]):
+                    yield from self._entry(key, function.__globals__, key, one)
+
+    def _entry(self, name: str, owner: Any, key: str, value: Any) -> Iterator[tuple[str, Any]]:
+        """An entry of a slot, a class or the globals, which is put back by itself."""
+        self._named.append((owner, key, value))
+        yield name, value
 
     def _keep(self, name: str, value: Any, state: Any) -> None:
         self.values[name] = state
         self._leaves.append((value, state))
+
+    def dictionaries(self) -> list[dict[Any, Any]]:
+        """The dictionaries found, those of the attributes of objects among them."""
+        return [container for container, _ in self._containers if isinstance(container, dict)]
 
     def generators(self) -> Iterator[tuple[str, Any]]:
         """The names and states of generators."""
@@ -117,6 +166,12 @@ class Attributes:
         """Let all be as it was."""
         for container, before in self._containers:
             _put_back(container, before)
+        for owner, key, value in self._named:
+            if isinstance(owner, dict):
+                owner[key] = value
+            elif getattr(owner, key, None) is not value:
+                with contextlib.suppress(AttributeError, TypeError):
+                    setattr(owner, key, value)
         for value, state in self._leaves:
             if isinstance(value, GENERATORS):
                 _set_state(value, state)
@@ -147,17 +202,16 @@ def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
     return True
 
 
-def _of_function(name: str, function: FunctionType) -> Iterator[tuple[str, Any]]:
-    """What a function holds: closures, and of a user's function also the globals that it names."""
-    yield from (
-        (key, cell) for key, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    )
-    yield f"{name} defaults", function.__defaults__
-    if is_user_code(function.__code__.co_filename):
-        for key in function.__code__.co_names:
-            value = function.__globals__.get(key)
-            if isinstance(value, GENERATORS):
-                yield key, value
+def _is_followed(value: Any) -> bool:
+    """Whether to look into a global: not at objects of libraries, which may have threads of their own."""
+    followed = (bool, int, float, list, dict, set, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
+    known = isinstance(value, (*followed, _lru_cache_wrapper))
+    return known or is_user_code(_file_of(type(value)))
+
+
+def _slots_of(kind: type) -> list[str]:
+    slots = vars(kind).get("__slots__", ())
+    return [key for key in ([slots] if isinstance(slots, str) else slots) if key not in ("__dict__", "__weakref__")]
 
 
 def _file_of(kind: type) -> str:

@@ -12,6 +12,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,12 +25,12 @@ from paceline.data.attributes import Attributes, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
 from paceline.data.nested import default_collate, rows
 from paceline.data.order import BatchOrder, Order
+from paceline.data.plain_values import PlainValues, Values
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.local.kernel import is_ending
-from paceline.settings import Exact
 
 _log = logging.getLogger("paceline")
 
@@ -82,7 +83,7 @@ class Feed:
         device: torch.device,
         loaders: int = 0,
         collate: Callable[[list[Any]], Any] | None = None,
-        exact: Exact = False,
+        stops: bool = False,
     ) -> None:
         self._order = order
         self._device = device
@@ -92,8 +93,10 @@ class Feed:
         if isinstance(order, StreamOrder):
             self._data = StreamSamples(order, collates=collate is not None)
         else:
-            self._data = KeyedDataset(data, order.seed, collates=collate is not None, exact=exact)
+            self._data = KeyedDataset(data, order.seed, collates=collate is not None, stops=stops)
         self._given, self._length = data, len(data) if isinstance(order, Order) else None
+        self._plain: PlainValues | None = None
+        self._values: dict[int, Values] = {}  # with which the newest batches were read
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
             self._data,
@@ -131,23 +134,35 @@ class Feed:
         self._requests.make = lambda: self._requests_of(start, stop, pieces_asked)
         if threading.current_thread() is threading.main_thread():  # the kernel looks at the thread, not at the process
             self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
+        if isinstance(self._data, KeyedDataset) and not self._data.is_plain:
+            self._plain = self._plain if self._loader.num_workers and self._plain else PlainValues(self._given)
         items = iter(self._loader)
         ahead = 0 if self._device.type == "cpu" else 1
         loaded: deque[list[_Loaded]] = deque()
         for step in range(start, stop + ahead):
             if step < stop:
+                self._remember(step)
                 loaded.append([self._loaded(step, piece, _next(items)) for piece in pieces_asked(step)])
             if step >= start + ahead:
                 yield [one.piece() for one in loaded.popleft()]
                 del asked[step - ahead]
 
     def load(self, step: int, pieces: list[range]) -> list[Piece]:
-        """Load some pieces of one step, now and in this process."""
+        """Load some pieces of one step, now and in this process, as they were to be when its batch was handed out."""
         requests = self._requests_of(step, step + 1, lambda _: pieces)
-        return [
-            self._loaded(step, piece, self._collate(self._data.__getitems__(request))).piece()
-            for piece, request in zip(pieces, requests, strict=True)
-        ]
+        values = self._values.get(step)
+        with nullcontext() if self._plain is None or values is None else self._plain.set_to(values):
+            return [
+                self._loaded(step, piece, self._collate(self._data.__getitems__(request))).piece()
+                for piece, request in zip(pieces, requests, strict=True)
+            ]
+
+    def _remember(self, step: int) -> None:
+        """Remember with which plain values the batch of a step is read; loader processes keep those they began with."""
+        if self._plain is not None:
+            began = next(iter(self._values.values()), None) if self._loader.num_workers else None
+            self._values = {one: values for one, values in self._values.items() if one >= step - 1}
+            self._values[step] = self._plain.now() if began is None else began
 
     def _loaded(self, step: int, piece: range, data: Any) -> _Loaded:
         parts = self._order.parts_of(step)
@@ -214,20 +229,20 @@ class KeyedDataset(Dataset[Any]):
         data: the user's.
         seed: of the run.
         collates: whether the user's own function collates.
-        exact: whether a sample that is another one when it is read again is an error, or a reason for a warning; None:
+        stops: whether a sample that is another one when it is read again is an error, or a reason for a warning; None:
             neither, and nothing is read again.
     """
 
-    def __init__(self, data: Any, seed: int, collates: bool, exact: Exact | None = None) -> None:
+    def __init__(self, data: Any, seed: int, collates: bool, stops: bool | None = None) -> None:
         self._data = data
         self._seed = seed
         self._collates = collates
-        self._is_plain = type(data) in (TensorDataset, list, tuple)
+        self.is_plain = type(data) in (TensorDataset, list, tuple)
         self._tensors: tuple[torch.Tensor, ...] = ()
         if type(data) is TensorDataset and not collates:  # indexing takes less than half the time of reading one by one
             self._tensors = data.tensors
         self._draws = False
-        self._exact = exact
+        self._stops = stops
 
     def __getitems__(self, request: LoadRequest) -> list[Any] | TensorRows:
         if request.step is not None:
@@ -235,15 +250,17 @@ class KeyedDataset(Dataset[Any]):
         if self._tensors:
             samples = torch.tensor(request.samples)
             return TensorRows([rows_of(tensor, samples) for tensor in self._tensors])
+        first = self._stops is not None and not self.is_plain
+        sizes = self._attributes().sizes if first else {}
         items = self._items(request)
-        if self._exact is not None and not self._is_plain:
-            self._read_again(request, items[0])
+        if first:
+            self._read_again(request, items[0], sizes)
         if self._collates:  # it may draw too
             seed_all(seed_of(COLLATE, self._seed, request.epoch, request.samples[0]))
         return items
 
     def _items(self, request: LoadRequest) -> list[Any]:
-        if self._is_plain:
+        if self.is_plain:
             return self._read(request.samples)
         if not self._draws:
             seed_untouched()
@@ -262,32 +279,54 @@ class KeyedDataset(Dataset[Any]):
         seed_all(seed_of(SAMPLE, self._seed, epoch, sample))
         return self._data[sample]
 
-    def _read_again(self, request: LoadRequest, item: Any) -> None:
-        """Read the first sample of the first request once more, which must be the same; leave no trace.
+    def _attributes(self) -> Attributes:
+        return Attributes({"data": self._data}, set(), copies=False)
+
+    def _read_again(self, request: LoadRequest, item: Any, sizes: dict[str, int]) -> None:
+        """Read samples of the first request once more, which must be the same and drawn anew; leave no trace.
+
+        Args:
+            request: the first one.
+            item: its first sample.
+            sizes: of what the data set held before that was read.
 
         Raises:
-            InputError: with ``exact``, if it is another one, or the data set draws from a generator of its own.
+            InputError: a sample is another one, or the data set draws from a generator of its own or keeps what it
+                drew, and the run is to stop.
         """
-        exact, self._exact = self._exact, None
-        sample = request.samples[0]
-        before = Attributes({"data": self._data}, set(), copies=False)
+        stops, self._stops = self._stops, None
+        sample, keeps = request.samples[0], False
+        before = self._attributes()
         try:
             with preserve_generators():
                 again = self._read_keyed(request.epoch, sample)
-            after = Attributes({"data": self._data}, set(), copies=False).values
+                after = self._attributes().values
+                if self._draws:
+                    seed_untouched()
+                    self._read(request.samples)
+                    keeps = not was_drawn()
         finally:
             before.put_back()
         drawn = [name for name, value in before.generators() if not same(value, after.get(name, value))]
-        if same(item, again) and not drawn:
+        if drawn or not same(item, again):
+            because = f"it draws from {drawn[0]}" if drawn else "it depends on what was read before"
+            text = (
+                f"The data set gives another sample {sample} when it is read again: {because}. Each worker reads other "
+                f"samples, so the result depends on the number of workers. Draw from the global generators of torch, "
+                f"random or numpy: they are keyed by (seed, epoch, sample)."
+            )
+        elif keeps:
+            grown = [name for name, size in before.sizes.items() if size > sizes.get(name, 0)]
+            text = (
+                f"The data set keeps what it drew for a sample{f', in {grown[0]}' if grown else ''}: when a sample is "
+                f"read again, nothing is drawn. The draw is keyed by the epoch in which a worker first reads the "
+                f"sample, so the result depends on the number of workers. Draw each time a sample is read, or for all "
+                f"samples in __init__."
+            )
+        else:
             return
-        because = f"it draws from {drawn[0]}" if drawn else "it depends on what was read before"
-        text = (
-            f"The data set gives another sample {sample} when it is read again: {because}. Each worker reads other "
-            f"samples, so the result depends on the number of workers. Draw from the global generators of torch, "
-            f"random or numpy: they are keyed by (seed, epoch, sample)."
-        )
-        if exact:
-            raise InputError(f"{text} Without exact=True training goes on with a warning.")
+        if stops:
+            raise InputError(f"{text} With audit_action='warn' training goes on.")
         _log.warning(text)
 
 

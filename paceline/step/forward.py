@@ -6,7 +6,7 @@ import copy
 from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,19 @@ class ForwardResult(NamedTuple):
     drew: bool = False
 
 
+class Recorder(Protocol):
+    """Takes note of one microbatch; see ``step.trials.audit``."""
+
+    def wants(self, piece: Piece, step: int) -> bool:
+        """Whether this is the one."""
+
+    def add_data(self, data: Any) -> None:
+        """Take note of its data, before the forward pass may change them."""
+
+    def add_result(self, result: ForwardResult) -> None:
+        """Take note of its forward pass, and of the gradients when they are computed."""
+
+
 class Compute:
     """Computes the loss of a piece, as a sum over what the loss counts.
 
@@ -51,6 +64,7 @@ class Compute:
         turn: how many phases the batch has had before this one, if a batch has several.
         carried: the states that microbatches hand on, if the forward pass takes one.
         loss_scale: keeps gradients in the range of float16, if the forward pass is in it.
+        recorder: takes digests of a microbatch of an audited step.
     """
 
     def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None, largest: int) -> None:
@@ -65,6 +79,7 @@ class Compute:
         self.metrics: tuple[str, ...] | None = None
         self.carried: CarriedState | None = None
         self.loss_scale: LossScale | None = None
+        self.recorder: Recorder | None = None
 
     def of(self, forward: Forward) -> Compute:
         """The same for another forward pass of this model."""
@@ -84,6 +99,9 @@ class Compute:
             step: to which they belong.
             watch_draws: whether to find out if it draws random numbers.
         """
+        recorder = self.recorder if self.recorder is not None and self.recorder.wants(piece, step) else None
+        if recorder is not None:
+            recorder.add_data(piece.data)
         self.buffers.reset()
         seed_all(self.seed(STEP, step, piece.microbatches.start))
         before = generator_states() if watch_draws else None
@@ -92,7 +110,10 @@ class Compute:
         buffers = self.buffers.collect(piece.samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        return ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)
+        result = ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)
+        if recorder is not None:
+            recorder.add_result(result)
+        return result
 
     @property
     def scale(self) -> float:

@@ -9,6 +9,7 @@ microbatch, and then its loss once more in one pass.
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 
 import torch
 
@@ -41,10 +42,12 @@ class Fusion:
         self._open = not single and job.order.microbatches > 1 and known is None
         self._drew = False
 
-    def pieces(self, share: range) -> list[range]:
-        """The pieces in which a share of microbatches is computed."""
+    def pieces(self, share: range, audited: int | None = None) -> list[range]:
+        """The pieces in which a share of microbatches is computed; the audited one by itself."""
         if self._fused:
-            return [share] if share else []
+            alone = [] if audited is None or audited not in share else [audited, audited + 1]
+            ends = [share.start, *alone, share.stop]
+            return [range(start, stop) for start, stop in pairwise(ends) if start < stop]
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
     def forward(self, piece: Piece, step: int) -> ForwardResult:

@@ -14,6 +14,7 @@ from paceline.data.feed import Feed, Piece
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
 from paceline.events import EventLog
+from paceline.schedule.audits import AuditSchedule
 from paceline.settings import Settings
 from paceline.step.forward import Compute
 from paceline.step.loss import Forward
@@ -27,11 +28,14 @@ class Learned:
 
     ``fusible``: whether neighbouring microbatches may be computed in one pass (``step.fusion``); None: not known yet.
     ``repeatable``: whether it is known if a microbatch computed twice gives the same (``step.trials``).
+    ``told``: whether the user was told that a microbatch computed twice does not give the same (it has False), or
+    loaded twice does not have the same data (True).
     ``warnings``: what its user must know, in sentences.
     """
 
     fusible: bool | None = None
     repeatable: bool = False
+    told: set[bool] = field(default_factory=set)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -45,7 +49,7 @@ class Job:
     gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
     workers as there may ever be, so that nobody is refused when one joins. ``replicated``: all workers hold the same
     state after each step. ``phases`` are the forward passes by the names of optimizers, if a batch has several
-    (``strategies.phases``).
+    (``strategies.phases``). ``audits``: which steps are audited (``step.trials.audit``).
     """
 
     compute: Compute
@@ -64,6 +68,7 @@ class Job:
     divides_update: bool = False
     replicated: bool = True
     phases: Mapping[str, Forward] = field(default_factory=dict)
+    audits: AuditSchedule = field(default_factory=AuditSchedule)
 
     def __post_init__(self) -> None:
         if self.settings.autocast == "float16":

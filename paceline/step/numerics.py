@@ -69,3 +69,10 @@ def canary() -> str:
     for result in results:
         digest.update(result.contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def ask_for_determinism() -> None:
+    """Let libraries for GPUs do the same each time, where they can."""
+    torch.backends.cudnn.benchmark = False
+    env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add in an order of its own each time
+    torch.use_deterministic_algorithms(True, warn_only=True)

@@ -16,6 +16,7 @@ from paceline.step.commit import Apply, with_norm
 from paceline.step.fixed_point import FixedPoint
 from paceline.step.fusion import Fusion
 from paceline.step.job import Job
+from paceline.step.trials.audit import Audit
 
 
 class _Computed(NamedTuple):
@@ -32,13 +33,15 @@ class FullBatch:
 
     Args:
         job: what is trained.
+        audited: whether the weights stay still while a step is computed, so that it can be audited.
 
     Attributes:
         apply: makes the update from the last gradients; None: :meth:`Update.apply`.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, audited: bool = True) -> None:
         self._job = job
+        self._audit = Audit(job, alone=True) if audited else None
         self._fusion = Fusion(job, together=False)
         self._parameters = list(job.update.parameters.values())
         self.apply: Apply | None = None
@@ -46,7 +49,9 @@ class FullBatch:
 
     def pieces(self, step: int, share: range | None = None) -> list[range]:
         """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
-        return self._fusion.pieces(range(len(self._job.order.parts_of(step))) if share is None else share)
+        job, microbatches = self._job, len(self._job.order.parts_of(step))
+        audited = job.audits.microbatch(step, microbatches) if job.audits.is_due(step) else None
+        return self._fusion.pieces(range(microbatches) if share is None else share, audited)
 
     def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[Part], list[torch.Tensor]]:
         """Put the mean gradients into ``.grad``.
@@ -54,9 +59,12 @@ class FullBatch:
         Returns:
             what is known of each piece, and the means of the buffers that the forward pass changes.
         """
+        audited = self._audit is not None and self._audit.begin(step, [[piece.microbatches for piece in pieces]])
         self._job.compute.buffers.begin()
         self._job.update.check_structure()
         parts, computed, table = self._means(step, pieces)
+        if self._audit is not None and audited:
+            self._audit.compare()
         self._fusion.decide(pieces, table)
         samples = sum(piece.samples for piece in pieces)
         return parts, [value.div_(samples) for value in self._changed(computed.statistics)]

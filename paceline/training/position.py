@@ -134,12 +134,14 @@ class Position:
         else:
             steps = count
             self._target = partial(order.end_of, count, start) if epochs else lambda: start + steps
-        self._running = self._batches_until(lambda: min(self.target, UNKNOWN if last is None else last))
+        self._running = self._batches_until(lambda: min(self.target, UNKNOWN if last is None else last), count)
         return self._running
 
-    def _batches_until(self, end: Callable[[], int]) -> Generator[Batch, None, None]:
+    def _batches_until(self, end: Callable[[], int], count: int | None) -> Generator[Batch, None, None]:
         self.used = self._left_out = 0
         final = end() if self.epoch is None else max(end(), self._job.order.first_of(self._epochs))
+        counted = count is not None or self.epoch is not None
+        self._job.audits.last = final - 1 if counted and final != UNKNOWN else None
         self._job.events.mark("batches", position=self.steps, steps=None if final == UNKNOWN else final)
         while True:
             target = end()

@@ -143,7 +143,7 @@ def test_without_exact_it_is_read_as_if_nobody_had_looked(caplog: pytest.LogCapt
     for looks in (True, False):
         session = start(False, source="rng")
         if not looks:
-            session._job.feed._data._exact = None
+            session._job.feed._data._stops = None
         train(session)
         prints.append(session.fingerprint())
     assert prints[0] == prints[1]

@@ -106,10 +106,14 @@ class Hosts:
         return found
 
     def worker(self, place: int) -> int:
-        """The process of the newest worker of a machine."""
+        """The process of the newest worker of a machine, which says so after it has become a member."""
+        until(lambda: self._workers(place))
+        return self._workers(place)[-1]
+
+    def _workers(self, place: int) -> list[int]:
         logs = (self.folder / str(place) / "runs").glob("*/output/*.log")
         lines = [line for log in sorted(logs) for line in log.read_text().splitlines() if line.startswith("pid")]
-        return int(lines[-1].split()[1])
+        return [int(line.split()[1]) for line in lines]
 
     def fingerprints(self) -> set[str]:
         logs = self.folder.glob("*/runs/*/output/*.log")

@@ -139,6 +139,14 @@ class CarriedState:
     def _copy(self, value: torch.Tensor) -> torch.Tensor:
         return value.to(self._device, copy=True)
 
+    def following(self) -> dict[int, tuple[int, Any]]:
+        """Return the states that the microbatches computed here hand on, with their steps."""
+        return dict(self._next)
+
+    def set_following(self, following: dict[int, tuple[int, Any]]) -> None:
+        """Go back to what :meth:`following` returned."""
+        self._next = following
+
     def exchange(self, world: World, step: int) -> States:
         """The states of all microbatches after a step; every worker calls this.
 

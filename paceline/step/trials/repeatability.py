@@ -17,12 +17,12 @@ from paceline.data.attributes import Attributes, same
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.step.job import Job
-from paceline.step.trials.trial import warn, without_trace
+from paceline.step.trials.trial import Trial, warn, without_trace
 
 _log = logging.getLogger("paceline")
-_TOLERANCE = 1e-2
+TOLERANCE = 1e-2
 """Relative to the norm of a value, if other bits will do."""
-_CURE = (
+CURE = (
     "Each worker computes other microbatches, so the result depends on the number of workers. Draw random numbers from "
     "the global generators of torch, random or numpy, which are keyed; keep what the forward pass changes in buffers "
     "(register_buffer); count steps in the loop."
@@ -33,7 +33,7 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
     """Compute a microbatch twice, and leave no trace; returns whether it can be computed.
 
     Raises:
-        InputError: with ``exact``, if the two differ; without, there is a warning.
+        InputError: the two differ, and the run is to stop; else there is a warning.
     """
     try:
         text = _trial(job, piece, step)
@@ -41,24 +41,48 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
         _log.debug("a microbatch could not be computed twice: %s", error)
         return False
     if text:
-        text = f"{text}. {_CURE}"
-        if job.settings.exact:
-            raise InputError(f"{text} Without exact=True training goes on with a warning.")
+        text = f"{text}. {CURE}"
+        if job.settings.stops_at_difference:
+            raise InputError(f"{text} With audit_action='warn' training goes on.")
         warn(job, text)
+        job.learned.told.add(False)
     return True
 
 
 def _trial(job: Job, piece: Piece, step: int) -> str:
     """What is not as it should be; empty if nothing is."""
     with without_trace(job) as trial:
-        first = _computed(job, piece, step)
-        between = trial.attributes()
-        trial.restore_weights()
-        second = _computed(job, piece, step)
-        after = trial.attributes()
+        first, between, second, after = _twice(job, piece, step, trial)
         alike = same if job.settings.exact else _close
         different = [key for key, value in first.items() if not alike(value, second[key])]
-        return _verdict(trial.before, between, after, different)
+        moved = _moved(trial.before, between, after)
+    named = ", ".join(moved[:3])
+    if different:
+        because = f": it changes {named}" if moved else ", as it keeps something of its own from pass to pass"
+        return f"The same microbatch computed twice does not give the same: {different[0]} differs{because}"
+    return f"The forward pass changes {named} each time, which is no buffer of the model" if moved else ""
+
+
+def _twice(
+    job: Job, piece: Piece, step: int, trial: Trial
+) -> tuple[dict[str, Any], Attributes, dict[str, Any], Attributes]:
+    """What a microbatch gives, and the attributes after it; then both for the same microbatch again."""
+    first = _computed(job, piece, step)
+    between = trial.attributes()
+    trial.restore_weights()
+    return first, between, _computed(job, piece, step), trial.attributes()
+
+
+def what_changes(job: Job, piece: Piece, step: int) -> list[str]:
+    """Return the names of what the forward pass of a microbatch changes; leave no trace."""
+    try:
+        with without_trace(job) as trial:
+            _, between, _, after = _twice(job, piece, step, trial)
+            grown = [name for name, size in between.sizes.items() if size != trial.before.sizes.get(name, size)]
+            return _moved(trial.before, between, after) or grown
+    except Exception as error:  # noqa: BLE001 - it is only asked for a cause
+        _log.debug("a microbatch could not be computed twice: %s", error)
+        return []
 
 
 def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
@@ -80,17 +104,13 @@ def _close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     if left is None or right is None or left.is_sparse or left.shape != right.shape:
         return left is right or same(left, right)
     difference, size = (left.double() - right.double()).norm(), left.double().norm()
-    return same(left, right) or bool(difference <= _TOLERANCE * size)
+    return same(left, right) or bool(difference <= TOLERANCE * size)
 
 
-def _verdict(before: Attributes, between: Attributes, after: Attributes, differ: list[str]) -> str:
+def _moved(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
+    """The names of what two passes have changed: of generators and tensors, then of numbers."""
     moved = [name for name, value in after.values.items() if _goes_on(name, value, before, between)]
-    moved.sort(key=lambda name: isinstance(after.values[name], bool | int | float))  # generators, tensors, then numbers
-    named = ", ".join(moved[:3])
-    if differ:
-        because = f": it changes {named}" if moved else ", as it keeps something of its own from pass to pass"
-        return f"The same microbatch computed twice does not give the same: {differ[0]} differs{because}"
-    return f"The forward pass changes {named} each time, which is no buffer of the model" if moved else ""
+    return sorted(moved, key=lambda name: isinstance(after.values[name], bool | int | float))
 
 
 def _goes_on(name: str, value: Any, before: Attributes, between: Attributes) -> bool:

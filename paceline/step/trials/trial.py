@@ -45,6 +45,7 @@ def without_trace(job: Job) -> Iterator[Trial]:
                 value.data.copy_(kept)
 
     compute.buffers.begin()
+    following = None if compute.carried is None else compute.carried.following()
     before = Attributes(roots, known)
     try:
         with preserve_generators():
@@ -53,5 +54,7 @@ def without_trace(job: Job) -> Iterator[Trial]:
         before.put_back()
         restore_weights()
         compute.buffers.put_back()
+        if compute.carried is not None and following is not None:
+            compute.carried.set_following(following)
         for value, gradient in zip(parameters, gradients, strict=True):
             value.grad = gradient

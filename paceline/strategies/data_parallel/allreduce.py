@@ -93,7 +93,9 @@ class AllReduce(Strategy):
 
     def _layout(self, step: int) -> list[list[range]]:
         """The pieces of each rank."""
-        return [self._fusion.pieces(share) for share in self._shares(len(self._job.order.parts_of(step)))]
+        microbatches = len(self._job.order.parts_of(step))
+        audited = self._job.audits.microbatch(step, microbatches) if self._job.audits.is_due(step) else None
+        return [self._fusion.pieces(share, audited) for share in self._shares(microbatches)]
 
     def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
         """The nodes that each rank sends: of the canonical tree, or one for its running sum."""
@@ -104,6 +106,7 @@ class AllReduce(Strategy):
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         job, layout = self._job, self._layout(step)
         shares = self._shares(len(job.order.parts_of(step)))
+        self._results.audit(step, layout)
         job.compute.buffers.begin()
         job.update.check_structure()
         computed = self._gradients(step, pieces, layout, shares)

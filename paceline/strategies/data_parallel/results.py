@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from paceline.comm.all_gather import AllGather, PendingGather
@@ -10,6 +12,7 @@ from paceline.step.checks import Part
 from paceline.step.commit import Apply, with_norm
 from paceline.step.job import Job
 from paceline.step.replicas import Replicas
+from paceline.step.trials.audit import Audit
 
 
 class Results:
@@ -27,7 +30,12 @@ class Results:
         self._norm: torch.Tensor | None = None
         self._headers = Headers(job.world, most)
         self._replicas = Replicas(job)
+        self._audit = Audit(job)
         self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters), host=True)
+
+    def audit(self, step: int, layout: Sequence[Sequence[range]]) -> None:
+        """Begin a step, with the pieces that each rank will compute, as far as that is known."""
+        self._headers.audited = self._audit.begin(step, layout)
 
     def send(
         self,
@@ -43,6 +51,7 @@ class Results:
         If the step is computed ``again``, the weights are on their way, and are not compared.
         """
         self._headers.own = self._job.compute.metrics
+        self._headers.audited = self._headers.audited and not again
         digest = None if again else self._replicas.digest(step)
         return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
 
@@ -70,13 +79,15 @@ class Results:
 
         Raises:
             DisagreementError: the workers do not hold the same state.
-            InputError: they have metrics of different names.
+            InputError: they have metrics of different names, or the audit has found a difference.
         """
         without = _without_gradient(layout, None if missing is None else missing.wait())
         if header.on_device:
             self._norm = None if self._apply else self._job.update.norm(frozenset.intersection(*without))
             header.read(self._norm)
         self._replicas.check(header.state_digests(), header.seconds)
+        if header.audited:
+            self._audit.compare()
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
         metrics = metrics_of(self._job, header)

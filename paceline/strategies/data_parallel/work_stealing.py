@@ -78,6 +78,7 @@ class WorkStealing(Strategy):
         job = self._job
         computed = ComputedPieces(job, step, pieces)
         self._reducer.clear()
+        self._results.audit(step, [[range(one, one + 1) for one in share] for share in self._shares(step)])
         job.compute.buffers.begin()
         job.update.check_structure()
         self._steps += 1

@@ -35,7 +35,7 @@ from paceline.strategies.parameter_server.sharing import OnOneMachine, on_one_ma
 
 def build(job: Job) -> AsyncSteps:
     """The asynchronous loop on shared weights."""
-    shared = on_one_machine(job)
+    shared = on_one_machine(job, audited=False)
     return AsyncSteps(shared, SharedWeights(shared))
 
 

@@ -46,8 +46,8 @@ class OverNetwork(Shared):
     peers: RpcPeers
 
 
-def on_one_machine(job: Job) -> OnOneMachine:
-    """What workers on one machine share.
+def on_one_machine(job: Job, audited: bool = True) -> OnOneMachine:
+    """What workers on one machine share; ``audited``: see :class:`FullBatch`.
 
     Raises:
         ConfigError: they are on several, or on GPUs.
@@ -55,7 +55,7 @@ def on_one_machine(job: Job) -> OnOneMachine:
     memory, rank = shared_memory_of(job), job.world.rank
     claims = StepClaims(job.world, memory)
     staleness = Staleness(Histogram(memory, rank), Histogram(memory, rank), job.strategy_state.get(STATE, {}))
-    return OnOneMachine(job, claims, staleness, FullBatch(job), memory)
+    return OnOneMachine(job, claims, staleness, FullBatch(job, audited), memory)
 
 
 def over_network(job: Job) -> OverNetwork:

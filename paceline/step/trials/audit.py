@@ -1,0 +1,223 @@
+"""Whether a microbatch gives the same whoever computes it, whenever, and after whatever else: some are computed twice.
+
+::
+
+    step 4     worker 0     5   0 1 2 3  ┐                 microbatch 5 of an audited step belongs to worker 1.
+                            ▲            ┼ compare 5       Worker 0 computes it first, loaded anew, without a trace.
+               worker 1         4 5 6 7  ┘                 Before the update all see the digests of both.
+
+Compared are digests of the data, the loss, the buffers and the gradients: with ``exact`` their bits, else up to
+rounding. A worker that has nobody to compare with computes the microbatch first, and again after the ones before it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from paceline.data.feed import Piece
+from paceline.data.nested import leaves_in
+from paceline.errors import InputError
+from paceline.step.forward import ForwardResult
+from paceline.step.job import Job
+from paceline.step.replicas import digest_of
+from paceline.step.trials.repeatability import CURE, TOLERANCE, what_changes
+from paceline.step.trials.trial import warn, without_trace
+
+Digests: TypeAlias = "dict[str, list[int | float]]"
+"""By the name of a value a digest, then, without ``exact``, its norm and its sum with alternating signs."""
+
+
+_DATA = "the data"
+
+
+class Recorder:
+    """Takes the digests of one microbatch when :class:`~paceline.step.forward.Compute` comes to it.
+
+    Attributes:
+        found: the digests; empty until then.
+    """
+
+    def __init__(self, job: Job, step: int, microbatch: int) -> None:
+        self._job = job
+        self._step, self._microbatches = step, range(microbatch, microbatch + 1)
+        self._values: dict[str, torch.Tensor] = {}
+        self.found: Digests = {}
+
+    def wants(self, piece: Piece, step: int) -> bool:
+        """Whether this is the microbatch, for the first time."""
+        return not self.found and step == self._step and piece.microbatches == self._microbatches
+
+    def add_data(self, data: Any) -> None:
+        """Take the digest of the data, before the forward pass may change them."""
+        self.found[_DATA] = [_digest_of_data(data)]
+
+    def add_result(self, result: ForwardResult) -> None:
+        """Take the digests of a forward pass, and those of the gradients when they are computed."""
+        job = self._job
+        self._add("the loss", result.pair)
+        for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
+            self._add(f"the buffer {name!r}", value)
+        for name, parameter in job.update.parameters.items():
+            if parameter.requires_grad:
+                self._await_gradient(name, parameter)
+
+    def _await_gradient(self, name: str, parameter: torch.Tensor) -> None:
+        def take(gradient: torch.Tensor) -> None:
+            handle.remove()
+            self._add(f"the gradient of {name!r}", gradient)
+
+        handle = parameter.register_hook(take)
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        value = value.detach()
+        if value.is_sparse:
+            value = value.coalesce().values()
+        self.found[name] = [digest_of(value)]
+        if not self._job.settings.exact:
+            flat = (torch.view_as_real(value) if value.is_complex() else value).double().flatten()
+            self.found[name] += [float(flat.norm()), float(flat[::2].sum() - flat[1::2].sum())]
+
+
+class Audit:
+    """Lets two workers compute a microbatch of an audited step, and compares what they found.
+
+    Args:
+        job: what is trained.
+        alone: whether this worker compares with itself, as no other one has its weights.
+    """
+
+    def __init__(self, job: Job, alone: bool = False) -> None:
+        self._job = job
+        self._alone = alone or job.world.size == 1
+        self._step = self._microbatch = 0
+        self._recorders: list[Recorder] = []
+
+    def begin(self, step: int, layout: Sequence[Sequence[range]]) -> bool:
+        """Before a step is computed: compute the microbatch, if it is this worker's turn.
+
+        Args:
+            step: its number.
+            layout: the pieces that each rank, or this worker alone, will compute, as far as that is known.
+
+        Returns:
+            whether the step is audited.
+        """
+        job = self._job
+        self._recorders, job.compute.recorder = [], None
+        if not (job.audits.is_due(step) or job.audits.is_last(step)):
+            return False
+        self._step, self._microbatch = step, job.audits.microbatch(step, len(job.order.parts_of(step)))
+        holders = [
+            (place, piece) for place, pieces in enumerate(layout) for piece in pieces if self._microbatch in piece
+        ]
+        if self._alone and not holders:
+            return False
+        owner, piece = holders[0] if holders else (0, range(1))
+        others = [rank for rank in range(job.world.size) if rank != owner]
+        if self._alone or job.world.rank == others[self._microbatch % len(others)]:
+            self._compute()
+        if len(piece) > 1 and (self._alone or job.world.rank == owner):
+            self._compute()  # in the step it is computed with others
+        recorder = Recorder(job, step, self._microbatch)
+        self._recorders.append(recorder)
+        job.compute.recorder = recorder
+        return True
+
+    def _compute(self) -> None:
+        """Compute the microbatch, loaded anew, and leave no trace."""
+        job, begin = self._job, time.perf_counter()
+        recorder = Recorder(job, self._step, self._microbatch)
+        self._recorders.append(recorder)
+        with without_trace(job):
+            for value in job.compute.model.parameters():
+                value.grad = None
+            job.compute.recorder = recorder
+            job.compute.forward_pass(self._load(), self._step).total.backward()
+        seconds = time.perf_counter() - begin
+        job.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
+
+    def _load(self) -> Piece:
+        (piece,) = self._job.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
+        return piece
+
+    def compare(self) -> None:
+        """Compare the digests, before the update; every worker of the strategy calls this, or the one that is alone.
+
+        Raises:
+            InputError: they differ, and the run is to stop.
+        """
+        job = self._job
+        own = [recorder.found for recorder in self._recorders if recorder.found]
+        self._recorders, job.compute.recorder = [], None
+        everyone = [own] if self._alone else job.world.gather(own, "audit")
+        name, ranks = _difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
+        if not name:
+            return
+        told = (name == _DATA) in job.learned.told
+        cause = self._cause(name) if not told and (self._alone or job.world.rank in ranks) else ""
+        known = [(told, cause)] if self._alone else job.world.gather((told, cause), "audit")
+        text = self._text(name, ranks, next((cause for _, cause in known if cause), ""))
+        job.learned.told.add(name == _DATA)
+        if any(told for told, _ in known):
+            return
+        if job.settings.stops_at_difference:
+            raise InputError(f"{text} With audit_action='warn' training goes on.")
+        warn(job, text)
+
+    def _cause(self, name: str) -> str:
+        """What the forward pass changes, if that can be found; empty otherwise."""
+        if name == _DATA:
+            return ""
+        self._job.compute.buffers.reset()
+        return ", ".join(what_changes(self._job, self._load(), self._step)[:3])
+
+    def _text(self, name: str, ranks: tuple[int, int], cause: str) -> str:
+        rank, other = ranks
+        by = "twice" if self._alone or rank == other else f"by rank {rank} and by rank {other}"
+        if name == _DATA:
+            return (
+                f"Audit of step {self._step}: microbatch {self._microbatch}, loaded {by}, does not have the same data. "
+                f"The data set or the collate function depends on what it was asked for before, or keeps what it drew. "
+                f"Each worker reads other samples, so the result depends on the number of workers. Draw from the "
+                f"global generators of torch, random or numpy each time a sample is read: they are keyed by (seed, "
+                f"epoch, sample). Or draw for all samples in __init__."
+            )
+        because = f": the forward pass changes {cause}" if cause else ""
+        return (
+            f"Audit of step {self._step}: microbatch {self._microbatch}, computed {by}, does not give the same: {name} "
+            f"differs{because}. {CURE}"
+        )
+
+
+def _difference(found: list[tuple[int, Digests]]) -> tuple[str, tuple[int, int]]:
+    """The first value of which two workers have other digests, and their ranks; an empty name if there is none."""
+    for rank, digests in found[1:]:
+        first, known = found[0]
+        for name in known:  # of a microbatch that another worker has stolen nobody may have the gradients
+            if name in digests and not _alike(known[name], digests[name]):
+                return name, (first, rank)
+    return "", (0, 0)
+
+
+def _alike(left: list[int | float], right: list[int | float]) -> bool:
+    if left[0] == right[0] or len(left) == 1:
+        return left[0] == right[0]
+    return all(abs(one - other) <= TOLERANCE * left[1] for one, other in zip(left[1:], right[1:], strict=True))
+
+
+def _digest_of_data(data: Any) -> int:
+    """The digest of a batch: of the bytes of its tensors, and of the text of plain values."""
+    digest = hashlib.blake2b(digest_size=6)
+    for leaf in leaves_in(data):
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
+            digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        elif isinstance(leaf, bool | int | float | str | None):
+            digest.update(repr(leaf).encode())
+    return int.from_bytes(digest.digest(), "little")

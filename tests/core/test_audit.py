@@ -1,0 +1,252 @@
+"""A microbatch that is computed or loaded twice must be the same, and nobody sees that it was."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset, TensorDataset
+
+import paceline
+from paceline.errors import InputError
+from paceline.step.fusion import Fusion
+from paceline.step.trials.audit import Audit
+from paceline.testing.ranks import Ended
+
+Printed = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., list[Ended]]
+
+
+def start(model: nn.Module, **more: Any) -> paceline.Session:
+    torch.manual_seed(0)
+    values = torch.randn(48, 4)
+    given: dict[str, Any] = {
+        "model": model,
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "loss": functional.cross_entropy,
+        "data": TensorDataset(values, (values.sum(1) > 0).long()),
+        "batch": 16,
+        "exact": True,
+    }
+    return paceline.start(**given | more)
+
+
+class Late(nn.Module):
+    """Draws from a generator that nobody knows, once it is switched on."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.scale = scale
+        self.on = False
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        factor = 1 + self.scale * random.SystemRandom().random() if self.on else 1.0
+        return self.layer(values) * factor
+
+
+def train(session: paceline.Session, model: nn.Module, steps: int, on: int) -> list[str]:
+    notes: list[str] = []
+    for batch in session.batches(steps=steps):
+        if batch.step == on:
+            model.on = True
+        notes = list(session.step(batch).notes)
+    return notes
+
+
+def test_the_error_names_the_step_and_what_differs() -> None:
+    model = Late(0.5)
+    with pytest.raises(InputError, match=r"Audit of step 4: microbatch 4, computed twice, .* the loss differs"):
+        train(start(model), model, 12, 3)
+
+
+def test_a_warning_is_given_once() -> None:
+    model = Late(0.5)
+    notes = train(start(model, audit_action="warn"), model, 12, 3)
+    assert sum("Audit of step 4" in note for note in notes) == 1
+
+
+def test_rounding_matters_with_exact_only() -> None:
+    model = Late(1e-5)
+    assert not any("Audit" in note for note in train(start(model, exact=False), model, 6, 1))
+    model = Late(1e-5)
+    with pytest.raises(InputError, match="Audit of step 1"):
+        train(start(model), model, 6, 1)
+
+
+def test_nothing_is_computed_twice_without_audits() -> None:
+    model = Late(0.5)
+    assert train(start(model, audit="off"), model, 12, 3) is not None
+
+
+def test_what_is_audited(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A microbatch for each audit, no more: before saves, of the last step, and of each step asked for."""
+    computed = []
+    plain = Audit._compute
+
+    def compute(audit: Audit) -> None:
+        computed.append((audit._step, audit._microbatch))
+        plain(audit)
+
+    monkeypatch.setattr(Audit, "_compute", compute)
+    session = start(nn.Linear(4, 2), checkpoint={"directory": tmp_path, "every": 7}, audit=5)
+    for batch in session.batches(steps=13):
+        session.step(batch)
+    assert [step for step, _ in computed] == [0, 1, 2, 4, 5, 6, 8, 10, 12]
+    assert len({microbatch for _, microbatch in computed[:5]}) == 5
+
+
+def test_audits_leave_no_trace() -> None:
+    prints = set()
+    for audit in (1, "off"):
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.BatchNorm1d(4), nn.Dropout(0.2), nn.Linear(4, 2))
+        session = start(model, audit=audit, optimizer=partial(torch.optim.AdamW, lr=0.01))
+        for batch in session.batches(epochs=3):
+            session.step(batch)
+            torch.rand(1)
+        prints.add(session.fingerprint())
+    assert len(prints) == 1
+
+
+def test_the_audited_microbatch_is_computed_by_itself() -> None:
+    fusion = Fusion.__new__(Fusion)
+    fusion._fused = True
+    assert fusion.pieces(range(2, 6)) == fusion.pieces(range(2, 6), 7) == [range(2, 6)]
+    assert fusion.pieces(range(2, 6), 3) == [range(2, 3), range(3, 4), range(4, 6)]
+    assert fusion.pieces(range(2, 6), 2) == [range(2, 3), range(3, 6)]
+
+
+def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last step, of which no worker knows beforehand that it is the last, computes the microbatch twice."""
+    computed = []
+    plain = Audit._compute
+    monkeypatch.setattr(Audit, "_compute", lambda audit: (computed.append(audit._step), plain(audit)))
+    model = Late(0.5)
+    notes = train(start(model, exact=False), model, 12, 9)
+    assert computed == [0, 1, 2, 4, 8, 11, 11]
+    assert any("Audit of step 11" in note for note in notes)
+
+
+class Keeps(Dataset[tuple[torch.Tensor, int]]):
+    """Draws for a sample when it is read first."""
+
+    def __init__(self) -> None:
+        self.values = torch.randn(48, 4)
+        self.drawn: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
+        if place not in self.drawn:
+            self.drawn[place] = self.values[place] + 0.1 * torch.randn(4)
+        return self.drawn[place], place % 2
+
+
+@functools.lru_cache
+def drawn(place: int) -> torch.Tensor:
+    return torch.randn(4, generator=torch.Generator().manual_seed(place)) + 0.1 * torch.randn(4)
+
+
+class Cached(Keeps):
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, int]:
+        return drawn(place), place % 2
+
+
+@pytest.mark.parametrize(("data", "where"), [(Keeps, "data.drawn"), (Cached, "drawn")])
+def test_a_data_set_that_keeps_what_it_drew(data: type[Keeps], where: str) -> None:
+    drawn.cache_clear()
+    with pytest.raises(InputError, match=f"keeps what it drew for a sample, in {where}: "):
+        train(start(nn.Linear(4, 2), data=data()), nn.Identity(), 2, 9)
+
+
+SCRIPT = """
+from functools import partial
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+import paceline
+
+kind, strategy = KIND, STRATEGY
+PAST = []
+
+class Data(Dataset):
+    strength = 0.0
+    def __init__(self):
+        self.values = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+        self.known = set()
+    def __len__(self):
+        return 48
+    def __getitem__(self, place):
+        value = self.values[place] * (1 + self.strength)
+        if kind == "kept" and place in self.known:  # another value from the second time on
+            value = value + 1
+        if session.position > 1:
+            self.known.add(place)
+        return value, place % 2
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, values):
+        if kind == "hidden" and session.position > 0:
+            before = eval("PAST[-1] if PAST else 0.0")
+            PAST[:] = [values.mean().item()]
+            values = values + before
+        return self.layer(values)
+
+torch.manual_seed(0)
+data = Data()
+session = paceline.start(
+    model=Model(), optimizer=partial(torch.optim.SGD, lr=0.1), loss=functional.cross_entropy, data=data, batch=16,
+    exact=True, strategy=strategy, timeout_seconds=30,
+)
+for batch in session.batches(epochs=3):
+    if kind == "strength":
+        data.strength = batch.step / 10
+    session.step(batch)
+print('{"fingerprint": "%s"}' % session.fingerprint())
+"""
+
+
+def script(kind: str, strategy: str) -> str:
+    return SCRIPT.replace("KIND", repr(kind)).replace("STRATEGY", repr(strategy))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["allreduce", "stealing", "parameter-server"])
+def test_two_workers_find_what_is_hidden_from_one(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    everyone = ranks(script("hidden", strategy), 2, tmp_path, deadline=60)
+    assert [one.code for one in everyone] == [2, 2]
+    for one in everyone:
+        assert "Audit of step 1: microbatch 6, computed by rank" in one.err
+        assert "the loss differs" in one.err
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("strategy", ["allreduce", "stealing"])
+def test_two_workers_find_data_that_depend_on_what_was_read(ranks: Run, tmp_path: Path, strategy: str) -> None:
+    everyone = ranks(script("kept", strategy), 2, tmp_path, deadline=60)
+    assert [one.code for one in everyone] == [2, 2]
+    assert all("does not have the same data" in one.err for one in everyone)
+
+
+def test_a_data_set_changed_in_the_loop_is_the_same_to_all(printed: Printed, tmp_path: Path) -> None:
+    """The batch of a step was read before the loop changed it; what is loaded later in the step is read as then."""
+    found = [
+        one["fingerprint"]
+        for workers, strategy in ((1, "single"), (2, "allreduce"), (2, "stealing"), (2, "auto"))
+        for one in printed(script("strength", strategy), workers, tmp_path / f"{strategy}", deadline=60)
+    ]
+    assert len(set(found)) == 1
