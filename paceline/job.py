@@ -23,6 +23,7 @@ from paceline.comm.world import World
 from paceline.config import Resolved, check_machines, flat
 from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
+from paceline.data.loop_changes import LoopChanges
 from paceline.data.order import BatchOrder
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
@@ -33,7 +34,7 @@ from paceline.events import EventLog
 from paceline.keras import module as keras_module
 from paceline.launchers.local import become
 from paceline.schedule.audits import AuditSchedule
-from paceline.settings import Settings
+from paceline.settings import ONE_MACHINE, Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
 from paceline.step.fixed_point import TYPES
@@ -44,6 +45,7 @@ from paceline.step.numerics import ask_for_determinism, numerics
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
+from paceline.step.replicas import digest_of
 from paceline.step.trials.optimizer_probe import probe_optimizer
 from paceline.strategies import registry
 from paceline.strategies.base import Capabilities
@@ -126,11 +128,12 @@ def build(
     feed = Feed(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
-    given_settings = {key: source for key, source in resolved.sources.items() if source != "default"}
     divides = capabilities.divides_update
+    digest = None if settings.strategy in ONE_MACHINE else digest_of  # there others change the same memory
+    loop = LoopChanges(given.model, update.optimizer, digest, feed.owners)
     job = Job(
-        *(compute, update, order, settings, world, events, feed, given.collate),
-        given=given_settings,
+        *(compute, update, order, settings, world, events, feed, loop, given.collate),
+        given={key: source for key, source in resolved.sources.items() if source != "default"},
         sparse=sparse,
         divides_update=divides,
         replicated=capabilities.replicated,

@@ -163,7 +163,7 @@ class Session(Measurements):
         settings = job.settings
         self._script = ScriptState()
         about = jobs.conditions(job)
-        self._state = TrainingState(job.compute.model, job.update, *about, job.strategy_state, self._script)
+        self._state = TrainingState(job.compute.model, job.update, *about, job.strategy_state, self._script, job.loop)
         self._state.parts["data"] = job.order
         if job.compute.carried is not None:
             self._state.parts["carried"] = job.compute.carried

@@ -120,11 +120,21 @@ class Part(Protocol):
         """Go on from what :meth:`state` returned."""
 
 
+class LoopChanges(Part, Protocol):
+    """What the loop body changes; see ``data.loop_changes``."""
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return what the loop has changed since the last step returned, as it was then."""
+
+
 class ScriptState(Protocol):
     """What the script keeps."""
 
+    def keep(self) -> None:
+        """Copy it, for :meth:`saved`."""
+
     def saved(self) -> dict[str, Any]:
-        """Return it as plain values and tensors."""
+        """Return it as plain values and tensors, as it was copied."""
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take over what was saved."""
@@ -141,6 +151,7 @@ class TrainingState:
         versions: of Python and the libraries.
         strategy_state: of the strategy; changed in location.
         script: what the script keeps.
+        loop: what the loop body changes.
 
     Attributes:
         keeps_script: whether :meth:`load` leaves the script what it has.
@@ -149,7 +160,7 @@ class TrainingState:
         parts: what else belongs to the state, by name.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a state is made of
         self,
         model: nn.Module,
         update: StatefulUpdate,
@@ -158,6 +169,7 @@ class TrainingState:
         versions: dict[str, str],
         strategy_state: dict[str, Any],
         script: ScriptState | None = None,
+        loop: LoopChanges | None = None,
     ) -> None:
         self._model = model
         self._names = state_dict_names(model)
@@ -167,14 +179,20 @@ class TrainingState:
         self._versions = versions
         self._strategy_state = strategy_state
         self._script = script
+        self._loop = loop
         self.keeps_script = False
         self.loaded_script: dict[str, Any] = {}
         self.run = ""
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Part] = {} if loop is None else {"loop": loop}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All tensors by name."""
         return named_tensors(self._model, self._update.optimizer)
+
+    def keep_script(self) -> None:
+        """Take what the script keeps as it is now, instead of as it was when the last step returned."""
+        if self._script is not None:
+            self._script.keep()
 
     def snapshot(self, step: int) -> Snapshot:
         """The state after ``step`` steps, not copied: training goes on to change the tensors.
@@ -194,7 +212,8 @@ class TrainingState:
                 f"and containers of these, as may what session.register was given."
             ) from None
         inside = {name: tensor.detach() for name, tensor in inside.items()}
-        return Snapshot(step, self.tensors() | inside, state, self._order, self._numerics, self._versions)
+        changed = {} if self._loop is None else self._loop.tensors()
+        return Snapshot(step, self.tensors() | changed | inside, state, self._order, self._numerics, self._versions)
 
     def _plain(self) -> dict[str, Any]:
         """What is not a tensor: parameter groups, schedule, strategy state, the modes of modules."""

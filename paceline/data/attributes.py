@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import _lru_cache_wrapper, partial
 from itertools import islice
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
@@ -30,6 +31,9 @@ _MOST_OBJECTS = 20_000
 _MOST_ENTRIES = 1_000
 _MOST_BYTES = 1 << 28
 """Of tensors to be copied; of larger ones only changes that torch counts are seen."""
+PLAIN = (bool, int, float, str)
+_MOST_OWNERS = 200
+Values: TypeAlias = list[dict[Any, Any]]
 _SKIPPED = ModuleType, type, BuiltinFunctionType, torch.optim.Optimizer, str, bytes
 _OF_MODULES = "_parameters", "_buffers", "_modules", "training"
 
@@ -45,11 +49,13 @@ class Attributes:
     Attributes:
         values: generator states, numbers and tensors, by their names such as ``model.head.rng``.
         sizes: number of entries of each container and of each ``lru_cache``, by the same names.
+        dictionaries: the attributes of each object, by its name.
     """
 
     def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
+        self.dictionaries: dict[str, dict[Any, Any]] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals
         self._leaves: list[tuple[Any, Any]] = []
@@ -108,6 +114,7 @@ class Attributes:
         entries = getattr(value, "__dict__", None)
         if isinstance(entries, dict):
             self._containers.append((entries, entries.copy()))
+            self.dictionaries.setdefault(name, entries)
             for key, one in entries.items():
                 if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
                     yield f"{name}.{key}", one
@@ -153,10 +160,6 @@ class Attributes:
         self.values[name] = state
         self._leaves.append((value, state))
 
-    def dictionaries(self) -> list[dict[Any, Any]]:
-        """The dictionaries found, those of the attributes of objects among them."""
-        return [container for container, _ in self._containers if isinstance(container, dict)]
-
     def generators(self) -> Iterator[tuple[str, Any]]:
         """The names and states of generators."""
         held = [state for value, state in self._leaves if isinstance(value, GENERATORS)]
@@ -180,6 +183,59 @@ class Attributes:
                     value.data.copy_(state)
             elif not same(value, state):
                 value[...] = state
+
+
+class PlainValues:
+    """Sees the plain values of an object and of the objects that it holds, and brings earlier ones back for a while.
+
+    A script may change its data set in the loop, as ``train_set.strength = step / 1000``. Microbatches that are loaded
+    later in the step, because they were stolen, audited or left by a lost worker, must be read with the values that the
+    first ones were read with.
+
+    Args:
+        data: the object. What it holds is looked for once.
+
+    Attributes:
+        owners: the attributes of the object and of those in it, by their names.
+
+    >>> class Noisy:
+    ...     strength = 0.0
+    >>> noisy = Noisy()
+    >>> noisy.strength = 0.5
+    >>> values = PlainValues(noisy)
+    >>> before = values.now()
+    >>> noisy.strength = 0.75
+    >>> with values.set_to(before):
+    ...     print(noisy.strength)
+    0.5
+    >>> noisy.strength
+    0.75
+    """
+
+    def __init__(self, data: Any) -> None:
+        found = Attributes({"data": data}, set(), copies=False).dictionaries
+        self.owners = dict(islice(found.items(), _MOST_OWNERS))
+        self._owners = list(self.owners.values())
+
+    def now(self) -> Values:
+        """Return the present values."""
+        return [{key: one for key, one in [*owner.items()] if type(one) in PLAIN} for owner in self._owners]
+
+    @contextmanager
+    def set_to(self, values: Values) -> Iterator[None]:
+        """Set what has changed since :meth:`now` returned these values to them, and afterwards back."""
+        changed = []
+        for owner, before in zip(self._owners, values, strict=True):
+            for key, value in before.items():
+                now = owner.get(key)
+                if type(now) in PLAIN and now != value:
+                    changed.append((owner, key, now))
+                    owner[key] = value
+        try:
+            yield
+        finally:
+            for owner, key, now in changed:
+                owner[key] = now
 
 
 def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type

@@ -21,11 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from paceline import fault_points
-from paceline.data.attributes import Attributes, same
+from paceline.data.attributes import Attributes, PlainValues, Values, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
 from paceline.data.nested import default_collate, rows
 from paceline.data.order import BatchOrder, Order
-from paceline.data.plain_values import PlainValues, Values
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError
@@ -74,7 +73,11 @@ class LoadRequest(NamedTuple):
 
 
 class Feed:
-    """Load the pieces that this worker computes."""
+    """Load the pieces that this worker computes.
+
+    Attributes:
+        owners: the attributes of the data set and of the objects in it, by name, if changes of them have an effect.
+    """
 
     def __init__(
         self,
@@ -95,7 +98,9 @@ class Feed:
         else:
             self._data = KeyedDataset(data, order.seed, collates=collate is not None, stops=stops)
         self._given, self._length = data, len(data) if isinstance(order, Order) else None
-        self._plain: PlainValues | None = None
+        read_here = isinstance(self._data, KeyedDataset) and not self._data.is_plain
+        self._plain = PlainValues(data) if read_here else None
+        self.owners = {} if self._plain is None or loaders else self._plain.owners
         self._values: dict[int, Values] = {}  # with which the newest batches were read
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
@@ -134,8 +139,6 @@ class Feed:
         self._requests.make = lambda: self._requests_of(start, stop, pieces_asked)
         if threading.current_thread() is threading.main_thread():  # the kernel looks at the thread, not at the process
             self._loader.worker_init_fn = partial(_end_with_rank, os.getpid())
-        if isinstance(self._data, KeyedDataset) and not self._data.is_plain:
-            self._plain = self._plain if self._loader.num_workers and self._plain else PlainValues(self._given)
         items = iter(self._loader)
         ahead = 0 if self._device.type == "cpu" else 1
         loaded: deque[list[_Loaded]] = deque()

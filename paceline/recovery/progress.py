@@ -42,6 +42,10 @@ class Progress:
         received_turns: of the last batch in the state that this worker last received.
         compared: the position in the script at which the workers last compared their states; the same on all after
             they have re-formed, as each of them compares then, or none.
+        entered: the step that the script has begun last.
+        again: whether a script that has received this gets the batch of the last step once more: not if it received
+            the state of workers that had begun the next one.
+        changes: what the loop has changed between steps, by name.
         predictions: where the script asked for predictions, and how often; nobody keeps these.
     """
 
@@ -59,6 +63,9 @@ class Progress:
     results: list[StepResult] = field(default_factory=list)
     received_turns: int = 0
     compared: int = 0
+    entered: int = -1
+    again: bool = True
+    changes: list[str] = field(default_factory=list)
     predictions: dict[Call, int] = field(default_factory=dict)
 
     @property
@@ -67,6 +74,11 @@ class Progress:
         calls = sum(len(results) for made in (self.evaluations, self.once) for results in made.values())
         asked = calls + sum(self.exports.values()) + sum(self.predictions.values())
         return self.steps, self.turns * _MOST_ASKED + asked, self.tie_break
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the script has begun the next step: nothing that it does behind the last one is still to come."""
+        return self.entered == self.steps
 
     def has_received(self, step: int, turn: int = 0) -> bool:
         """Whether others took this step, or this phase of it, before this worker received their state."""

@@ -27,7 +27,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
-from paceline.errors import PREEMPTED, WorkerLost
+from paceline.errors import PREEMPTED, InputError, WorkerLost
 from paceline.recovery.activity import RE_FORMING
 from paceline.recovery.progress import Progress
 from paceline.recovery.standby import move_to_device, warm_up
@@ -154,6 +154,8 @@ class Recovery:
 
     def _same_state(self, progress: Progress | None) -> Progress:
         """Bring all members to the state of the furthest, or if it is lost to a checkpoint; return the progress."""
+        if progress is not None:
+            progress.changes = self._job.loop.changed
         everyone = self._job.world.gather(progress, RE_FORMING)
         self._state.keeps_script = progress is not None  # its script has come further since the last step
         if assemble(self._job, everyone):
@@ -170,14 +172,27 @@ class Recovery:
         furthest = max(key for key in keys if key is not None)
         senders = [rank for rank, key in enumerate(keys) if key == furthest]
         if len(senders) < len(keys):
-            has_it = self._job.world.rank in senders
-            snapshot = self._state.snapshot(progress.steps) if progress and has_it else None
-            sent = None if snapshot is None else StateBytes(snapshot.tensors, (snapshot.state, progress))
+            begun = all(
+                one is None if rank not in senders else one and one.is_in_step for rank, one in enumerate(everyone)
+            )
+            sent = self._to_send(progress, begun) if progress and self._job.world.rank in senders else None
             received = transfer(self._job.world, senders, sent)
             if received is not None:
                 progress = self._take_over(received)
         assert progress is not None
         return progress
+
+    def _to_send(self, progress: Progress, begun: bool) -> StateBytes:
+        """What those get that are behind: the state of now, if all others have ``begun`` the next step.
+
+        Else it is that with which the last step returned.
+        """
+        self._job.loop.now = begun
+        if begun:
+            self._state.keep_script()
+        snapshot = self._state.snapshot(progress.steps)
+        self._job.loop.now = False
+        return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not begun)))
 
     def _take_over(self, received: StateBytes) -> Progress:
         progress: Progress
@@ -190,6 +205,13 @@ class Recovery:
         own = everyone[self._job.world.rank]
         furthest = max((one for one in everyone if one is not None), key=lambda one: one.key)
         steps = go_back(self._job, self._checkpointer, self._state, everyone)
+        if furthest.changes and steps < furthest.steps:
+            raise InputError(
+                f"A part of the state is lost with its workers. The others would go back to the checkpoint of step "
+                f"{steps}, and repeat {furthest.steps - steps} steps without the script, but its loop has changed "
+                f"{furthest.changes[0]!r} between steps, which these would miss. Start the run again with "
+                f"--resume auto: then the script runs again from that checkpoint on."
+            )
         self._job.events.mark("went back", step=steps, steps=furthest.steps - steps)
         repeat_until = max(furthest.repeat_until, furthest.steps)
         back = replace(furthest, steps=steps, repeat_until=repeat_until, holds=None)

@@ -11,6 +11,7 @@ import torch
 from paceline.comm.values import sendable
 from paceline.comm.world import World
 from paceline.data.feed import Feed, Piece
+from paceline.data.loop_changes import LoopChanges
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
 from paceline.events import EventLog
@@ -49,7 +50,8 @@ class Job:
     gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
     workers as there may ever be, so that nobody is refused when one joins. ``replicated``: all workers hold the same
     state after each step. ``phases`` are the forward passes by the names of optimizers, if a batch has several
-    (``strategies.phases``). ``audits``: which steps are audited (``step.trials.audit``).
+    (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited
+    (``step.trials.audit``).
     """
 
     compute: Compute
@@ -59,6 +61,7 @@ class Job:
     world: World
     events: EventLog
     feed: Feed
+    loop: LoopChanges
     collate: Callable[[list[Any]], Any] | None = None
     strategy_state: dict[str, Any] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)

@@ -113,7 +113,7 @@ class Position:
     def _next_step(self) -> int:
         """The step whose batch comes next."""
         progress = self._workers.progress
-        again = self._given < progress.received - 1 and progress.result is not None
+        again = self._given < progress.received - 1 and progress.result is not None and progress.again
         return progress.received - 1 if again else self.steps
 
     def batches(self, count: int | None, epochs: bool = False, last: int | None = None) -> Iterator[Batch]:
@@ -149,7 +149,7 @@ class Position:
             if progress.steps > self.steps:
                 self.move_to(progress.steps)
             last = progress.received - 1
-            if self._given < last < target and progress.result is not None:
+            if self._given < last < target and progress.result is not None and progress.again:
                 # The others may be in the middle of what the script does after this step, such as an evaluation, as
                 # was the run that saved the checkpoint: so this worker gets its batch, too, and step() returns their
                 # result.
@@ -170,10 +170,12 @@ class Position:
         """Load the batches of some steps, until the workers change: then this one computes other pieces."""
         generation, before = self._job.world.generation, time.perf_counter()
         stop = end() if self._workers.loads_ahead else start + 1
-        activity = self._workers.activity
+        activity, loop = self._workers.activity, self._job.loop
         activity.begin("in the data loader")
+        loop.look()
         for step, pieces in enumerate(self._job.feed.steps(start, stop, self._workers.strategy.pieces), start):
             activity.begin("in the script")
+            loop.refresh()
             waited = time.perf_counter() - before
             self.move_to(step, before=True)
             yield self._batch(step, pieces, waited, generation)
@@ -186,6 +188,7 @@ class Position:
                 return
             before = time.perf_counter()
             activity.begin("in the data loader")
+            loop.look()
 
     def _batch(self, step: int, pieces: list[Piece], waited: float, generation: int) -> Batch:
         order, self._given, self.among_batches = self._job.order, step, True

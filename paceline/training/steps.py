@@ -19,6 +19,7 @@ from paceline.step.replicas import compare
 from paceline.step.trials.counting import check_counting
 from paceline.step.trials.repeatability import check_repeatable
 from paceline.strategies.phases import Phases
+from paceline.strategies.registry import capabilities
 from paceline.training.position import Position
 from paceline.training.script_state import ScriptState
 from paceline.training.workers import Workers
@@ -71,10 +72,15 @@ class Steps:
             raise InputError(self._over(batch.step))
         turn = self._turn_of(batch) if phase else 0
         begin = time.perf_counter()
+        if not turn:
+            self._job.loop.look()
+            self._check_loop(batch.step)
+            workers.progress.entered = batch.step
         others_did = workers.progress.has_received(batch.step, turn)  # it is in their records
         result = workers.retry(lambda: self._take(batch, phase, turn))
         if not turn:  # all phases of the last batch come once more in a resumed script
             self._script.keep()
+            self._job.loop.end_step(batch.step)
         self._taken = batch.step, turn + 1
         position.move_to(batch.step + 1, turn=turn)
         position.used += 1
@@ -100,6 +106,20 @@ class Steps:
             f"The batch of step {step} is over: the script already has later ones. Give each batch to session.step "
             f"once, before you take the next."
         )
+
+    def _check_loop(self, step: int) -> None:
+        """Refuse weights changed by the loop where this worker does not hold those that are trained.
+
+        Raises:
+            InputError: names a parameter.
+        """
+        name, settings = self._job.loop.parameter, self._job.settings
+        if name and not capabilities(settings, self._job.world.size).loop_weights:
+            raise InputError(
+                f"The loop has changed the parameter {name!r} before step {step}. With strategy {settings.strategy!r} "
+                f"a worker does not hold the weights that are trained, so the change would be lost, or made several "
+                f"times. Use strategy 'allreduce' or 'stealing'; average='ema' keeps an average of the weights."
+            )
 
     def _turn_of(self, batch: Batch) -> int:
         """How many phases the script has taken of this batch.

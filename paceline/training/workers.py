@@ -87,9 +87,12 @@ class Workers:
 
     def retry(self, act: Callable[[], _T]) -> _T:
         """Do what all workers do together; again with those that are left if one is lost meanwhile."""
+        self._job.loop.look()
         while True:
             try:
-                return act()
+                result = act()
+                self._job.loop.refresh()
+                return result
             except WorkerLost as lost:
                 if self._recovery is None:
                     raise

@@ -41,9 +41,9 @@ def test_a_worker_is_replaced_and_a_task_resumed(spark: SparkCluster, tmp_path: 
 
 
 def test_too_few_slots(spark: SparkCluster, tmp_path: Path) -> None:
-    code, said = spark.run("--nodes", "5", "--patience", "60", write_script(tmp_path), cwd=tmp_path)
+    code, said = spark.run("--nodes", "5", "--patience", "20", write_script(tmp_path), cwd=tmp_path)
     assert code == 3, said
-    assert "needs 5 slots of 1 CPUs" in said and "after 60 s Spark has 4" in said, said
+    assert "needs 5 slots of 1 CPUs" in said and "after 20 s Spark has 4" in said, said
     assert not (tmp_path / "runs").exists()
 
 

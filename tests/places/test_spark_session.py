@@ -121,7 +121,7 @@ def test_the_first_cause_is_raised_and_the_session_goes_on(spark: SparkCluster, 
 
 REFUSED = """
 from pyspark.ml.linalg import Vectors
-FOUND["slots"] = raised(lambda: paceline.launch(train, frame, on=spark, nodes=5, patience=60))
+FOUND["slots"] = raised(lambda: paceline.launch(train, frame, on=spark, nodes=5, patience=10))
 FOUND["cpus"] = raised(lambda: paceline.launch(train, frame, on=spark, workers=3))
 FOUND["no session"] = raised(lambda: paceline.launch(train, frame, on=3))
 FOUND["date"] = raised(lambda: paceline.launch(train, spark.sql("select 1 as x, current_date() as day"), on=spark))

@@ -41,7 +41,9 @@ def build(job: Job) -> AsyncSteps:
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
-    return Capabilities(exact=False, replicated=False, sparse_gradients=True, averages=False, carries=False)
+    return Capabilities(
+        exact=False, replicated=False, sparse_gradients=True, averages=False, carries=False, loop_weights=False
+    )
 
 
 class SharedWeights(Server):
