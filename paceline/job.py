@@ -45,7 +45,7 @@ from paceline.step.numerics import ask_for_determinism, numerics
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
-from paceline.step.replicas import digest_of
+from paceline.step.replicas import digests_of
 from paceline.step.trials.optimizer_probe import probe_optimizer
 from paceline.strategies import registry
 from paceline.strategies.base import Capabilities
@@ -129,8 +129,9 @@ def build(
         given.data, order, world.device, settings.workers_per_loader, given.collate, settings.stops_at_difference
     )
     divides = capabilities.divides_update
-    digest = None if settings.strategy in ONE_MACHINE else digest_of  # there others change the same memory
-    loop = LoopChanges(given.model, update.optimizer, digest, feed.owners)
+    shared = settings.strategy in ONE_MACHINE  # others change the same memory at any time
+    digests = None if shared or settings.audit == "off" else digests_of
+    loop = LoopChanges(given.model, update.optimizer, digests, feed.owners)
     job = Job(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},

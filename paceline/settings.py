@@ -282,7 +282,7 @@ class Settings(BaseModel):
     missing_gradient: Literal["stop", "zero"] = Field(
         "stop", description="if only some microbatches use a parameter: stop, or count its gradient as zero"
     )
-    audit: Literal["auto", "off"] | PositiveInt = Field(
+    audit: PositiveInt | Literal["auto", "off"] = Field(
         "auto", description="steps that compute a microbatch twice and compare: auto, off, or also each of so many"
     )
     audit_action: Literal["stop", "warn"] | None = Field(

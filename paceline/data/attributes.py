@@ -198,10 +198,8 @@ class PlainValues:
     Attributes:
         owners: the attributes of the object and of those in it, by their names.
 
-    >>> class Noisy:
-    ...     strength = 0.0
-    >>> noisy = Noisy()
-    >>> noisy.strength = 0.5
+    >>> from types import SimpleNamespace
+    >>> noisy = SimpleNamespace(strength=0.5)
     >>> values = PlainValues(noisy)
     >>> before = values.now()
     >>> noisy.strength = 0.75

@@ -13,7 +13,7 @@ next step gets the state of then, and begins with that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class LoopChanges:
     Args:
         model: the model.
         optimizer: its optimizer.
-        digest: returns a number that stands for the bits of a tensor; None: others change them at any time.
+        digests: returns for each tensor a number that stands for its bits; None: these are not compared.
         data: the attributes of the data set and of the objects in it, by their names.
 
     Attributes:
@@ -47,13 +47,13 @@ class LoopChanges:
         self,
         model: nn.Module,
         optimizer: Optimizer,
-        digest: Callable[[torch.Tensor], int] | None,
+        digests: Callable[[Sequence[torch.Tensor]], list[int]] | None,
         data: Mapping[str, dict[Any, Any]],
     ) -> None:
         self.now = False
         self.changed: list[str] = []
         self._optimizer = optimizer
-        self._digest = digest
+        self._digests_of = digests
         modules = [(f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()]
         self._owners = dict(modules) | dict(data)
         self._parameters = dict(model.named_parameters())
@@ -72,8 +72,8 @@ class LoopChanges:
         tensors = self._tensors()
         for name, copied in self._kept.items():
             copied.copy_(tensors[name])
-        if self._digest is not None and step & (step - 1) == 0:
-            self._digests = [self._digest(value) for value in tensors.values()]
+        if self._digests_of is not None and step & (step - 1) == 0:
+            self._digests = self._digests_of([*tensors.values()])
         self.refresh()
         self._ended = self._plain
         self._groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
@@ -87,8 +87,13 @@ class LoopChanges:
         """Find what the script has changed since :meth:`refresh`."""
         if not self._ended:
             return
-        for place, (name, value) in enumerate(self._tensors().items()):
-            if self._is_changed(place, value):
+        tensors = self._tensors()
+        digests = self._digests_of([*tensors.values()]) if self._digests_of is not None and self._digests else []
+        for place, (name, value) in enumerate(tensors.items()):
+            if (
+                value._version != self._versions[place]
+                or digests[place : place + 1] != self._digests[place : place + 1]
+            ):
                 self._note(name)
                 if name not in self._kept:
                     self._kept[name] = value.detach().clone()
@@ -98,11 +103,6 @@ class LoopChanges:
             for key in before | now[owner]:
                 if before.get(key) != now[owner].get(key):
                     self._note(f"{owner}.{key}")
-
-    def _is_changed(self, place: int, value: torch.Tensor) -> bool:
-        if self._digest is not None and self._digests and self._digest(value) != self._digests[place]:
-            return True
-        return value._version != self._versions[place]
 
     def _note(self, name: str) -> None:
         if name not in self.changed:

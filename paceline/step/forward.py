@@ -39,14 +39,11 @@ class ForwardResult(NamedTuple):
 class Recorder(Protocol):
     """Takes note of one microbatch; see ``step.trials.audit``."""
 
-    def wants(self, piece: Piece, step: int) -> bool:
-        """Whether this is the one."""
+    def begin(self, piece: Piece, step: int) -> bool:
+        """Begin a forward pass; whether it is the one to take note of."""
 
-    def add_data(self, data: Any) -> None:
-        """Take note of its data, before the forward pass may change them."""
-
-    def add_result(self, result: ForwardResult) -> None:
-        """Take note of its forward pass, and of the gradients when they are computed."""
+    def add(self, result: ForwardResult) -> None:
+        """Take note of its result, and of the gradients when they are computed."""
 
 
 class Compute:
@@ -99,9 +96,7 @@ class Compute:
             step: to which they belong.
             watch_draws: whether to find out if it draws random numbers.
         """
-        recorder = self.recorder if self.recorder is not None and self.recorder.wants(piece, step) else None
-        if recorder is not None:
-            recorder.add_data(piece.data)
+        recorder = self.recorder if self.recorder is not None and self.recorder.begin(piece, step) else None
         self.buffers.reset()
         seed_all(self.seed(STEP, step, piece.microbatches.start))
         before = generator_states() if watch_draws else None
@@ -112,7 +107,7 @@ class Compute:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
         result = ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)
         if recorder is not None:
-            recorder.add_result(result)
+            recorder.add(result)
         return result
 
     @property

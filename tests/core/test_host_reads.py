@@ -83,6 +83,7 @@ session = paceline.start(
     loss=loss,
     data=data,
     batch=16,
+    audit="off",
     **given,
 )
 waits, applied = [], []

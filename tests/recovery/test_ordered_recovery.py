@@ -91,7 +91,7 @@ scripted.end(session)
 
 # the step, how many works rank 1 does in it, the settings
 WINDOWS: list[Any] = [
-    (4, 2, {}),
+    (3, 2, {}),
     pytest.param((5, 1, {"strategy": "local-sgd", "exact": False, "local": {"every": 3}}), marks=pytest.mark.slow),
 ]
 

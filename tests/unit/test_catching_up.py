@@ -164,6 +164,7 @@ class Scene:
             compute=SimpleNamespace(model=self.model, buffers=self.buffers),
             update=SimpleNamespace(optimizer=self.optimizer),
             learned=self.learned,
+            loop=SimpleNamespace(changed=[], now=False),
             settings=SimpleNamespace(),
             events=SimpleNamespace(
                 mark=lambda event, **fields: self.events.append((event, fields)), move=lambda *at: self.moved.append(at)

@@ -134,6 +134,7 @@ def session_in(folder: Path, resume: str | None = None) -> paceline.Session:
         loss=torch.nn.functional.mse_loss,
         data=Many(),
         batch=8,
+        audit="off",
         checkpoint={"directory": folder},
         resume=resume,
     )

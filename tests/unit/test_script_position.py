@@ -13,6 +13,7 @@ from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.data.order import UNKNOWN, Order
 from paceline.errors import ConfigError
 from paceline.recovery.progress import Progress
+from paceline.schedule.audits import AuditSchedule
 from paceline.step.job import Batch, StepResult
 from paceline.training.position import Position
 
@@ -43,6 +44,8 @@ class Scene:
             events=SimpleNamespace(mark=lambda _, **fields: self.marks.append(fields)),
             feed=SimpleNamespace(steps=self._load),
             learned=SimpleNamespace(warnings=self.warnings),
+            loop=SimpleNamespace(look=lambda: None, refresh=lambda: None),
+            audits=AuditSchedule(),
         )
         self.on_synchronize: Callable[[], None] = lambda: None
         self.of = Position(job, self.workers, self._synchronize, self._end_batch)

@@ -15,16 +15,18 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from paceline.data.feed import Piece
 from paceline.data.nested import leaves_in
 from paceline.errors import InputError
 from paceline.step.forward import ForwardResult
 from paceline.step.job import Job
-from paceline.step.replicas import digest_of
+from paceline.step.replicas import digest_of, sum_on_device
 from paceline.step.trials.repeatability import CURE, TOLERANCE, what_changes
 from paceline.step.trials.trial import warn, without_trace
 
@@ -36,27 +38,26 @@ _DATA = "the data"
 
 
 class Recorder:
-    """Takes the digests of one microbatch when :class:`~paceline.step.forward.Compute` comes to it.
-
-    Attributes:
-        found: the digests; empty until then.
-    """
+    """Takes the digests of one microbatch when :class:`~paceline.step.forward.Compute` comes to it."""
 
     def __init__(self, job: Job, step: int, microbatch: int) -> None:
         self._job = job
         self._step, self._microbatches = step, range(microbatch, microbatch + 1)
-        self._values: dict[str, torch.Tensor] = {}
-        self.found: Digests = {}
+        self._data: int | None = None
+        self._sums: dict[str, list[int | torch.Tensor]] = {}
+        self._hooks: list[RemovableHandle] = []
 
-    def wants(self, piece: Piece, step: int) -> bool:
-        """Whether this is the microbatch, for the first time."""
-        return not self.found and step == self._step and piece.microbatches == self._microbatches
+    def begin(self, piece: Piece, step: int) -> bool:
+        """Begin a forward pass; whether it is the one to take note of, for the first time."""
+        if self._data is not None:
+            self.close()
+            return False
+        if step != self._step or piece.microbatches != self._microbatches:
+            return False
+        self._data = _digest_of_data(piece.data)  # the forward pass may change them
+        return True
 
-    def add_data(self, data: Any) -> None:
-        """Take the digest of the data, before the forward pass may change them."""
-        self.found[_DATA] = [_digest_of_data(data)]
-
-    def add_result(self, result: ForwardResult) -> None:
+    def add(self, result: ForwardResult) -> None:
         """Take the digests of a forward pass, and those of the gradients when they are computed."""
         job = self._job
         self._add("the loss", result.pair)
@@ -64,23 +65,36 @@ class Recorder:
             self._add(f"the buffer {name!r}", value)
         for name, parameter in job.update.parameters.items():
             if parameter.requires_grad:
-                self._await_gradient(name, parameter)
-
-    def _await_gradient(self, name: str, parameter: torch.Tensor) -> None:
-        def take(gradient: torch.Tensor) -> None:
-            handle.remove()
-            self._add(f"the gradient of {name!r}", gradient)
-
-        handle = parameter.register_hook(take)
+                take = partial(self._add, f"the gradient of {name!r}")
+                self._hooks.append(parameter.register_hook(take))
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         value = value.detach()
         if value.is_sparse:
             value = value.coalesce().values()
-        self.found[name] = [digest_of(value)]
+        if value.device.type == "cpu":
+            self._sums[name] = [digest_of(value)]
+        else:
+            self._sums[name] = [sum_on_device(value)]
         if not self._job.settings.exact:
             flat = (torch.view_as_real(value) if value.is_complex() else value).double().flatten()
-            self.found[name] += [float(flat.norm()), float(flat[::2].sum() - flat[1::2].sum())]
+            self._sums[name] += [flat.norm(), flat[::2].sum() - flat[1::2].sum()]
+
+    def close(self) -> None:
+        """The backward pass is over: a parameter that it did not need has no gradient."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def found(self) -> Digests:
+        """Return the digests; none if the microbatch was not computed here."""
+        self.close()
+        if self._data is None:
+            return {}
+        found: Digests = {_DATA: [self._data]}
+        for name, sums in self._sums.items():
+            found[name] = [one if isinstance(one, int) else one.item() for one in sums]
+        return found
 
 
 class Audit:
@@ -138,6 +152,7 @@ class Audit:
                 value.grad = None
             job.compute.recorder = recorder
             job.compute.forward_pass(self._load(), self._step).total.backward()
+            recorder.close()
         seconds = time.perf_counter() - begin
         job.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
 
@@ -152,7 +167,7 @@ class Audit:
             InputError: they differ, and the run is to stop.
         """
         job = self._job
-        own = [recorder.found for recorder in self._recorders if recorder.found]
+        own = [found for recorder in self._recorders if (found := recorder.found())]
         self._recorders, job.compute.recorder = [], None
         everyone = [own] if self._alone else job.world.gather(own, "audit")
         name, ranks = _difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])

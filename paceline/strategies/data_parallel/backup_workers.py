@@ -132,7 +132,6 @@ class BackupWorkers(Strategy):
         progress = self._progress(step)
         groups = self._groups(progress, step)
         self._reducer.clear()
-        self._results.audit(step, [])
         job.compute.buffers.begin()
         job.update.check_structure()
         self._quorum.begin(step, len(groups.members), groups.needed)
