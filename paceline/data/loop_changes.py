@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.data.attributes import PLAIN
 
+_NONE = torch.empty(0)
 _OF_TORCH = ("training", "_is_full_backward_hook")
 
 
@@ -54,55 +55,57 @@ class LoopChanges:
         self.changed: list[str] = []
         self._optimizer = optimizer
         self._digests_of = digests
-        modules = [(f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()]
-        self._owners = dict(modules) | dict(data)
+        named = [(name, vars(module)) for name, module in model.named_modules()]
+        self._owners = [_Owner(f"model.{name}" if name else "model", entries) for name, entries in named]
+        self._owners += [_Owner(name, entries) for name, entries in data.items()]
         self._parameters = dict(model.named_parameters())
-        self._buffers = [
-            (f"{name}.{key}", module._buffers, key) for name, module in model.named_modules() for key in module._buffers
-        ]
+        places = [(f"{name}.{key}", entries["_buffers"], key) for name, entries in named for key in entries["_buffers"]]
+        self._buffers = [(f"buffer/{name.removeprefix('.')}", buffers, key) for name, buffers, key in places]
+        self._names = [f"parameter/{name}" for name in self._parameters] + [name for name, *_ in self._buffers]
         self._versions: list[int] = []
         self._digests: list[int] = []
         self._kept: dict[str, torch.Tensor] = {}
-        self._plain: dict[str, dict[Any, Any]] = {}  # now
-        self._ended: dict[str, dict[Any, Any]] = {}  # when the last step returned
+        self._plain: list[dict[Any, Any]] = []  # now
+        self._ended: list[dict[Any, Any]] = []  # when the last step returned
         self._groups: list[dict[str, Any]] = []
 
     def end_step(self, step: int) -> None:
         """Copy what the loop is known to change; the step returns."""
         tensors = self._tensors()
-        for name, copied in self._kept.items():
-            copied.copy_(tensors[name])
+        for name, value in zip(self._names, tensors, strict=True) if self._kept else ():
+            if name in self._kept:
+                self._kept[name].copy_(value)
         if self._digests_of is not None and step & (step - 1) == 0:
-            self._digests = self._digests_of([*tensors.values()])
+            self._digests = self._digests_of(tensors)
         self.refresh()
         self._ended = self._plain
         self._groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
 
     def refresh(self) -> None:
         """Take everything as it is for unchanged."""
-        self._versions = [value._version for value in self._tensors().values()]
-        self._plain = self._plain_values()
+        self._versions = [value._version for value in self._tensors()]
+        self._plain = [owner.values() for owner in self._owners]
 
     def look(self) -> None:
         """Find what the script has changed since :meth:`refresh`."""
         if not self._ended:
             return
         tensors = self._tensors()
-        digests = self._digests_of([*tensors.values()]) if self._digests_of is not None and self._digests else []
-        for place, (name, value) in enumerate(tensors.items()):
-            if (
-                value._version != self._versions[place]
-                or digests[place : place + 1] != self._digests[place : place + 1]
-            ):
-                self._note(name)
-                if name not in self._kept:
-                    self._kept[name] = value.detach().clone()
+        versions = [value._version for value in tensors]
+        digests = self._digests_of(tensors) if self._digests_of is not None and self._digests else self._digests
+        if versions != self._versions or digests != self._digests:
+            before = [*zip(self._versions, self._digests or versions, strict=True)]
+            for place, now in enumerate(zip(versions, digests or versions, strict=True)):
+                if now != before[place]:
+                    self._note(self._names[place])
+                    self._kept.setdefault(self._names[place], tensors[place].detach().clone())
         self._digests = []
-        now = self._plain_values()
-        for owner, before in self._plain.items() if now != self._plain else ():
-            for key in before | now[owner]:
-                if before.get(key) != now[owner].get(key):
-                    self._note(f"{owner}.{key}")
+        now_plain = [owner.values() for owner in self._owners]
+        for owner, before_plain, values in zip(self._owners, self._plain, now_plain, strict=True):
+            if before_plain != values:
+                for key in before_plain | values:
+                    if before_plain.get(key) != values.get(key):
+                        self._note(f"{owner.name}.{key}")
 
     def _note(self, name: str) -> None:
         if name not in self.changed:
@@ -119,37 +122,45 @@ class LoopChanges:
 
     def state(self, step: int) -> dict[str, Any]:
         """Return attributes and hyperparameters, for a checkpoint or another worker."""
-        values = self._plain_values() if self.now or not self._ended else self._ended
+        values = [owner.values() for owner in self._owners] if self.now or not self._ended else self._ended
         names = {*self.changed}
         changed = {
-            owner: found
-            for owner, own in values.items()
-            if (found := {key: value for key, value in own.items() if f"{owner}.{key}" in names})
+            owner.name: found
+            for owner, own in zip(self._owners, values, strict=True)
+            if (found := {key: value for key, value in own.items() if f"{owner.name}.{key}" in names})
         }
         return {"attributes": changed, "groups": [] if self.now else self._groups, "changed": list(self.changed)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` returned."""
-        for owner, values in state["attributes"].items():
-            self._owners.get(owner, {}).update(values)
+        for owner in self._owners:
+            owner.entries.update(state["attributes"].get(owner.name, {}))
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
             group.update(values)
         for name in state["changed"]:
             self._note(name)
-        self._ended = {}
+        self._ended = []
 
-    def _tensors(self) -> dict[str, torch.Tensor]:
-        found: dict[str, torch.Tensor] = {f"parameter/{name}": value for name, value in self._parameters.items()}
-        for name, buffers, key in self._buffers:
-            if (value := buffers.get(key)) is not None:
-                found[f"buffer/{name.removeprefix('.')}"] = value
-        return found
+    def _tensors(self) -> list[torch.Tensor]:
+        buffers = (buffers.get(key) for _, buffers, key in self._buffers)
+        return [*self._parameters.values(), *(_NONE if value is None else value for value in buffers)]
 
-    def _plain_values(self) -> dict[str, dict[Any, Any]]:
-        return {
-            name: {key: one for key, one in [*entries.items()] if type(one) in PLAIN and key not in _OF_TORCH}
-            for name, entries in self._owners.items()
-        }
+
+class _Owner:
+    """The plain attributes of one object."""
+
+    def __init__(self, name: str, entries: dict[Any, Any]) -> None:
+        self.name, self.entries = name, entries
+        self._keys: list[Any] = []
+        self._size = -1
+
+    def values(self) -> dict[Any, Any]:
+        """Return them; which ones are plain is looked at again when there are more or fewer."""
+        entries = self.entries
+        if len(entries) != self._size:
+            self._size = len(entries)
+            self._keys = [key for key, one in entries.items() if type(one) in PLAIN and key not in _OF_TORCH]
+        return {key: entries[key] for key in self._keys if key in entries}
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

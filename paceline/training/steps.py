@@ -77,7 +77,7 @@ class Steps:
             self._check_loop(batch.step)
             workers.progress.entered = batch.step
         others_did = workers.progress.has_received(batch.step, turn)  # it is in their records
-        result = workers.retry(lambda: self._take(batch, phase, turn))
+        result = workers.take(lambda: self._take(batch, phase, turn))
         if not turn:  # all phases of the last batch come once more in a resumed script
             self._script.keep()
             self._job.loop.end_step(batch.step)

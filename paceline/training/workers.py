@@ -88,11 +88,15 @@ class Workers:
     def retry(self, act: Callable[[], _T]) -> _T:
         """Do what all workers do together; again with those that are left if one is lost meanwhile."""
         self._job.loop.look()
+        result = self.take(act)
+        self._job.loop.refresh()
+        return result
+
+    def take(self, act: Callable[[], _T]) -> _T:
+        """Do so for a step, around which the caller looks for what the loop changes."""
         while True:
             try:
-                result = act()
-                self._job.loop.refresh()
-                return result
+                return act()
             except WorkerLost as lost:
                 if self._recovery is None:
                     raise
