@@ -230,7 +230,7 @@ def test_two_workers_find_what_is_hidden_from_one(ranks: Run, tmp_path: Path, st
     everyone = ranks(script("hidden", strategy), 2, tmp_path, deadline=60)
     assert [one.code for one in everyone] == [2, 2]
     for one in everyone:
-        assert "Audit of step 1: microbatch 6, computed by rank" in one.err
+        assert "Audit of step 1: microbatch 6, computed " in one.err  # twice by one that has stolen it
         assert "the loss differs" in one.err
 
 
