@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import logging
-import os
-import sys
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,9 +25,10 @@ from paceline.data.order import BatchOrder
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
 from paceline.data.source import is_stream, order_of
-from paceline.engines.start import Identity, threads_of
+from paceline.engines.start import Identity
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
+from paceline.host import keep_freed_pages, threads
 from paceline.keras import module as keras_module
 from paceline.launchers.local import become
 from paceline.schedule.audits import AuditSchedule
@@ -104,11 +102,11 @@ def build(
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
     registry.entry_of(settings.strategy).validate(settings, given.model, order, who.world_size, largest)
-    threads = _threads(settings, who)
-    torch.set_num_threads(threads)
+    count = threads(settings, who)
+    torch.set_num_threads(count)
     if settings.exact and torch.cuda.is_available():
         ask_for_determinism()
-    _keep_memory()
+    keep_freed_pages()
     world = World(who, settings.timeout_seconds, coordinator, settings.transport)
     given.model.to(world.device)
     initial = {
@@ -117,8 +115,8 @@ def build(
     }
     update = Update(given.model, given.optimizer, given.schedule, settings.clip_norm, scaling, settings.average)
     phases = _phases(given.forward, update, capabilities, settings)
-    facts = _facts(settings, order, update, threads, initial) | facts_of(given.data, exact=bool(settings.exact))
-    compute = Compute(given.model, forward, settings.seed, settings.autocast, largest)
+    facts = _facts(settings, order, update, count, initial) | facts_of(given.data, exact=bool(settings.exact))
+    compute = Compute(given.model, forward, settings.seed, settings.autocast, largest, order.samples_of)
     if takes_state(given.forward):
         compute.carried = CarriedState(forward, order, world.device)
         compute.forward = compute.carried.alone
@@ -338,24 +336,6 @@ def phase_of(job: Job, optimizer: str | None) -> str:
     )
 
 
-def _threads(settings: Settings, who: Identity) -> int:
-    """Return the threads of this worker; they change the bits, so with ``exact`` they do not depend on the workers."""
-    if settings.threads:
-        return settings.threads
-    if settings.exact:
-        return 1
-    given = env.started_by().cores or _cores(os.getppid())
-    return env.thread_limit() or threads_of(_cores(0), given, who.local_world_size)
-
-
-def _cores(process: int) -> int:
-    """On how many cores a process may run; the parent of a worker that its engine has bound to some may run on all."""
-    try:
-        return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    except OSError:  # of another user
-        return 1
-
-
 def _facts(
     settings: Settings, order: BatchOrder, update: Update, threads: int, initial: dict[str, str]
 ) -> dict[str, object]:
@@ -382,20 +362,3 @@ def _describe(value: object) -> str:
     """Return a value as text, the same on equal workers; of an object, whose repr may hold an address, its class."""
     plain = int, float, str, bool, tuple, list, type(None), torch.Tensor
     return str(value) if isinstance(value, plain) else type(value).__name__
-
-
-def _keep_memory() -> None:
-    """Let the C library keep freed memory.
-
-    Otherwise each large tensor is a mapping of its own, which returns to the kernel when freed: every gradient of every
-    step then costs its page faults again, a tenth of a step on the CPU.
-    """
-    if sys.platform != "linux":
-        return
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except AttributeError:  # another C library than glibc
-        return
-    trim_threshold, mmap_threshold, largest = -1, -3, 2**31 - 1
-    mallopt(trim_threshold, largest)
-    mallopt(mmap_threshold, largest)

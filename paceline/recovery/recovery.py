@@ -229,11 +229,13 @@ class Recovery:
         changing = list(buffers.agreed) if buffers.fixed else None
         launch = self._checkpointer.launch
         learned = self._job.learned
-        everyone = self._job.world.gather((learned.fusible, learned.repeatable, changing, launch), RE_FORMING)
+        found = learned.fusible, learned.repeatable, changing, launch, sorted(buffers.added)
+        everyone = self._job.world.gather(found, RE_FORMING)
         learned.fusible = next((fusible for fusible, *_ in everyone if fusible is not None), None)
         learned.repeatable = any(repeatable for _, repeatable, *_ in everyone)
-        self._checkpointer.launch = max((launch for *_, launch in everyone if launch is not None), default=None)
-        known = [changing for _, _, changing, _ in everyone if changing is not None]
+        self._checkpointer.launch = max((launch for *_, launch, _ in everyone if launch is not None), default=None)
+        buffers.added.update(name for *_, names in everyone for name in names)
+        known = [changing for _, _, changing, *_ in everyone if changing is not None]
         if known:
             buffers.fix(name for names in known for name in names)
 

@@ -39,17 +39,19 @@ class Buffers:
     """The buffers that the forward pass changes, with a value for each microbatch.
 
     ``live`` are those that change on this worker, ``agreed`` those that change on any, ``fixed`` says whether that is
-    known.
+    known. ``added`` are the names of those that grow with the samples.
 
     Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
-    samples of what the microbatches made of it (rounded, for a counter): so it does not depend on who computed what.
-    Statistics of batch-norm layers are known to change; other buffers are watched during the first step.
+    samples of what the microbatches made of it (rounded, for a counter); if it grows with the samples, it has grown by
+    the sum of what they added. So it does not depend on who computed what. Statistics of batch-norm layers are known to
+    change; other buffers are watched during the first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._all = _found(model)
         self.live = _statistics(model)
-        self.agreed = self.live
+        self.agreed = self._statistics = self.live
+        self.added: set[str] = set()
         self.fixed = False
         self._dirty = False
 
@@ -75,7 +77,7 @@ class Buffers:
 
     def examples(self) -> list[torch.Tensor]:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""
-        return [summable(self._all[name].start) for name in self.live]
+        return [self._summable(name, self._all[name].start) for name in self.live]
 
     def move_to(self, device: torch.device) -> None:
         """Keep the start of a step where the model is now."""
@@ -115,10 +117,15 @@ class Buffers:
         buffers = [self._all[name] for name in self.names_in(part)]
         return [(buffer.module, buffer.key, buffer.now().detach().clone()) for buffer in buffers]
 
-    def collect(self, samples: int, part: Container[str] | None = None) -> list[torch.Tensor]:
-        """What a microbatch made of the buffers, or of those of a part of the model, times its samples.
+    def collect(self, samples: int, whole: int, part: Container[str] | None = None) -> list[torch.Tensor]:
+        """What a microbatch made of the buffers, times its samples.
 
         Call this right after its forward pass.
+
+        Args:
+            samples: of the microbatch.
+            whole: samples of its batch, by which the sum over all microbatches is divided.
+            part: of the model; None: all of it.
         """
         if not self._all:
             return []
@@ -127,7 +134,25 @@ class Buffers:
                 self._discover(name)
         self._dirty = bool(self.live)
         names = self.names if part is None else self.names_in(part)
-        return [summable(self._all[name].now().detach()) * samples for name in names]
+        return [self._share(name, samples, whole) for name in names]
+
+    def _share(self, name: str, samples: int, whole: int) -> torch.Tensor:
+        now = self._summable(name, self._all[name].now().detach())
+        if name not in self.added:
+            return now * samples
+        start = self._summable(name, self._all[name].start)
+        return start * samples + (now - start) * whole
+
+    def _summable(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value.double() if name in self.added and not value.is_complex() else summable(value)
+
+    def grown(self) -> dict[str, torch.Tensor]:
+        """Return by how much the buffers differ from the start of the step, but for statistics of batch norm."""
+        return {
+            name: summable(buffer.now().detach()).double() - summable(buffer.start).double()
+            for name, buffer in self._all.items()
+            if name not in self._statistics and not buffer.start.is_complex()
+        }
 
     @property
     def names(self) -> list[str]:

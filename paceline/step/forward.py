@@ -55,6 +55,7 @@ class Compute:
         seed: of the run.
         autocast: the type of the forward pass, or none.
         largest: how many workers there may ever be; with more than one no forward pass may change weights.
+        samples_of: the number of samples in the batch of a step.
 
     Attributes:
         metrics: the names of the metrics that each forward pass returns, in alphabetical order; None: not known yet.
@@ -64,13 +65,22 @@ class Compute:
         recorder: takes digests of a microbatch of an audited step.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, seed: int, autocast: str | None, largest: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        seed: int,
+        autocast: str | None,
+        largest: int,
+        samples_of: Callable[[int], int],
+    ) -> None:
         self.model = model
         self.forward = forward
         self.buffers = Buffers(model)
         self._seed = seed
         self._autocast = autocast
         self._largest = largest
+        self._samples_of = samples_of
         self.turn = 0
         self._weights = dict(model.named_parameters())
         self.metrics: tuple[str, ...] | None = None
@@ -102,7 +112,7 @@ class Compute:
         before = generator_states() if watch_draws else None
         total, pair = self._loss(piece, step)
         drew = before is not None and not same_states(before, generator_states())
-        buffers = self.buffers.collect(piece.samples)
+        buffers = self.buffers.collect(piece.samples, self._samples_of(step))
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
         result = ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)

@@ -58,22 +58,26 @@ Fetch = Callable[[], "torch.Tensor | None"]
 def digest_of(value: torch.Tensor) -> int:
     """The sum of the 64-bit words of a tensor modulo 2^64, on an accelerator of its bytes; for any strides the same."""
     if value.device.type != "cpu":
-        return int(sum_on_device(value)) % _WORD
+        return int(_sum_on_device(value)) % _WORD
     data = _bytes_of(value).numpy()
     whole = len(data) & ~7
     total = int(numpy.add.reduce(data[:whole].view(numpy.uint64), dtype=numpy.uint64)) if whole else 0
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) % _WORD
 
 
+def digest_at(value: torch.Tensor) -> int | torch.Tensor:
+    """The digest of a tensor; of one on an accelerator as a tensor there, so that nobody waits for it."""
+    return digest_of(value) if value.device.type == "cpu" else _sum_on_device(value)
+
+
 def digests_of(values: Sequence[torch.Tensor]) -> list[int]:
     """The digests of several tensors, of those on an accelerator by one read."""
-    on_device = {place: sum_on_device(value) for place, value in enumerate(values) if value.device.type != "cpu"}
+    on_device = {place: _sum_on_device(value) for place, value in enumerate(values) if value.device.type != "cpu"}
     read = iter(torch.stack([*on_device.values()]).tolist()) if on_device else iter(())
     return [next(read) if place in on_device else digest_of(value) for place, value in enumerate(values)]
 
 
-def sum_on_device(value: torch.Tensor) -> torch.Tensor:
-    """The digest of a tensor, on its device."""
+def _sum_on_device(value: torch.Tensor) -> torch.Tensor:
     return _bytes_of(value).sum(dtype=torch.int64)
 
 
@@ -135,7 +139,7 @@ class Replicas:
             if value is not None and value.device.type == "cpu":
                 total += (2 * place + 1) * digest_of(value)
             elif value is not None:
-                own = (2 * place + 1) * sum_on_device(value)
+                own = (2 * place + 1) * _sum_on_device(value)
                 on_device = own if on_device is None else on_device + own
             self._next = (self._next + 1) % len(self._fetches)
         return StateDigest(total % _WORD, on_device)

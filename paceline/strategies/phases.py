@@ -27,6 +27,7 @@ from paceline.step.job import Job, Learned, StepResult
 from paceline.step.loss import Forward
 from paceline.step.optimizer import Update
 from paceline.step.trials.counting import check_counting
+from paceline.step.trials.coupling import check_coupling
 from paceline.step.trials.repeatability import check_repeatable
 from paceline.strategies.base import Capabilities, Strategy
 
@@ -65,6 +66,7 @@ class Phases(Strategy):
                 tried = pieces or job.feed.load(step, [range(1)])
                 if check_repeatable(job, tried[0], step):
                     check_counting(job, tried, step)
+                check_coupling(job, tried, step)
             return self._strategies[self._name].step(step, pieces)
 
     def _check_together(self, step: int) -> None:

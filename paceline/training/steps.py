@@ -17,6 +17,7 @@ from paceline.errors import PREEMPTED, InputError
 from paceline.step.job import Batch, Job, StepResult
 from paceline.step.replicas import compare
 from paceline.step.trials.counting import check_counting
+from paceline.step.trials.coupling import check_coupling
 from paceline.step.trials.repeatability import check_repeatable
 from paceline.strategies.phases import Phases
 from paceline.strategies.registry import capabilities
@@ -183,6 +184,7 @@ class Steps:
             tried = pieces or job.feed.load(step, [range(1)])
             if check_repeatable(job, tried[0], step):
                 check_counting(job, tried, step)
+                check_coupling(job, tried, step)
         fault_points.reach("before forward", step)
         result = self._workers.strategy.step(step, pieces)
         self._workers.loads_ahead = True

@@ -26,7 +26,7 @@ from paceline.data.nested import leaves_in
 from paceline.errors import InputError
 from paceline.step.forward import ForwardResult
 from paceline.step.job import Job
-from paceline.step.replicas import digest_of, sum_on_device
+from paceline.step.replicas import digest_at
 from paceline.step.trials.repeatability import CURE, TOLERANCE, what_changes
 from paceline.step.trials.trial import warn, without_trace
 
@@ -72,10 +72,7 @@ class Recorder:
         value = value.detach()
         if value.is_sparse:
             value = value.coalesce().values()
-        if value.device.type == "cpu":
-            self._sums[name] = [digest_of(value)]
-        else:
-            self._sums[name] = [sum_on_device(value)]
+        self._sums[name] = [digest_at(value)]
         if not self._job.settings.exact:
             flat = (torch.view_as_real(value) if value.is_complex() else value).double().flatten()
             self._sums[name] += [flat.norm(), flat[::2].sum() - flat[1::2].sum()]

@@ -14,19 +14,18 @@ get the random numbers of torch that they got the first time, in dropout and els
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, seed_all
-from paceline.data.nested import concatenated, leaves_in, map_tensors, rows, tensors_in
+from paceline.data.nested import concatenated, leaves_in, map_tensors, rows
 from paceline.errors import InputError
 from paceline.step.job import Job
 from paceline.step.loss import is_counted, sum_and_count
+from paceline.step.trials.draws import RecordedDraws
 from paceline.step.trials.trial import warn, without_trace
 
 _CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
@@ -46,6 +45,12 @@ _NO_COUNT = (
     "The forward pass returns a pair of scalars, which is taken for (sum, count), but the second value is no count: "
     "{values} for the same samples once, twice and three times{more}. The loss would be divided by it. Return a metric "
     "beside the loss by its name, as in (loss, {{'accuracy': value}})."
+)
+_QUEUE = (
+    "The forward pass puts samples into the buffer {name!r}, as into a queue. A batch is computed in {microbatches} "
+    "microbatches, each from the buffers at the start of the step, and a buffer becomes the mean of what they make of "
+    "it, which is no queue. Keep the queue outside of the model, filled in the loop; or set microbatches=1, for one "
+    "worker."
 )
 _NOT_TRIED = (
     "The loss could not be checked: the forward pass raised {error} when it was given some samples of a microbatch "
@@ -82,12 +87,12 @@ def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
 def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
     """What is wrong with the loss, if anything, and whether that is certain."""
     first = pieces[0]
-    if not _has_rows(first):
+    if not has_rows(first):
         return "", False
     third = -(-first.samples // 3)  # three of them take the memory of a microbatch
     third = min(first.samples, third + third % 2)  # for a loss over pairs
     part = rows(first.data, 0, third)
-    repeated = _Repeated()
+    draws = RecordedDraws()
     eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
     with without_trace(job) as trial, eager:
 
@@ -96,18 +101,33 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
             trial.restore_weights()
             return found
 
-        values = []
+        values, buffers = [], []
         for times in (1, 2, 3):
-            with repeated.again():
+            with draws.pass_of(_repeated):
                 values.append(computed(concatenated([part] * times)))
+            buffers.append(job.compute.buffers.grown())
+        _check_buffers(job, *buffers)
         totals, counts = [value for value, *_ in values], [count for _, count, _ in values]
         if not values[0][2]:
             return _of_scalar(job, totals)
         if _closeness(job, counts, grows=True):
             return _of_counted(job, totals, counts)
         parts = [rows(first.data, third, first.samples)] if first.samples > third else []
-        parts += [piece.data for piece in pieces[1 : 1 + _OTHERS] if _has_rows(piece)]
+        parts += [piece.data for piece in pieces[1 : 1 + _OTHERS] if has_rows(piece)]
         return _of_uncounted(job, totals, counts, [computed(data)[1] for data in parts])
+
+
+def _check_buffers(
+    job: Job, once: dict[str, torch.Tensor], twice: dict[str, torch.Tensor], thrice: dict[str, torch.Tensor]
+) -> None:
+    """Find the buffers that grow with the samples: these are added up. Warn of those that queue up samples."""
+    for name, grown in once.items():
+        if not grown.any():
+            continue
+        if torch.allclose(twice[name], 2 * grown) and torch.allclose(thrice[name], 3 * grown):
+            job.compute.buffers.added.add(name)
+        elif grown.count_nonzero() < twice[name].count_nonzero() < thrice[name].count_nonzero():
+            warn(job, _QUEUE.format(name=name, microbatches=job.order.microbatches))
 
 
 def _computed(job: Job, data: Any, step: int) -> tuple[float, float, bool]:
@@ -117,7 +137,7 @@ def _computed(job: Job, data: Any, step: int) -> tuple[float, float, bool]:
     seed_all(compute.seed(STEP, step, 0))
     with compute.precision():
         value = compute.forward(compute.model, map_tensors(torch.clone, data))  # which it may change
-    compute.buffers.collect(1)
+    compute.buffers.collect(1, 1)
     total, count = sum_and_count(value, 1)
     return float(total.detach()), float(torch.as_tensor(count).detach()), is_counted(value)
 
@@ -180,7 +200,7 @@ def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.4g}" for value in values)
 
 
-def _has_rows(piece: Piece) -> bool:
+def has_rows(piece: Piece) -> bool:
     """Whether the data are tensors whose first dimension is that of the samples."""
     return all(
         isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == piece.samples
@@ -188,45 +208,7 @@ def _has_rows(piece: Piece) -> bool:
     )
 
 
-class _Repeated(TorchDispatchMode):
-    """Records the random numbers of a forward pass; when it is made again with its samples repeated, so are these."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._drawn: list[list[torch.Tensor]] = []
-        self._number = 0
-        self._first = True
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """In which a forward pass is made."""
-        self._number = 0
-        with self:
-            yield
-        self._first = False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if torch.Tag.nondeterministic_seeded in getattr(func, "tags", ()):
-            if self._first:
-                self._drawn.append([tensor.clone() for tensor in tensors_in(result)])
-            elif self._number < len(self._drawn):
-                for tensor, before in zip(tensors_in(result), self._drawn[self._number], strict=False):
-                    _repeat(tensor, before)
-            self._number += 1
-        return result
-
-
-def _repeat(tensor: torch.Tensor, part: torch.Tensor) -> None:
-    """Fill a tensor with repetitions of one for fewer samples, if that can be."""
-    if (
-        tensor.ndim == part.ndim > 0
-        and tensor.shape[1:] == part.shape[1:]
-        and len(part)
-        and not len(tensor) % len(part)
-    ):
-        tensor.copy_(part.repeat(len(tensor) // len(part), *[1] * (part.ndim - 1)))
+def _repeated(before: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
+    """Random numbers of some samples for the same ones repeated; None if they are not those of samples."""
+    times, rest = divmod(shape[0], len(before)) if len(shape) == before.ndim > 0 and len(before) else (0, 1)
+    return None if rest or shape[1:] != before.shape[1:] else before.repeat(times, *[1] * (before.ndim - 1))

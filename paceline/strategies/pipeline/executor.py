@@ -255,7 +255,8 @@ class Executor:
                     self._observed.discard(stage)
                 packed: Payload = [*pack_generators()] if stage in self._random else [None] * self._states
                 self._activations[key] = [self._hooks.attach(microbatch, forward=True), *packed, *saved.outputs]
-        changed = compute.buffers.collect(self.samples[microbatch], local.buffers)
+        whole = self._job.order.samples_of(self._origins[microbatch][0])
+        changed = compute.buffers.collect(self.samples[microbatch], whole, local.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:

@@ -1,0 +1,113 @@
+"""Whether a loss over several samples is the mean of the losses of its parts.
+
+::
+
+    samples         0 1 2 3        0 1 | 2 3
+    mean               x        =   (a + b) / 2
+    contrastive        x        >   (a + b) / 2      fewer samples to compare with in each half
+    weighted mean      x       !=   (a + b) / 2      the halves have other weights
+
+A batch is computed in microbatches, so only the first kind is the loss that a script has on the whole batch. Batch norm
+is left out: it takes the statistics that it has learned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _NormBase
+
+from paceline.data.feed import Piece
+from paceline.data.keys import STEP, seed_all
+from paceline.data.nested import concatenated, map_tensors, rows
+from paceline.step.job import Job
+from paceline.step.loss import loss_of_result
+from paceline.step.trials.counting import has_rows
+from paceline.step.trials.draws import RecordedDraws
+from paceline.step.trials.trial import warn, without_trace
+
+_log = logging.getLogger("paceline")
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_TOLERANCE_HALF = 1e-2
+_TEXT = (
+    "The loss looks at several samples at once: that of {samples} samples is {whole:.5g}, and of their two halves "
+    "{halves:.5g} on average. With {microbatches} microbatches it is not that of the whole batch, on any number of "
+    "workers. If it is a weighted mean, as with class weights or ignore_index, return the pair (sum, count). If it "
+    "compares samples, as contrastive losses do, set microbatches=1, which one worker computes."
+)
+
+
+def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
+    """Warn if the loss of some samples is not the mean over their halves; leave no trace."""
+    if job.compute.carried is not None or job.order.microbatches == 1 or not all(map(has_rows, pieces)):
+        return
+    data = concatenated([piece.data for piece in pieces[:2]])
+    samples = sum(piece.samples for piece in pieces[:2])
+    if data is None or samples < 2:
+        return
+    middle = pieces[0].samples if len(pieces) > 1 else samples // 2
+    for gradients in (False, True):  # with them only if it needs them: they take memory
+        try:
+            with torch.set_grad_enabled(gradients):
+                text = _trial(job, data, (0, middle, samples), step)
+            break
+        except Exception as error:  # noqa: BLE001 - whatever the forward pass does with other samples
+            _log.debug("the loss of several microbatches at once could not be computed: %s", error)
+            text = ""
+    if text:
+        warn(job, text)
+
+
+def _trial(job: Job, data: Any, cuts: tuple[int, int, int], step: int) -> str:
+    start, middle, stop = cuts
+    draws = RecordedDraws()
+    pairs = []
+    eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
+    with without_trace(job) as trial, eager, _learned_statistics(job):
+        for first, last in ((start, stop), (start, middle), (middle, stop)):
+            job.compute.buffers.put_back()
+            seed_all(job.compute.seed(STEP, step, 0))
+            part = map_tensors(torch.clone, rows(data, first, last))  # which the forward pass may change
+            with job.compute.precision(), draws.pass_of(partial(_part, start=first, stop=last)):
+                value = job.compute.forward(job.compute.model, part)
+            pairs.append([float(one) for one in loss_of_result(value, last - first).pair()[:2]])
+            trial.restore_weights()
+    (total, count), *halves = pairs
+    if draws.unknown or not count or not all(one[1] for one in halves):
+        return ""
+    whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
+    if abs(whole - mean) <= _tolerance(job) * max(abs(whole), abs(mean)):
+        return ""
+    return _TEXT.format(samples=stop, whole=whole, halves=mean, microbatches=job.order.microbatches)
+
+
+def _tolerance(job: Job) -> float:
+    if job.settings.autocast:
+        return _TOLERANCE_HALF
+    return max(_TOLERANCE.get(value.dtype, _TOLERANCE_HALF) for value in job.update.parameters.values())
+
+
+@contextmanager
+def _learned_statistics(job: Job) -> Iterator[None]:
+    """Let batch norm take its running statistics."""
+    norms = [one for one in job.compute.model.modules() if isinstance(one, _NormBase) and one.training]
+    for one in norms:
+        one.training = False
+    try:
+        yield
+    finally:
+        for one in norms:
+            one.training = True
+
+
+def _part(before: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor | None:
+    """Random numbers of all samples for some of them; None if they are not those of samples."""
+    if shape == before.shape:
+        return before
+    some = before.ndim and shape == (stop - start, *before.shape[1:]) and stop <= len(before)
+    return before[start:stop] if some else None
