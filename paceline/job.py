@@ -217,6 +217,12 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
                 f"call model.to_empty(device='cpu') and give it values before paceline.start."
             )
     for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm) and not torch.cuda.is_available():
+            raise InputError(
+                f"{name!r} is a SyncBatchNorm, which torch computes on GPUs only, and this worker has none: leave out "
+                f"convert_sync_batchnorm. Batch norm takes the statistics of a microbatch here, so the result is the same "
+                f"on any number of workers."
+            )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
             raise sparse_gradients(f"{name!r} gives")
     return model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -96,8 +97,19 @@ def state_dict_names(model: nn.Module) -> dict[str, str]:
 def hash_of(tensor: torch.Tensor) -> bytes:
     """SHA-256 of dtype, shape and the elements in row-major order."""
     digest = begin_hash(str(tensor.dtype), tensor.shape)
-    digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    digest.update(raw_bytes(flat))
     return digest.digest()
+
+
+def raw_bytes(tensor: torch.Tensor) -> memoryview:
+    """The elements of a contiguous tensor on the CPU, which must live as long as this.
+
+    Once NumPy has seen a tensor, torch cannot resize it any more, as observers of quantization do.
+    """
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr() if tensor.nbytes else 0)).cast(
+        "B"
+    )
 
 
 def begin_hash(dtype: str, shape: Sequence[int]) -> hashlib._Hash:

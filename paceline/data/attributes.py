@@ -49,12 +49,14 @@ class Attributes:
     Attributes:
         values: generator states, numbers and tensors, by their names such as ``model.head.rng``.
         sizes: number of entries of each container and of each ``lru_cache``, by the same names.
+        tensors: those among them, as the objects that they are.
         dictionaries: the attributes of each object, by its name.
     """
 
     def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
         self.dictionaries: dict[str, dict[Any, Any]] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals
@@ -158,6 +160,8 @@ class Attributes:
 
     def _keep(self, name: str, value: Any, state: Any) -> None:
         self.values[name] = state
+        if isinstance(value, torch.Tensor):
+            self.tensors[name] = value
         self._leaves.append((value, state))
 
     def generators(self) -> Iterator[tuple[str, Any]]:

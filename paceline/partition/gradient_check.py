@@ -14,7 +14,7 @@ from torch import nn
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, preserve_generators, seed_all, seed_of
 from paceline.data.nested import map_tensors
-from paceline.errors import InputError
+from paceline.errors import InputError, PacelineError
 from paceline.partition.backward import backward
 from paceline.partition.base import Layers
 from paceline.partition.preserve import kept_gradients, preserved
@@ -38,7 +38,7 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
         seed: of the run.
 
     Raises:
-        InputError: names the first parameter whose gradient differs.
+        InputError: names the first parameter whose gradient differs, or what fails layer by layer.
     """
     model = compute.model
     uses = [name for place in range(len(layers.names)) for name in layers.stage(place, place + 1).parameters]
@@ -50,7 +50,16 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
             return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, whole = gradients(_whole)
-    cut_loss, cut = gradients(_in_layers)
+    try:
+        cut_loss, cut = gradients(_in_layers)
+    except PacelineError:
+        raise
+    except Exception as error:
+        raise InputError(
+            f"{type(model).__name__} trains in one piece, but not layer by layer: {type(error).__name__}: {error}. A "
+            f"layer may use what another one keeps, or a weight of another one, which is not among its inputs. Pass it "
+            f"along with the output of the layer before, or use strategy 'allreduce'."
+        ) from error
     again: Gradients | None = None
     parameters = dict(model.named_parameters())
     for name, gradient in [("", loss), *whole.items()]:

@@ -29,8 +29,20 @@ class _Buffer:
     def touched(self) -> bool:
         return self.now() is not self.tensor or self.tensor._version != self.version
 
+    def take(self) -> None:
+        """Take the buffer as it is now for the start of the step."""
+        self.tensor = self.now()
+        if self.start.shape == self.tensor.shape:
+            self.start.copy_(self.tensor)
+        else:
+            self.start = self.tensor.detach().clone()
+        self.version = self.tensor._version
+
     def put_back(self) -> None:
-        self.tensor.data.copy_(self.start)
+        if self.tensor.shape == self.start.shape:
+            self.tensor.data.copy_(self.start)
+        else:  # an observer of quantization gives it a size when it is used first
+            self.tensor.data = self.start.clone()
         self.module._buffers[self.key] = self.tensor
         self.version = self.tensor._version
 
@@ -77,7 +89,7 @@ class Buffers:
 
     def examples(self) -> list[torch.Tensor]:
         """One tensor like each sum of :meth:`collect`, for the changing buffers."""
-        return [self._summable(name, self._all[name].start) for name in self.live]
+        return [self._summable(name, self._all[name].now().detach()) for name in self.live]
 
     def move_to(self, device: torch.device) -> None:
         """Keep the start of a step where the model is now."""
@@ -88,9 +100,7 @@ class Buffers:
         """Take the buffers as they are now for the start of the step."""
         for name, buffer in self._all.items():
             if name in self.live or buffer.touched():
-                buffer.tensor = buffer.now()
-                buffer.start.copy_(buffer.tensor)
-                buffer.version = buffer.tensor._version
+                buffer.take()
         self._dirty = False
 
     def reset(self) -> None:
@@ -151,7 +161,9 @@ class Buffers:
         return {
             name: summable(buffer.now().detach()).double() - summable(buffer.start).double()
             for name, buffer in self._all.items()
-            if name not in self._statistics and not buffer.start.is_complex()
+            if name not in self._statistics
+            and not buffer.start.is_complex()
+            and buffer.start.shape == buffer.now().shape  # not as an observer of quantization makes it
         }
 
     @property
@@ -179,7 +191,7 @@ class Buffers:
         for name, mean in zip(self.live, means, strict=True):
             buffer = self._all[name]
             rounds = not (buffer.start.is_floating_point() or buffer.start.is_complex())
-            buffer.start.copy_(mean.round() if rounds else mean)
+            buffer.start = (mean.round() if rounds else mean).to(buffer.start.dtype, copy=True)
             buffer.put_back()
         self._dirty = False
 
@@ -202,9 +214,7 @@ class Buffers:
     def take_all(self) -> None:
         """Save all buffers as they are now, for an evaluation."""
         for buffer in self._all.values():
-            buffer.tensor = buffer.now()
-            buffer.start.copy_(buffer.tensor)
-            buffer.version = buffer.tensor._version
+            buffer.take()
 
 
 def _found(model: nn.Module) -> dict[str, _Buffer]:

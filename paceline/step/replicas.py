@@ -19,6 +19,7 @@ from typing import Any
 import numpy
 import torch
 
+from paceline.checkpoint.tensors import raw_bytes
 from paceline.comm.step_header import StateDigest
 from paceline.errors import DisagreementError
 from paceline.step.job import Job
@@ -59,7 +60,8 @@ def digest_of(value: torch.Tensor) -> int:
     """The sum of the 64-bit words of a tensor modulo 2^64, on an accelerator of its bytes; for any strides the same."""
     if value.device.type != "cpu":
         return int(_sum_on_device(value)) % _WORD
-    data = _bytes_of(value).numpy()
+    flat = _bytes_of(value)
+    data = numpy.frombuffer(raw_bytes(flat), numpy.uint8)
     whole = len(data) & ~7
     total = int(numpy.add.reduce(data[:whole].view(numpy.uint64), dtype=numpy.uint64)) if whole else 0
     return (total + int.from_bytes(data[whole:].tobytes(), "little")) % _WORD

@@ -178,17 +178,23 @@ class Steps:
 
     def _run_step(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
-        shared = not (job.settings.exact or job.replicated)  # others may change the weights meanwhile
-        if not (job.learned.repeatable or shared or job.phases):
+        if not (job.learned.repeatable or job.phases):
             job.learned.repeatable = True
-            tried = pieces or job.feed.load(step, [range(1)])
-            if check_repeatable(job, tried[0], step):
-                check_counting(job, tried, step)
-                check_coupling(job, tried, step)
+            self._try(step, pieces)
         fault_points.reach("before forward", step)
         result = self._workers.strategy.step(step, pieces)
         self._workers.loads_ahead = True
         return result
+
+    def _try(self, step: int, pieces: list[Piece]) -> None:
+        """Try the forward pass and the loss before the first step, unless others change the weights meanwhile."""
+        job = self._job
+        if not (job.settings.exact or job.replicated):
+            return
+        tried = pieces or job.feed.load(step, [range(1)])
+        if check_repeatable(job, tried[0], step):
+            check_counting(job, tried, step)
+            check_coupling(job, tried, step)
 
     def _repeat_lost_steps(self, stop: int) -> None:
         """After going back to a checkpoint, repeat the steps below ``stop`` that the script has seen."""

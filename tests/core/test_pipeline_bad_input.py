@@ -54,6 +54,35 @@ REFUSED = {
         2,
         ["'1' (Length)", "no tensor but int"],
     ),
+    "a loss that reads what a layer keeps": Bad(
+        "class Keeps(nn.Linear):\n    def forward(self, values):\n"
+        "        out = super().forward(values)\n"
+        "        self.last, self.penalty = out.detach(), out.pow(2).mean()\n        return out\n"
+        "model = layers(Keeps(12, 12), nn.Tanh())\n"
+        "small(model, loss=lambda out, target: functional.cross_entropy(out, target) + model[1].penalty)",
+        "InputError",
+        2,
+        ["The loss reads model.1.penalty", "would read an old value", "Let the model return it"],
+    ),
+    "a loss that reads a buffer": Bad(
+        "class Heats(nn.Linear):\n    def forward(self, values):\n"
+        "        out = super().forward(values); self.heat.add_(out.detach().abs().mean()); return out\n"
+        "hot = Heats(12, 12); hot.register_buffer('heat', torch.ones(()))\n"
+        "small(layers(hot), loss=lambda out, target: functional.cross_entropy(out, target) / hot.heat)",
+        "InputError",
+        2,
+        ["The loss reads the buffer '1.heat'"],
+    ),
+    "a layer that uses what another one keeps": Bad(
+        "class Keeps(nn.Linear):\n    def forward(self, values):\n"
+        "        self.kept = super().forward(values)\n        return self.kept\n"
+        "class Adds(nn.Module):\n    def forward(self, values): return values + model[1].kept\n"
+        "model = layers(Keeps(12, 12), nn.Tanh(), Adds())\n"
+        "small(model)",
+        "InputError",
+        2,
+        ["trains in one piece, but not layer by layer", "A layer may use what another one keeps"],
+    ),
     "an unknown layer": Bad("go(pipeline={'cut': ['5b']})", "ConfigError", 2, ["'5b'", "closest: '5'", TEN]),
     "layers in the wrong order": Bad(
         "go(pipeline={'cut': ['5', '2']})", "ConfigError", 2, ["Stage 2", "'2' is not after '5'"], workers=3

@@ -144,6 +144,7 @@ class Buffers:
 
     def __init__(self, fixed: bool = False, agreed: Iterable[str] = ()) -> None:
         self.fixed, self.agreed = fixed, set(agreed)
+        self.added: set[str] = set()
         self.named: list[str] | None = None
 
     def fix(self, names: Iterable[str]) -> None:
@@ -336,13 +337,14 @@ def test_what_the_first_step_found_out_is_shared() -> None:
         scene.learned.fusible = [None, False, True][world.rank]
         scene.learned.repeatable = world.rank == 1
         scene.saver.launch = [None, 3, 5][world.rank]
+        scene.buffers.added = {"a"} if world.rank == 2 else set()
         scene.buffers.fixed, scene.buffers.agreed = world.rank > 0, {"a"} if world.rank == 1 else {"b"}
         scene.of._share_findings()
         return scene
 
     for scene in run(3, act):
         assert (scene.learned.fusible, scene.learned.repeatable, scene.saver.launch) == (False, True, 5)
-        assert scene.buffers.named == ["a", "b"]
+        assert (scene.buffers.named, scene.buffers.added) == (["a", "b"], {"a"})
 
     def nothing(world: Any) -> Scene:
         scene = Scene(world)

@@ -23,6 +23,7 @@ from paceline.step.gather_state import gather_state
 from paceline.step.job import Job
 from paceline.step.loss import pair_of
 from paceline.step.trials.counting import check_counting
+from paceline.step.trials.kept import check_kept
 from paceline.strategies.pipeline.executor import LocalStage
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
@@ -162,6 +163,7 @@ class Stages:
         compute, settings = self._job.compute, self._job.settings.pipeline
         check_loss(compute, piece)
         check_counting(self._job, [piece], 0)
+        check_kept(self._job, piece, 0)
         check_gradients(compute, layers, piece, self._job.settings.exact, self._job.settings.seed)
         if settings.cut is not None and settings.memory_gigabytes is None:
             return Partition(bounds_of(layers, self.count, settings.cut))

@@ -1,0 +1,103 @@
+"""Whether the loss reads what the layers of a model keep: in a pipeline another worker has computed these layers."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from paceline.data.attributes import Attributes, same
+from paceline.data.feed import Piece
+from paceline.data.keys import STEP, seed_all
+from paceline.data.nested import map_tensors
+from paceline.errors import InputError
+from paceline.step.job import Job
+from paceline.step.loss import loss_of_result, pair_of
+from paceline.step.trials.trial import without_trace
+
+_log = logging.getLogger("paceline")
+
+
+def check_kept(job: Job, piece: Piece, step: int) -> None:
+    """Compute the loss of a microbatch, and once more from the output alone; leave no trace.
+
+    Raises:
+        InputError: the two differ; names what the forward pass of the model keeps.
+    """
+    try:
+        with without_trace(job):
+            text = _trial(job, piece, step)
+    except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
+        _log.debug("the loss could not be computed twice: %s", error)
+        return
+    if text:
+        raise InputError(text)
+
+
+def _trial(job: Job, piece: Piece, step: int) -> str:
+    compute = job.compute
+    known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
+    outputs: list[Any] = []
+
+    def model(values: Any) -> Any:
+        outputs.append(compute.model(values))
+        return outputs[-1]
+
+    def loss_from(call: Any) -> torch.Tensor:
+        seed_all(compute.seed(STEP, step, piece.microbatches.start))
+        data = copy.deepcopy(piece.data)  # which the forward pass may change
+        with compute.precision():
+            return loss_of_result(compute.forward(cast(nn.Module, call), data), piece.samples).pair().detach()
+
+    first = loss_from(model)
+    before = Attributes({"model": compute.model}, known)
+    buffers = compute.buffers.grown()
+    output = map_tensors(torch.detach, outputs[0])
+    compute.buffers.put_back()
+    with compute.precision():  # layers keep something of other samples now
+        compute.model(map_tensors(_other, copy.deepcopy(pair_of(piece.data)[0])))
+    after = Attributes({"model": compute.model}, known)
+    try:
+        again: torch.Tensor | None = loss_from(lambda _: output)
+    except Exception as error:  # noqa: BLE001 - such as for an attribute that a layer has not made yet
+        _log.debug("the loss needs more than the output: %s", error)
+        again = None
+    if again is not None and same(first, again):
+        return ""
+    now = compute.buffers.grown()
+    names = [f"the buffer {name!r}" for name, value in buffers.items() if not same(value, now.get(name))]
+    moved = [name for name, value in after.values.items() if not same(before.values.get(name), value)]
+    for name in moved:
+        held = after.tensors.get(name)
+        if held is not None and same(
+            first, _loss_with(held, before.values.get(name), lambda: loss_from(lambda _: output))
+        ):
+            return _text(job, name)
+    names += moved
+    if not names and again is not None:
+        return ""  # it draws random numbers
+    return _text(job, names[0] if names else "something")
+
+
+def _text(job: Job, what: str) -> str:
+    return (
+        f"The loss reads {what}, which the forward pass of the model keeps. With strategy {job.settings.strategy!r} "
+        f"other workers compute the layers, so the loss would read an old value, without a gradient. Let the model "
+        f"return it beside its output, or use strategy 'allreduce'."
+    )
+
+
+def _loss_with(held: torch.Tensor, value: Any, loss: Callable[[], torch.Tensor]) -> torch.Tensor | None:
+    """The loss if a tensor had the value of before."""
+    if not isinstance(value, torch.Tensor) or value.shape != held.shape:
+        return None
+    held.data.copy_(value)
+    return loss()
+
+
+def _other(value: torch.Tensor) -> torch.Tensor:
+    return value + 1 if value.is_floating_point() else value.roll(1, dims=-1)
