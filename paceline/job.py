@@ -220,8 +220,8 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
         if isinstance(module, nn.SyncBatchNorm) and not torch.cuda.is_available():
             raise InputError(
                 f"{name!r} is a SyncBatchNorm, which torch computes on GPUs only, and this worker has none: leave out "
-                f"convert_sync_batchnorm. Batch norm takes the statistics of a microbatch here, so the result is the same "
-                f"on any number of workers."
+                f"convert_sync_batchnorm. Batch norm takes the statistics of a microbatch here, so the result does not "
+                f"depend on the number of workers."
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not sparse:
             raise sparse_gradients(f"{name!r} gives")

@@ -233,6 +233,10 @@ trained(session, 2)
 """,
         ["'0.weight'", "was frozen at the start"],
     ),
+    "SyncBatchNorm": (
+        "start(lambda: nn.SyncBatchNorm(4))",
+        ["is a SyncBatchNorm, which torch computes on GPUs only"],
+    ),
     "meta": ("start(lambda: nn.Linear(4, 3, device='meta'))", ["'weight' of the model is on the meta device"]),
     "lazy": ("start(lambda: nn.LazyLinear(3))", ["'weight' has no shape yet"]),
     "all frozen": ("start(lambda: nn.Linear(4, 3).requires_grad_(False))", ["nothing to train"]),
@@ -347,3 +351,30 @@ def test_workers_at_different_places_are_named(ranks: Any, tmp_path: Path) -> No
     assert any(re.search(r"session\.step.* on rank 0 .*session\.evaluate.* on rank 1", one.err) for one in everyone), [
         one.err for one in everyone
     ]
+
+
+QUANTIZED = """
+from functools import partial
+import torch
+import torch.ao.quantization as quantization
+from torch import nn
+import paceline
+from subjects import classes, mlp
+
+model = mlp().train()
+model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+model = quantization.prepare_qat(model)
+session = paceline.start(
+    model=model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.functional.cross_entropy, data=classes(96),
+    batch=16, exact=True, timeout_seconds=30,
+)
+for batch in session.batches(steps=6):
+    session.step(batch)
+print('{"fingerprint": "%s"}' % session.fingerprint())
+"""
+
+
+def test_training_with_quantization_in_mind(printed: Printed, tmp_path: Path) -> None:
+    """Its observers give their buffers a size when they are used first."""
+    (alone,) = printed(QUANTIZED, 1, tmp_path / "one", deadline=60)
+    assert printed(QUANTIZED, 2, tmp_path / "two", deadline=60) == [alone, alone]

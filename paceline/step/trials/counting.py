@@ -122,7 +122,7 @@ def _check_buffers(
 ) -> None:
     """Find the buffers that grow with the samples: these are added up. Warn of those that queue up samples."""
     for name, grown in once.items():
-        if not grown.any() or name not in twice or name not in thrice:
+        if not grown.any() or not grown.isfinite().all() or name not in twice or name not in thrice:
             continue
         if torch.allclose(twice[name], 2 * grown) and torch.allclose(thrice[name], 3 * grown):
             job.compute.buffers.added.add(name)
