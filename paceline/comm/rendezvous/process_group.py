@@ -95,10 +95,14 @@ class ProcessGroup:
             self._thread.join(seconds)
         return self._thread is not None and self._thread.is_alive()
 
-    def cut(self) -> None:
-        """End every blocked call of the group; may be called from any thread."""
+    def cut(self, only: CoordinatorStore | None = None) -> None:
+        """End every blocked call of the group; may be called from any thread.
+
+        Args:
+            only: the store of the generation that is meant; None: the present one.
+        """
         with self._lock:
-            if self._store is None:
+            if self._store is None or (only is not None and self._store is not only):
                 return
             self._store.close()
             if self._transport is not None:
@@ -119,7 +123,7 @@ class ProcessGroup:
 
     def _cut_on(self, store: CoordinatorStore) -> None:
         while self._store is store and not self._joined:
-            self.cut()
+            self.cut(store)
             time.sleep(_LOOK_SECONDS)
 
     def leave(self) -> None:
