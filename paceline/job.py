@@ -129,7 +129,8 @@ def build(
     divides = capabilities.divides_update
     shared = settings.strategy in ONE_MACHINE  # others change the same memory at any time
     digests = None if shared or settings.audit == "off" else digests_of
-    loop = LoopChanges(given.model, update.optimizer, digests, feed.owners)
+    keeps = not phases and (capabilities.exact or capabilities.replicated)
+    loop = LoopChanges(given.model, update.optimizer, digests, feed.owners, keeps)
     job = Job(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},

@@ -164,7 +164,7 @@ class Session(Measurements):
         self._script = ScriptState()
         about = jobs.conditions(job)
         self._state = TrainingState(job.compute.model, job.update, *about, job.strategy_state, self._script, job.loop)
-        self._state.parts["data"] = job.order
+        self._state.parts.update(data=job.order, buffers=job.compute.buffers)
         if job.compute.carried is not None:
             self._state.parts["carried"] = job.compute.carried
         saves, resume = settings.checkpoint, settings.resume

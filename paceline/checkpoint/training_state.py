@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,8 +131,8 @@ class LoopChanges(Part, Protocol):
 class ScriptState(Protocol):
     """What the script keeps."""
 
-    def keep(self) -> None:
-        """Copy it, for :meth:`saved`."""
+    def of_now(self) -> AbstractContextManager[None]:
+        """In which :meth:`saved` returns it as it is now."""
 
     def saved(self) -> dict[str, Any]:
         """Return it as plain values and tensors, as it was copied."""
@@ -189,10 +190,9 @@ class TrainingState:
         """All tensors by name."""
         return named_tensors(self._model, self._update.optimizer)
 
-    def keep_script(self) -> None:
-        """Take what the script keeps as it is now, instead of as it was when the last step returned."""
-        if self._script is not None:
-            self._script.keep()
+    def script_of_now(self) -> AbstractContextManager[None]:
+        """In which a snapshot has what the script keeps now, instead of when the last step returned."""
+        return nullcontext() if self._script is None else self._script.of_now()
 
     def snapshot(self, step: int) -> Snapshot:
         """The state after ``step`` steps, not copied: training goes on to change the tensors.

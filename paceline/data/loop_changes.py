@@ -38,10 +38,11 @@ class LoopChanges:
         optimizer: its optimizer.
         digests: returns for each tensor a number that stands for its bits; None: these are not compared.
         data: the attributes of the data set and of the objects in it, by their names.
+        keeps: whether a checkpoint gets what was kept, and not the tensors and hyperparameters of now.
 
     Attributes:
         now: whether :meth:`tensors` and :meth:`state` are those of now, as all workers have begun the next step.
-        changed: the names of what the loop has changed, tensors first.
+        changed: the names of what the loop has changed, in the order in which that was found.
     """
 
     def __init__(
@@ -50,19 +51,20 @@ class LoopChanges:
         optimizer: Optimizer,
         digests: Callable[[Sequence[torch.Tensor]], list[int]] | None,
         data: Mapping[str, dict[Any, Any]],
+        keeps: bool,
     ) -> None:
         self.now = False
-        self.changed: list[str] = []
+        self.changed: dict[str, None] = {}
         self._optimizer = optimizer
         self._digests_of = digests
-        named = [(name, vars(module)) for name, module in model.named_modules()]
-        self._owners = [_Owner(f"model.{name}" if name else "model", entries) for name, entries in named]
-        self._owners += [_Owner(name, entries) for name, entries in data.items()]
+        self._keeps = keeps
+        named = [(f"model.{name}" if name else "model", vars(module)) for name, module in model.named_modules()]
+        self._owners = [_Owner(name, entries) for name, entries in [*named, *data.items()]]
         self._parameters = dict(model.named_parameters())
-        places = [(f"{name}.{key}", entries["_buffers"], key) for name, entries in named for key in entries["_buffers"]]
-        self._buffers = [(f"buffer/{name.removeprefix('.')}", buffers, key) for name, buffers, key in places]
-        self._names = [f"parameter/{name}" for name in self._parameters] + [name for name, *_ in self._buffers]
-        self._versions: list[int] = []
+        self._buffers = [_place_of(model, name) for name, _ in model.named_buffers()]
+        names = [f"buffer/{name}" for name, _ in model.named_buffers()]
+        self._names = [*(f"parameter/{name}" for name in self._parameters), *names]
+        self._versions: list[tuple[int, int]] = []
         self._digests: list[int] = []
         self._kept: dict[str, torch.Tensor] = {}
         self._plain: list[dict[Any, Any]] = []  # now
@@ -71,45 +73,50 @@ class LoopChanges:
 
     def end_step(self, step: int) -> None:
         """Copy what the loop is known to change; the step returns."""
-        tensors = self._tensors()
-        for name, value in zip(self._names, tensors, strict=True) if self._kept else ():
-            if name in self._kept:
-                self._kept[name].copy_(value)
+        self._keep()
         if self._digests_of is not None and step & (step - 1) == 0:
-            self._digests = self._digests_of(tensors)
+            self._digests = self._digests_of(self._tensors())
+
+    def _keep(self) -> None:
+        self._digests = []
         self.refresh()
         self._ended = self._plain
+        if not self._keeps:
+            return
         self._groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
+        for name, value in zip(self._names, self._tensors(), strict=True) if self.changed else ():
+            if name in self.changed:
+                kept = self._kept.get(name)
+                if kept is None or (kept.shape, kept.dtype, kept.device) != (value.shape, value.dtype, value.device):
+                    self._kept[name] = value.detach().clone()
+                else:
+                    kept.copy_(value.detach())
 
     def refresh(self) -> None:
         """Take everything as it is for unchanged."""
-        self._versions = [value._version for value in self._tensors()]
+        tensors = self._tensors()
+        self._versions = [(id(value), value._version) for value in tensors]
         self._plain = [owner.values() for owner in self._owners]
+        if self._digests and self._digests_of is not None:
+            self._digests = self._digests_of(tensors)
 
-    def look(self) -> None:
-        """Find what the script has changed since :meth:`refresh`."""
+    def look(self, begins: bool = False) -> None:
+        """Find what the script has changed since :meth:`refresh`; ``begins``: the next step does."""
         if not self._ended:
             return
-        tensors = self._tensors()
-        versions = [value._version for value in tensors]
-        digests = self._digests_of(tensors) if self._digests_of is not None and self._digests else self._digests
+        versions, digests, plain = self._versions, self._digests, self._plain
+        self.refresh()
         if versions != self._versions or digests != self._digests:
-            before = [*zip(self._versions, self._digests or versions, strict=True)]
-            for place, now in enumerate(zip(versions, digests or versions, strict=True)):
-                if now != before[place]:
-                    self._note(self._names[place])
-                    self._kept.setdefault(self._names[place], tensors[place].detach().clone())
-        self._digests = []
-        now_plain = [owner.values() for owner in self._owners]
-        for owner, before_plain, values in zip(self._owners, self._plain, now_plain, strict=True):
-            if before_plain != values:
-                for key in before_plain | values:
-                    if before_plain.get(key) != values.get(key):
-                        self._note(f"{owner.name}.{key}")
-
-    def _note(self, name: str) -> None:
-        if name not in self.changed:
-            self.changed.append(name)
+            before = zip(versions, digests or versions, strict=True)
+            now = zip(self._versions, self._digests or self._versions, strict=True)
+            found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
+            self.changed.update(dict.fromkeys(found))
+        for owner, then, values in zip(self._owners, plain, self._plain, strict=True):
+            if then != values:
+                keys = [key for key in then | values if then.get(key) != values.get(key)]
+                self.changed.update((f"{owner.name}.{key}", None) for key in keys)
+        if begins:
+            self._digests = []
 
     @property
     def parameter(self) -> str:
@@ -123,26 +130,24 @@ class LoopChanges:
     def state(self, step: int) -> dict[str, Any]:
         """Return attributes and hyperparameters, for a checkpoint or another worker."""
         values = [owner.values() for owner in self._owners] if self.now or not self._ended else self._ended
-        names = {*self.changed}
         changed = {
             owner.name: found
             for owner, own in zip(self._owners, values, strict=True)
-            if (found := {key: value for key, value in own.items() if f"{owner.name}.{key}" in names})
+            if (found := {key: value for key, value in own.items() if f"{owner.name}.{key}" in self.changed})
         }
         return {"attributes": changed, "groups": [] if self.now else self._groups, "changed": list(self.changed)}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` returned."""
+        """Take over what :meth:`state` returned, after the tensors."""
         for owner in self._owners:
             owner.entries.update(state["attributes"].get(owner.name, {}))
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
             group.update(values)
-        for name in state["changed"]:
-            self._note(name)
-        self._ended = []
+        self.changed.update(dict.fromkeys(state["changed"]))
+        self._keep()
 
     def _tensors(self) -> list[torch.Tensor]:
-        buffers = (buffers.get(key) for _, buffers, key in self._buffers)
+        buffers = (buffers.get(key) for buffers, key in self._buffers)
         return [*self._parameters.values(), *(_NONE if value is None else value for value in buffers)]
 
 
@@ -155,12 +160,19 @@ class _Owner:
         self._size = -1
 
     def values(self) -> dict[Any, Any]:
-        """Return them; which ones are plain is looked at again when there are more or fewer."""
+        """Return them; which ones may be plain is looked at again when there are more or fewer."""
         entries = self.entries
         if len(entries) != self._size:
             self._size = len(entries)
-            self._keys = [key for key, one in entries.items() if type(one) in PLAIN and key not in _OF_TORCH]
-        return {key: entries[key] for key in self._keys if key in entries}
+            self._keys = [
+                key for key, one in entries.items() if (one is None or type(one) in PLAIN) and key not in _OF_TORCH
+            ]
+        return {key: value for key in self._keys if type(value := entries.get(key)) in PLAIN}
+
+
+def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:
+    path, _, key = name.rpartition(".")
+    return model.get_submodule(path)._buffers, key
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

@@ -155,7 +155,7 @@ class Recovery:
     def _same_state(self, progress: Progress | None) -> Progress:
         """Bring all members to the state of the furthest, or if it is lost to a checkpoint; return the progress."""
         if progress is not None:
-            progress.changes = self._job.loop.changed
+            progress.changes = list(self._job.loop.changed)
         everyone = self._job.world.gather(progress, RE_FORMING)
         self._state.keeps_script = progress is not None  # its script has come further since the last step
         if assemble(self._job, everyone):
@@ -188,10 +188,11 @@ class Recovery:
         Else it is that with which the last step returned.
         """
         self._job.loop.now = begun
-        if begun:
-            self._state.keep_script()
-        snapshot = self._state.snapshot(progress.steps)
-        self._job.loop.now = False
+        try:
+            with self._state.script_of_now() if begun else contextlib.nullcontext():
+                snapshot = self._state.snapshot(progress.steps)
+        finally:
+            self._job.loop.now = False
         return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not begun)))
 
     def _take_over(self, received: StateBytes) -> Progress:
@@ -216,7 +217,8 @@ class Recovery:
         repeat_until = max(furthest.repeat_until, furthest.steps)
         back = replace(furthest, steps=steps, repeat_until=repeat_until, holds=None)
         if own is not None:
-            return replace(back, received=own.received)
+            return replace(back, received=own.received, again=own.again)
+        back = replace(back, again=True)
         return replace(back, received=steps, result=Progress.resumed(steps, self._state.loaded_script).result)
 
     def _share_findings(self) -> None:

@@ -156,6 +156,19 @@ class Buffers:
     def _summable(self, name: str, value: torch.Tensor) -> torch.Tensor:
         return value.double() if name in self.added and not value.is_complex() else summable(value)
 
+    @property
+    def may_count(self) -> bool:
+        """Whether there are buffers besides the statistics of batch norm."""
+        return len(self._all) > len(self._statistics)
+
+    def state(self, step: int) -> list[str]:
+        """Return which buffers grow with the samples, for a checkpoint or another worker."""
+        return sorted(self.added)
+
+    def load(self, state: list[str]) -> None:
+        """Take over what :meth:`state` returned."""
+        self.added.update(name for name in state if name in self._all)
+
     def grown(self) -> dict[str, torch.Tensor]:
         """Return by how much the buffers differ from the start of the step, but for statistics of batch norm."""
         return {

@@ -45,6 +45,9 @@ class Recorder(Protocol):
     def add(self, result: ForwardResult) -> None:
         """Take note of its result, and of the gradients when they are computed."""
 
+    def close(self) -> None:
+        """Take note of nothing more."""
+
 
 class Compute:
     """Computes the loss of a piece, as a sum over what the loss counts.

@@ -87,7 +87,7 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
     value = value.detach()
     if value.is_sparse:
         value = value.to_dense()
-    return value.contiguous().reshape(-1).view(torch.uint8)
+    return value.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 class Replicas:

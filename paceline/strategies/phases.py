@@ -26,9 +26,7 @@ from paceline.settings import Settings
 from paceline.step.job import Job, Learned, StepResult
 from paceline.step.loss import Forward
 from paceline.step.optimizer import Update
-from paceline.step.trials.counting import check_counting
-from paceline.step.trials.coupling import check_coupling
-from paceline.step.trials.repeatability import check_repeatable
+from paceline.step.trials.first_step import try_forward_pass
 from paceline.strategies.base import Capabilities, Strategy
 
 
@@ -62,11 +60,8 @@ class Phases(Strategy):
         job.compute.turn = self._turn
         with self._training_only(job):
             if not job.learned.repeatable:
+                try_forward_pass(job, pieces or job.feed.load(step, [range(1)]), step)
                 job.learned.repeatable = True
-                tried = pieces or job.feed.load(step, [range(1)])
-                if check_repeatable(job, tried[0], step):
-                    check_counting(job, tried, step)
-                check_coupling(job, tried, step)
             return self._strategies[self._name].step(step, pieces)
 
     def _check_together(self, step: int) -> None:

@@ -7,7 +7,8 @@ goes on: it gets the batch of that step once more, ``step`` returns the known re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from paceline.checkpoint import encoding
@@ -54,6 +55,17 @@ class ScriptState:
         """Copy the values: a step has ended."""
         for name, value in self.values.items():
             self._kept[name] = copy.deepcopy(_content(value))
+
+    @contextmanager
+    def of_now(self) -> Iterator[None]:
+        """In which :meth:`saved` returns the values as they are now."""
+        before = self._kept
+        self._kept = dict(before)
+        self.keep()
+        try:
+            yield
+        finally:
+            self._kept = before
 
     def saved(self) -> dict[str, Any]:
         """What belongs to a checkpoint or goes to a joiner."""

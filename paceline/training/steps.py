@@ -16,9 +16,7 @@ from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, InputError
 from paceline.step.job import Batch, Job, StepResult
 from paceline.step.replicas import compare
-from paceline.step.trials.counting import check_counting
-from paceline.step.trials.coupling import check_coupling
-from paceline.step.trials.repeatability import check_repeatable
+from paceline.step.trials.first_step import try_forward_pass
 from paceline.strategies.phases import Phases
 from paceline.strategies.registry import capabilities
 from paceline.training.position import Position
@@ -73,15 +71,15 @@ class Steps:
             raise InputError(self._over(batch.step))
         turn = self._turn_of(batch) if phase else 0
         begin = time.perf_counter()
+        self._job.loop.look(begins=True)
+        self._check_loop(batch.step)
         if not turn:
-            self._job.loop.look()
-            self._check_loop(batch.step)
             workers.progress.entered = batch.step
         others_did = workers.progress.has_received(batch.step, turn)  # it is in their records
         result = workers.take(lambda: self._take(batch, phase, turn))
         if not turn:  # all phases of the last batch come once more in a resumed script
             self._script.keep()
-            self._job.loop.end_step(batch.step)
+        self._job.loop.end_step(batch.step)
         self._taken = batch.step, turn + 1
         position.move_to(batch.step + 1, turn=turn)
         position.used += 1
@@ -179,8 +177,8 @@ class Steps:
     def _run_step(self, step: int, pieces: list[Piece]) -> StepResult:
         job = self._job
         if not (job.learned.repeatable or job.phases):
-            job.learned.repeatable = True
             self._try(step, pieces)
+            job.learned.repeatable = True
         fault_points.reach("before forward", step)
         result = self._workers.strategy.step(step, pieces)
         self._workers.loads_ahead = True
@@ -191,10 +189,7 @@ class Steps:
         job = self._job
         if not (job.settings.exact or job.replicated):
             return
-        tried = pieces or job.feed.load(step, [range(1)])
-        if check_repeatable(job, tried[0], step):
-            check_counting(job, tried, step)
-            check_coupling(job, tried, step)
+        try_forward_pass(job, pieces or job.feed.load(step, [range(1)]), step)
 
     def _repeat_lost_steps(self, stop: int) -> None:
         """After going back to a checkpoint, repeat the steps below ``stop`` that the script has seen."""
@@ -207,6 +202,7 @@ class Steps:
                 pieces = self._job.feed.load(step, workers.strategy.pieces(step))
                 result = self._run_step(step, pieces)
                 workers.progress.result, notice = result, result.notice
+                self._job.loop.end_step(step)
                 self._record(step, result, time.perf_counter() - begin, 0.0)
             workers.progress.steps = step + 1
             if self._due(step + 1):

@@ -106,8 +106,10 @@ class Workers:
         """Re-form, as all agreed at the end of a step; returns whether this run can."""
         if self._recovery is None:
             return False
+        self._job.loop.look()
         self._recovery.prepare_to_leave()
         self._re_form(planned=True)
+        self._job.loop.refresh()
         return True
 
     def close(self) -> None:
@@ -143,6 +145,7 @@ class Workers:
         if not able.replicated and not able.cuts_model and world.coordinator is not None:
             self.progress.tie_break = world.coordinator.number + 1
         self._strategy_ready = True
+        self._job.loop.refresh()
 
     def _await_process_group(self) -> None:
         """Wait for torch's process group, which the script may use as soon as it goes on."""

@@ -147,3 +147,25 @@ def test_on_several_workers(printed: Printed, tmp_path: Path, strategy: str) -> 
     assert alone["seen"] == 128
     for one in printed(script.replace("STRATEGY", repr(strategy)), 3, tmp_path / "three", deadline=60):
         assert one == alone
+
+
+class Averages(nn.Module):
+    """An average that begins with zero grows with the samples at first, but is none of what is added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 2)
+        self.register_buffer("used", torch.zeros(2))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        output = self.last(values)
+        self.used.mul_(0.8).add_(output.detach().argmax(1).bincount(minlength=2), alpha=0.2)
+        return output
+
+
+def test_an_average_of_counts_is_not_added_up() -> None:
+    model = Averages()
+    session = start(model, exact=True)
+    for batch in session.batches(steps=6):
+        session.step(batch)
+    assert float(model.used.min()) >= 0 and float(model.used.sum()) < 4

@@ -55,3 +55,12 @@ def test_lost_in_the_middle_of_a_batch(run: Run, undisturbed: Any, where: str) -
     assert len(ran.memberships()) > 1 and ran.survivors() == [0, 2], ran.report()
     assert ran.printed() and all(told == undisturbed(GAN, AT=where) for told in ran.printed()), ran.report()
     ran.check_steps(STEPS)
+
+
+def test_a_resumed_run_has_the_updates_of_all_phases(run: Run, undisturbed: Any) -> None:
+    ended = run(GAN.replace("os.kill(os.getpid(), 9)", "raise KeyError('ends')"), "-n", 2, AT="in D")
+    assert ended.code != 0 and 2 in ended.saved(), ended.report()
+    checkpoint = ended.run / "checkpoints" / "step-000002"
+    again = run(GAN, "-n", 3, "--resume", checkpoint, name="two", AT="never")
+    assert again.code == 0, again.report()
+    assert again.printed() and all(told == undisturbed(GAN, AT="never") for told in again.printed()), again.report()

@@ -13,6 +13,7 @@ rounding. A worker that has nobody to compare with computes the microbatch first
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -21,6 +22,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline.checkpoint.tensors import raw_bytes
 from paceline.data.feed import Piece
 from paceline.data.nested import leaves_in
 from paceline.errors import InputError
@@ -74,8 +76,10 @@ class Recorder:
             value = value.coalesce().values()
         self._sums[name] = [digest_at(value)]
         if not self._job.settings.exact:
-            flat = (torch.view_as_real(value) if value.is_complex() else value).double().flatten()
-            self._sums[name] += [flat.norm(), flat[::2].sum() - flat[1::2].sum()]
+            flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).flatten()
+            flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+            signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)
+            self._sums[name] += [torch.linalg.vector_norm(flat), signed]
 
     def close(self) -> None:
         """The backward pass is over: a parameter that it did not need has no gradient."""
@@ -119,6 +123,8 @@ class Audit:
             whether the step is audited.
         """
         job = self._job
+        if job.compute.recorder is not None:
+            job.compute.recorder.close()  # a worker was lost in an audited step
         self._recorders, job.compute.recorder = [], None
         if not (job.audits.is_due(step) or job.audits.is_last(step)):
             return False
@@ -219,6 +225,8 @@ def _difference(found: list[tuple[int, Digests]]) -> tuple[str, tuple[int, int]]
 def _alike(left: list[int | float], right: list[int | float]) -> bool:
     if left[0] == right[0] or len(left) == 1:
         return left[0] == right[0]
+    if not all(map(math.isfinite, left + right)):
+        return True  # that is for others to say
     return all(abs(one - other) <= TOLERANCE * left[1] for one, other in zip(left[1:], right[1:], strict=True))
 
 
@@ -228,8 +236,21 @@ def _digest_of_data(data: Any) -> int:
     for leaf in leaves_in(data):
         if isinstance(leaf, torch.Tensor):
             digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            dense = leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
-            digest.update(dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for part in _strided(leaf.detach()):
+                flat = part.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+                digest.update(raw_bytes(flat))
         elif isinstance(leaf, bool | int | float | str | None):
             digest.update(repr(leaf).encode())
     return int.from_bytes(digest.digest(), "little")
+
+
+def _strided(value: torch.Tensor) -> list[torch.Tensor]:
+    """The numbers of a tensor of any layout; none if they are not known."""
+    if value.is_nested:
+        return [part for one in value.unbind() for part in _strided(one)]
+    if value.layout == torch.strided:
+        return [value]
+    try:
+        return [value.to_dense()]
+    except RuntimeError:
+        return []

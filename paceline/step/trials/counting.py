@@ -106,7 +106,7 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
             with draws.pass_of(_repeated):
                 values.append(computed(concatenated([part] * times)))
             buffers.append(job.compute.buffers.grown())
-        _check_buffers(job, *buffers)
+        _check_buffers(job, buffers, _grown_twice(job, part, step))
         totals, counts = [value for value, *_ in values], [count for _, count, _ in values]
         if not values[0][2]:
             return _of_scalar(job, totals)
@@ -117,23 +117,40 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
         return _of_uncounted(job, totals, counts, [computed(data)[1] for data in parts])
 
 
-def _check_buffers(
-    job: Job, once: dict[str, torch.Tensor], twice: dict[str, torch.Tensor], thrice: dict[str, torch.Tensor]
-) -> None:
-    """Find the buffers that grow with the samples: these are added up. Warn of those that queue up samples."""
-    for name, grown in once.items():
-        if not grown.any() or not grown.isfinite().all() or name not in twice or name not in thrice:
+def _grown_twice(job: Job, data: Any, step: int) -> dict[str, torch.Tensor]:
+    """By how much buffers grow in two passes after each other over the same samples."""
+    _computed(job, data, step)
+    _computed(job, data, step, goes_on=True)
+    return job.compute.buffers.grown()
+
+
+def _check_buffers(job: Job, grown: Sequence[dict[str, torch.Tensor]], after: dict[str, torch.Tensor]) -> None:
+    """Find the buffers that grow with the samples: these are added up. Warn of those that queue up samples.
+
+    Args:
+        job: what is trained.
+        grown: by how much buffers have grown with samples once, twice and three times.
+        after: in two passes after each other: an average that begins with zero has grown by less than twice as much.
+    """
+    once, twice, thrice = grown
+    for name, grown_once in once.items():
+        if not grown_once.any() or not grown_once.isfinite().all() or name not in twice or name not in thrice:
             continue
-        if torch.allclose(twice[name], 2 * grown) and torch.allclose(thrice[name], 3 * grown):
+        added = [*zip((twice, thrice, after), (2, 3, 2), strict=True)]
+        if all(torch.allclose(found.get(name, grown_once), times * grown_once) for found, times in added):
             job.compute.buffers.added.add(name)
-        elif grown.count_nonzero() < twice[name].count_nonzero() < thrice[name].count_nonzero():
+        elif grown_once.count_nonzero() < twice[name].count_nonzero() < thrice[name].count_nonzero():
             warn(job, _QUEUE.format(name=name, microbatches=job.order.microbatches))
 
 
-def _computed(job: Job, data: Any, step: int) -> tuple[float, float, bool]:
-    """A loss as it was returned, a count, and whether the forward pass has returned one."""
+def _computed(job: Job, data: Any, step: int, goes_on: bool = False) -> tuple[float, float, bool]:
+    """A loss as it was returned, a count, and whether the forward pass has returned one.
+
+    ``goes_on``: from the buffers as they are, not from those at the start of the step.
+    """
     compute = job.compute
-    compute.buffers.reset()
+    if not goes_on:
+        compute.buffers.reset()
     seed_all(compute.seed(STEP, step, 0))
     with compute.precision():
         value = compute.forward(compute.model, map_tensors(torch.clone, data))  # which it may change

@@ -81,7 +81,8 @@ def _trial(job: Job, data: Any, cuts: tuple[int, int, int], step: int) -> str:
     if draws.unknown or not count or not all(one[1] for one in halves):
         return ""
     whole, mean = total / count, sum(one[0] for one in halves) / sum(one[1] for one in halves)
-    if abs(whole - mean) <= _tolerance(job) * max(abs(whole), abs(mean)):
+    size = max(abs(whole), *(abs(one[0] / one[1]) for one in halves))
+    if abs(whole - mean) <= _tolerance(job) * size:
         return ""
     return _TEXT.format(samples=stop, whole=whole, halves=mean, microbatches=job.order.microbatches)
 

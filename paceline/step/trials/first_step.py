@@ -1,0 +1,28 @@
+"""What is tried before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.data.feed import Piece
+from paceline.step.job import Job
+from paceline.step.trials.counting import check_counting
+from paceline.step.trials.coupling import check_coupling
+from paceline.step.trials.repeatability import check_repeatable
+
+
+def try_forward_pass(job: Job, pieces: Sequence[Piece], step: int) -> None:
+    """Try the forward pass and the loss; all workers call this together, each with pieces of its own.
+
+    Raises:
+        InputError: the forward pass depends on what was computed before, or the loss is no mean, and the run is to
+            stop; else there is a warning.
+        WorkerLost: a worker was lost meanwhile.
+    """
+    if check_repeatable(job, pieces[0], step):
+        check_counting(job, pieces, step)
+        check_coupling(job, pieces, step)
+    buffers = job.compute.buffers
+    if job.world.size > 1 and buffers.may_count:
+        for names in job.world.gather(sorted(buffers.added), "step"):
+            buffers.added.update(names)

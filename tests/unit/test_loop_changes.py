@@ -1,0 +1,123 @@
+"""What the loop changes is found, and kept as it was when the step returned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.data.loop_changes import LoopChanges
+from paceline.step.replicas import digests_of
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.drop = nn.Linear(2, 2), nn.Dropout(0.1)
+        self.register_buffer("queue", torch.zeros(2))
+        self.register_buffer("none", None)
+        self.other = nn.Module()
+        self.other.register_buffer("same", self.queue)
+        self.last: Any = 0.0
+        self.rate: float | None = None
+
+
+def made(keeps: bool = True, **data: dict[Any, Any]) -> tuple[Net, torch.optim.Optimizer, LoopChanges]:
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loop = LoopChanges(model, optimizer, digests_of, data, keeps)
+    loop.end_step(3)
+    return model, optimizer, loop
+
+
+def test_a_change_by_an_operation_is_found_and_kept_from_then_on() -> None:
+    model, optimizer, loop = made()
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    loop.look(begins=True)
+    assert (list(loop.changed), loop.parameter) == (["parameter/layer.weight"], "layer.weight")
+    loop.end_step(5)
+    before = model.layer.weight.detach().clone()
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert torch.equal(loop.tensors()["parameter/layer.weight"], before)
+    assert loop.state(6)["groups"][0]["lr"] == 0.1
+    loop.now = True
+    assert loop.tensors() == {} and loop.state(6)["groups"] == []
+
+
+def test_a_change_through_data_is_found_where_digests_are_compared() -> None:
+    model, _, loop = made()
+    model.layer.weight.data.mul_(2)
+    loop.look(begins=True)
+    assert not loop.changed
+    loop.end_step(4)
+    loop.look()
+    loop.refresh()  # as around a save that is due
+    model.layer.weight.data.mul_(2)
+    loop.look(begins=True)
+    assert list(loop.changed) == ["parameter/layer.weight"]
+
+
+def test_what_the_session_changes_itself_is_not_found() -> None:
+    model, _, loop = made()
+    loop.end_step(4)
+    loop.look()
+    model.layer.weight.data.mul_(2)
+    with torch.no_grad():
+        model.layer.bias.add_(1)
+    model.last = 3
+    loop.refresh()
+    loop.look(begins=True)
+    assert not loop.changed
+
+
+def test_plain_attributes_and_those_of_the_data() -> None:
+    data = {"strength": 0.0, "values": torch.zeros(2)}
+    model, _, loop = made(data=data)
+    model.drop.p, model.rate, data["strength"] = 0.5, 0.7, 2.0
+    loop.look()
+    assert list(loop.changed) == ["model.rate", "model.drop.p", "data.strength"]
+    other, _, later = made(data={"strength": 0.0})
+    later.load(loop.state(4))
+    assert (other.drop.p, other.rate) == (0.1, None)  # as when the step returned
+    loop.now = True
+    later.load(loop.state(4))
+    assert (other.drop.p, other.rate, later.state(4)["attributes"]["data"]) == (0.5, 0.7, {"strength": 2.0})
+
+
+def test_what_changes_its_kind_or_size() -> None:
+    model, _, loop = made()
+    model.last = torch.zeros(3)
+    loop.look()
+    loop.refresh()
+    model.last = 1.0
+    model.queue = torch.cat([model.queue, torch.ones(1)])
+    loop.look(begins=True)
+    assert sorted(loop.changed) == ["buffer/queue", "model.last"]
+    for size in (4, 5):
+        loop.end_step(3)
+        assert loop.tensors()["buffer/queue"].shape == (size - 1,)
+        model.queue = torch.ones(size)
+        loop.look(begins=True)
+
+
+def test_of_a_state_that_is_received_nothing_is_kept_of_before() -> None:
+    model, _, loop = made()
+    loop.load({"attributes": {}, "groups": [], "changed": ["parameter/layer.bias"]})
+    before = model.layer.bias.detach().clone()
+    with torch.no_grad():
+        model.layer.bias.add_(1)
+    assert torch.equal(loop.tensors()["parameter/layer.bias"], before)
+
+
+def test_where_nothing_is_kept_the_state_is_that_of_now() -> None:
+    model, optimizer, loop = made(keeps=False)
+    with torch.no_grad():
+        model.layer.bias.add_(1)
+    loop.look()
+    loop.end_step(5)
+    optimizer.param_groups[0]["lr"] = 0.5
+    assert loop.tensors() == {} and loop.state(6)["groups"] == []
