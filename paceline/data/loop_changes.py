@@ -13,7 +13,8 @@ next step gets the state of then, and begins with that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,9 +30,9 @@ _OF_TORCH = ("training", "_is_full_backward_hook")
 class LoopChanges:
     """Finds out what the loop body changes, and keeps that as it was when the last step returned.
 
-    :meth:`look` is called before, and :meth:`refresh` after whatever the session does itself. A tensor that is changed
-    by a plain operation is found at once; one that is changed through ``.data`` where the digests of all are compared,
-    which is behind steps 0, 1, 2, 4, 8 and so on. From then on it is copied after each step.
+    :meth:`not_watched` is around whatever the session does itself. A tensor that is changed by a plain operation is
+    found at once; one that is changed through ``.data`` where the digests of all are compared, which is behind steps 0,
+    1, 2, 4, 8 and so on. From then on it is copied after each step.
 
     Args:
         model: the model.
@@ -70,6 +71,7 @@ class LoopChanges:
         self._plain: list[dict[Any, Any]] = []  # now
         self._ended: list[dict[Any, Any]] = []  # when the last step returned
         self._groups: list[dict[str, Any]] = []
+        self._depth = 0
 
     def end_step(self, step: int) -> None:
         """Copy what the loop is known to change; the step returns."""
@@ -117,6 +119,19 @@ class LoopChanges:
                 self.changed.update((f"{owner.name}.{key}", None) for key in keys)
         if begins:
             self._digests = []
+
+    @contextmanager
+    def not_watched(self) -> Iterator[None]:
+        """In which the session itself changes things."""
+        if not self._depth:
+            self.look()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self.refresh()
 
     @property
     def parameter(self) -> str:

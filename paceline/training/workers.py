@@ -87,10 +87,8 @@ class Workers:
 
     def retry(self, act: Callable[[], _T]) -> _T:
         """Do what all workers do together; again with those that are left if one is lost meanwhile."""
-        self._job.loop.look()
-        result = self.take(act)
-        self._job.loop.refresh()
-        return result
+        with self._job.loop.not_watched():
+            return self.take(act)
 
     def take(self, act: Callable[[], _T]) -> _T:
         """Do so for a step, around which the caller looks for what the loop changes."""
@@ -106,10 +104,9 @@ class Workers:
         """Re-form, as all agreed at the end of a step; returns whether this run can."""
         if self._recovery is None:
             return False
-        self._job.loop.look()
-        self._recovery.prepare_to_leave()
-        self._re_form(planned=True)
-        self._job.loop.refresh()
+        with self._job.loop.not_watched():
+            self._recovery.prepare_to_leave()
+            self._re_form(planned=True)
         return True
 
     def close(self) -> None:
