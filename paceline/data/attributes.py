@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import _lru_cache_wrapper, partial
 from itertools import islice
@@ -29,10 +30,13 @@ Leaf: TypeAlias = (
 GENERATORS = torch.Generator, random.Random, numpy.random.Generator, numpy.random.RandomState
 _MOST_OBJECTS = 20_000
 _MOST_ENTRIES = 1_000
+_MOST_NUMBERED = 100
+"""Entries of a list that are seen one by one."""
 _MOST_BYTES = 1 << 28
 """Of tensors to be copied; of larger ones only changes that torch counts are seen."""
 PLAIN = (bool, int, float, str)
 _MOST_OWNERS = 200
+_SMALL_BYTES = 4096
 Values: TypeAlias = list[dict[Any, Any]]
 _SKIPPED = ModuleType, type, BuiltinFunctionType, torch.optim.Optimizer, str, bytes
 _OF_MODULES = "_parameters", "_buffers", "_modules", "training"
@@ -50,14 +54,15 @@ class Attributes:
         values: generator states, numbers and tensors, by their names such as ``model.head.rng``.
         sizes: number of entries of each container and of each ``lru_cache``, by the same names.
         tensors: those among them, as the objects that they are.
-        dictionaries: the attributes of each object, by its name.
+        owners: what holds values by keys: the attributes of objects and classes, slots, dictionaries, and the globals
+            that functions name; by names.
     """
 
     def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
         self.values: dict[str, Any] = {}
         self.sizes: dict[str, int] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        self.dictionaries: dict[str, dict[Any, Any]] = {}
+        self.owners: dict[str, MutableMapping[Any, Any]] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals
         self._leaves: list[tuple[Any, Any]] = []
@@ -81,14 +86,17 @@ class Attributes:
             if self._copies and value.nbytes <= self._room:
                 self._room -= value.nbytes
                 self._keep(name, value, value.detach().clone() if isinstance(value, torch.Tensor) else value.copy())
-        elif isinstance(value, list | tuple | set):
+        elif isinstance(value, list | tuple | set | deque):
             self.sizes[name] = len(value)
+            if isinstance(value, list) and len(value) <= _MOST_NUMBERED:
+                self.owners.setdefault(name, Entries(value, range(len(value))))
             if len(value) <= _MOST_ENTRIES and not isinstance(value, tuple):
                 self._containers.append((value, value.copy()))
             yield from ((f"{name}[{place}]", one) for place, one in enumerate(islice(value, _MOST_ENTRIES)))
         elif isinstance(value, dict):
             self.sizes[name] = len(value)
             if len(value) <= _MOST_ENTRIES:
+                self.owners.setdefault(name, value)
                 self._containers.append((value, value.copy()))
                 yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
         elif isinstance(value, CellType):
@@ -116,7 +124,7 @@ class Attributes:
         entries = getattr(value, "__dict__", None)
         if isinstance(entries, dict):
             self._containers.append((entries, entries.copy()))
-            self.dictionaries.setdefault(name, entries)
+            self.owners.setdefault(name, entries)
             for key, one in entries.items():
                 if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
                     yield f"{name}.{key}", one
@@ -156,6 +164,10 @@ class Attributes:
     def _entry(self, name: str, owner: Any, key: str, value: Any) -> Iterator[tuple[str, Any]]:
         """An entry of a slot, a class or the globals, which is put back by itself."""
         self._named.append((owner, key, value))
+        place = owner.get("__name__", "") if isinstance(owner, dict) else name.removesuffix(f".{key}")
+        held = self.owners.setdefault(place, Entries(owner))
+        if isinstance(held, Entries):
+            held.keys_known[key] = None
         yield name, value
 
     def _keep(self, name: str, value: Any, state: Any) -> None:
@@ -189,6 +201,40 @@ class Attributes:
                 value[...] = state
 
 
+class Entries(MutableMapping[Any, Any]):
+    """Some attributes of a class, slots of an object, globals of a module, or entries of a list.
+
+    Args:
+        owner: the class, the object, the dictionary of the globals, or the list.
+        keys: of the entries, as far as they are known yet.
+    """
+
+    def __init__(self, owner: Any, keys: Iterable[Any] = ()) -> None:
+        self._owner = owner
+        self.keys_known: dict[Any, None] = dict.fromkeys(keys)
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self._owner[key] if isinstance(self._owner, dict | list) else getattr(self._owner, key)
+        except (AttributeError, IndexError):
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if isinstance(self._owner, dict | list):
+            self._owner[key] = value
+        else:
+            setattr(self._owner, key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        raise TypeError("entries are not removed")
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([key for key in self.keys_known if key in self])
+
+    def __len__(self) -> int:
+        return len(self.keys_known)
+
+
 class PlainValues:
     """Sees the plain values of an object and of the objects that it holds, and brings earlier ones back for a while.
 
@@ -197,14 +243,14 @@ class PlainValues:
     first ones were read with.
 
     Args:
-        data: the object. What it holds is looked for once.
+        objects: by their names. What they hold is looked for once.
 
     Attributes:
-        owners: the attributes of the object and of those in it, by their names.
+        owners: what holds values in them, by names.
 
     >>> from types import SimpleNamespace
     >>> noisy = SimpleNamespace(strength=0.5)
-    >>> values = PlainValues(noisy)
+    >>> values = PlainValues(data=noisy)
     >>> before = values.now()
     >>> noisy.strength = 0.75
     >>> with values.set_to(before):
@@ -214,14 +260,17 @@ class PlainValues:
     0.75
     """
 
-    def __init__(self, data: Any) -> None:
-        found = Attributes({"data": data}, set(), copies=False).dictionaries
+    def __init__(self, **objects: Any) -> None:
+        found = Attributes(objects, set(), copies=False).owners
         self.owners = dict(islice(found.items(), _MOST_OWNERS))
         self._owners = list(self.owners.values())
 
     def now(self) -> Values:
-        """Return the present values."""
-        return [{key: one for key, one in [*owner.items()] if type(one) in PLAIN} for owner in self._owners]
+        """Return the present values: numbers, text, flags, and copies of small tensors and arrays."""
+        return [
+            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or _is_small(one)}
+            for owner in self._owners
+        ]
 
     @contextmanager
     def set_to(self, values: Values) -> Iterator[None]:
@@ -230,7 +279,7 @@ class PlainValues:
         for owner, before in zip(self._owners, values, strict=True):
             for key, value in before.items():
                 now = owner.get(key)
-                if type(now) in PLAIN and now != value:
+                if (type(now) in PLAIN or _is_small(now)) and not same(now, value):
                     changed.append((owner, key, now))
                     owner[key] = value
         try:
@@ -238,6 +287,16 @@ class PlainValues:
         finally:
             for owner, key, now in changed:
                 owner[key] = now
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, numpy.ndarray) else value
 
 
 def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type

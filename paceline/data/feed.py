@@ -98,8 +98,9 @@ class Feed:
         else:
             self._data = KeyedDataset(data, order.seed, collates=collate is not None, stops=stops)
         self._given, self._length = data, len(data) if isinstance(order, Order) else None
-        read_here = isinstance(self._data, KeyedDataset) and not self._data.is_plain
-        self._plain = PlainValues(data) if read_here else None
+        self._plain: PlainValues | None = None
+        if isinstance(self._data, KeyedDataset) and not (self._data.is_plain and collate is None):
+            self._plain = PlainValues(collate=collate, **({} if self._data.is_plain else {"data": data}))
         self.owners = {} if self._plain is None or loaders else self._plain.owners
         self._values: dict[int, Values] = {}  # with which the newest batches were read
         self._collate = partial(collated, collate=collate or default_collate)

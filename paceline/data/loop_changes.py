@@ -13,7 +13,7 @@ next step gets the state of then, and begins with that step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -51,7 +51,7 @@ class LoopChanges:
         model: nn.Module,
         optimizer: Optimizer,
         digests: Callable[[Sequence[torch.Tensor]], list[int]] | None,
-        data: Mapping[str, dict[Any, Any]],
+        data: Mapping[str, MutableMapping[Any, Any]],
         keeps: bool,
     ) -> None:
         self.now = False
@@ -144,13 +144,19 @@ class LoopChanges:
 
     def state(self, step: int) -> dict[str, Any]:
         """Return attributes and hyperparameters, for a checkpoint or another worker."""
-        values = [owner.values() for owner in self._owners] if self.now or not self._ended else self._ended
-        changed = {
+        changed = self.attributes() if self.now or not self._ended else self._changed_of(self._ended)
+        return {"attributes": changed, "groups": [] if self.now else self._groups, "changed": list(self.changed)}
+
+    def attributes(self) -> dict[str, dict[Any, Any]]:
+        """Return the attributes that the loop changes, as they are now."""
+        return self._changed_of([owner.values() for owner in self._owners])
+
+    def _changed_of(self, values: list[dict[Any, Any]]) -> dict[str, dict[Any, Any]]:
+        return {
             owner.name: found
             for owner, own in zip(self._owners, values, strict=True)
             if (found := {key: value for key, value in own.items() if f"{owner.name}.{key}" in self.changed})
         }
-        return {"attributes": changed, "groups": [] if self.now else self._groups, "changed": list(self.changed)}
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` returned, after the tensors."""
@@ -169,7 +175,7 @@ class LoopChanges:
 class _Owner:
     """The plain attributes of one object."""
 
-    def __init__(self, name: str, entries: dict[Any, Any]) -> None:
+    def __init__(self, name: str, entries: MutableMapping[Any, Any]) -> None:
         self.name, self.entries = name, entries
         self._keys: list[Any] = []
         self._size = -1

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.data.feed import Piece
-from paceline.data.keys import STEP, preserve_generators, seed_all, seed_of
+from paceline.data.keys import STEP, generator_states, preserve_generators, same_states, seed_all, seed_of
 from paceline.data.nested import map_tensors
 from paceline.errors import InputError, PacelineError
 from paceline.partition.backward import backward
@@ -83,7 +83,14 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
 def _whole(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.Tensor:
     with compute.precision():
         loss, _ = sum_and_count(compute.forward(compute.model, data), samples)
+    before = generator_states()
     loss.backward()
+    if not same_states(before, generator_states()):
+        raise InputError(
+            f"The backward pass of {type(compute.model).__name__} draws random numbers, as in a hook. In a pipeline "
+            f"these are not the ones of one process, where they follow those of the forward pass. Draw them in the "
+            f"forward pass, or use strategy 'allreduce'."
+        )
     return loss
 
 

@@ -130,7 +130,7 @@ def test_a_fused_step_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
     plain = Audit._compute
     monkeypatch.setattr(Audit, "_compute", lambda audit: (computed.append(audit._step), plain(audit)))
-    model = Late(0.5)
+    model = Late(50.0)
     notes = train(start(model, exact=False), model, 12, 9)
     assert computed == [0, 1, 2, 4, 8, 11, 11]
     assert any("Audit of step 11" in note for note in notes)

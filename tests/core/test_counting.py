@@ -155,7 +155,7 @@ def test_the_trial_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         torch.manual_seed(0)
         tried = train(loss, kind(), exact=exact)[1]
-        monkeypatch.setattr("paceline.training.steps.check_counting", lambda *_: None)
+        monkeypatch.setattr("paceline.step.trials.first_step.check_counting", lambda *_: None)
         torch.manual_seed(0)
         assert train(loss, kind(), exact=exact)[1] == tried
         monkeypatch.undo()
@@ -196,7 +196,7 @@ def test_a_trial_that_raises_leaves_no_trace(exact: bool, monkeypatch: pytest.Mo
     assert (model.norm.num_batches_tracked.item(), model.seen.item()) == (1, 1.0)
     (said,) = [note for note in notes if "The loss could not be checked" in note]
     assert "RuntimeError: mat1 and mat2 shapes cannot be multiplied" in said
-    monkeypatch.setattr("paceline.training.steps.check_counting", lambda *_: None)
+    monkeypatch.setattr("paceline.step.trials.first_step.check_counting", lambda *_: None)
     torch.manual_seed(0)
     assert train(cross_entropy, InPairs(), exact=exact)[1] == tried
 

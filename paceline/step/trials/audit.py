@@ -170,18 +170,20 @@ class Audit:
             InputError: they differ, and the run is to stop.
         """
         job = self._job
-        own = [found for recorder in self._recorders if (found := recorder.found())]
+        recorded = [found for recorder in self._recorders if (found := recorder.found())]
         self._recorders, job.compute.recorder = [], None
-        everyone = [own] if self._alone else job.world.gather(own, "audit")
+        everyone = [recorded] if self._alone else job.world.gather(recorded, "audit")
         name, ranks = _difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
         if not name:
             return
         told = (name == _DATA) in job.learned.told
         cause = self._cause(name) if not told and (self._alone or job.world.rank in ranks) else ""
-        known = [(told, cause)] if self._alone else job.world.gather((told, cause), "audit")
-        text = self._text(name, ranks, next((cause for _, cause in known if cause), ""))
+        own = told, cause, job.loop.attributes()
+        known = [own] if self._alone else job.world.gather(own, "audit")
+        text = _set_apart([attributes for *_, attributes in known])
+        text = text or self._text(name, ranks, next((cause for _, cause, _ in known if cause), ""))
         job.learned.told.add(name == _DATA)
-        if any(told for told, _ in known):
+        if any(told for told, *_ in known):
             return
         if job.settings.stops_at_difference:
             raise InputError(f"{text} With audit_action='warn' training goes on.")
@@ -200,16 +202,31 @@ class Audit:
         if name == _DATA:
             return (
                 f"Audit of step {self._step}: microbatch {self._microbatch}, loaded {by}, does not have the same data. "
-                f"The data set or the collate function depends on what it was asked for before, or keeps what it drew. "
-                f"Each worker reads other samples, so the result depends on the number of workers. Draw from the "
-                f"global generators of torch, random or numpy each time a sample is read: they are keyed by (seed, "
-                f"epoch, sample). Or draw for all samples in __init__."
+                f"The data set or the collate function depends on what it was asked for before, or keeps what it drew, "
+                f"or the loop has changed more of it than numbers, texts, flags and small arrays. Each worker reads "
+                f"other samples, so the result depends on the number of workers. Draw from the global generators of "
+                f"torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, sample). Or draw "
+                f"for all samples in __init__."
             )
         because = f": the forward pass changes {cause}" if cause else ""
         return (
             f"Audit of step {self._step}: microbatch {self._microbatch}, computed {by}, does not give the same: {name} "
             f"differs{because}. {CURE}"
         )
+
+
+def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
+    """What the loop has set to other values on some ranks; empty if there is nothing."""
+    for owner, values in everyone[0].items():
+        for key, value in values.items():
+            for rank, others in enumerate(everyone):
+                other = others.get(owner, {}).get(key, value)
+                if other != value:
+                    return (
+                        f"The loop has set {owner}.{key} to {value!r} on rank 0 and to {other!r} on rank {rank}, so "
+                        f"the workers compute different things. Set it alike on all workers."
+                    )
+    return ""
 
 
 def _difference(found: list[tuple[int, Digests]]) -> tuple[str, tuple[int, int]]:

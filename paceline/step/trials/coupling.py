@@ -35,9 +35,9 @@ _log = logging.getLogger("paceline")
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _TOLERANCE_HALF = 1e-2
 _TEXT = (
-    "The loss looks at several samples at once: that of {samples} samples is {whole:.5g}, and of their two halves "
-    "{halves:.5g} on average. With {microbatches} microbatches it is not that of the whole batch, on any number of "
-    "workers. If it is a weighted mean, as with class weights or ignore_index, return the pair (sum, count). If it "
+    "The loss looks at several samples at once: that of {samples} samples is {whole:.5g}, and of two parts of "
+    "them {halves:.5g} on average. With {microbatches} microbatches it is not that of the whole batch, on any number "
+    "of workers. If it is a weighted mean, as with class weights or ignore_index, return the pair (sum, count). If it "
     "compares samples, as contrastive losses do, set microbatches=1, which one worker computes."
 )
 
@@ -50,11 +50,11 @@ def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
     samples = sum(piece.samples for piece in pieces[:2])
     if data is None or samples < 2:
         return
-    middle = pieces[0].samples if len(pieces) > 1 else samples // 2
+    cuts = {pieces[0].samples if len(pieces) > 1 else samples // 2, samples // 3} - {0}
     for gradients in (False, True):  # with them only if it needs them: they take memory
         try:
             with torch.set_grad_enabled(gradients):
-                text = _trial(job, data, (0, middle, samples), step)
+                text = next(filter(None, (_trial(job, data, (0, cut, samples), step) for cut in sorted(cuts))), "")
             break
         except Exception as error:  # noqa: BLE001 - whatever the forward pass does with other samples
             _log.debug("the loss of several microbatches at once could not be computed: %s", error)

@@ -24,8 +24,12 @@ TOLERANCE = 1e-2
 """Relative to the norm of a value, if other bits will do."""
 CURE = (
     "Each worker computes other microbatches, so the result depends on the number of workers. Draw random numbers from "
-    "the global generators of torch, random or numpy, which are keyed; keep what the forward pass changes in buffers "
-    "(register_buffer); count steps in the loop."
+    "the global generators of torch, random or numpy, which are keyed, and do not keep them; keep what the forward "
+    "pass changes in buffers (register_buffer); count steps in the loop."
+)
+_GROWS = (
+    "The forward pass puts more into {name} each time. Each worker computes other microbatches: if the loss, or what "
+    "the loop does, depends on what is in there, the result depends on the number of workers."
 )
 
 
@@ -36,7 +40,7 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
         InputError: the two differ, and the run is to stop; else there is a warning.
     """
     try:
-        text = _trial(job, piece, step)
+        text, grows = _trial(job, piece, step)
     except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
         _log.debug("a microbatch could not be computed twice: %s", error)
         return False
@@ -46,21 +50,25 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
             raise InputError(f"{text} With audit_action='warn' training goes on.")
         warn(job, text)
         job.learned.told.add(False)
+    elif grows:
+        warn(job, _GROWS.format(name=grows))
     return True
 
 
-def _trial(job: Job, piece: Piece, step: int) -> str:
-    """What is not as it should be; empty if nothing is."""
+def _trial(job: Job, piece: Piece, step: int) -> tuple[str, str]:
+    """What is not as it should be, and the name of what grows from pass to pass; empty if nothing."""
     with without_trace(job) as trial:
         first, between, second, after = _twice(job, piece, step, trial)
         alike = same if job.settings.exact else _close
         different = [key for key, value in first.items() if not alike(value, second[key])]
         moved = _moved(trial.before, between, after)
+        grows = _growing(trial.before, between, after)
     named = ", ".join(moved[:3])
     if different:
         because = f": it changes {named}" if moved else ", as it keeps something of its own from pass to pass"
-        return f"The same microbatch computed twice does not give the same: {different[0]} differs{because}"
-    return f"The forward pass changes {named} each time, which is no buffer of the model" if moved else ""
+        return f"The same microbatch computed twice does not give the same: {different[0]} differs{because}", ""
+    text = f"The forward pass changes {named} each time, which is no buffer of the model" if moved else ""
+    return text, next(iter(grows), "")
 
 
 def _twice(
@@ -78,8 +86,7 @@ def what_changes(job: Job, piece: Piece, step: int) -> list[str]:
     try:
         with without_trace(job) as trial:
             _, between, _, after = _twice(job, piece, step, trial)
-            grown = [name for name, size in between.sizes.items() if size != trial.before.sizes.get(name, size)]
-            return _moved(trial.before, between, after) or grown
+            return _moved(trial.before, between, after) or _growing(trial.before, between, after)
     except Exception as error:  # noqa: BLE001 - it is only asked for a cause
         _log.debug("a microbatch could not be computed twice: %s", error)
         return []
@@ -113,7 +120,14 @@ def _moved(before: Attributes, between: Attributes, after: Attributes) -> list[s
     return sorted(moved, key=lambda name: isinstance(after.values[name], bool | int | float))
 
 
+def _growing(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
+    """The names of containers into which both passes have put something."""
+    sizes = between.sizes
+    return [name for name, size in after.sizes.items() if before.sizes.get(name, 0) < sizes.get(name, 0) < size]
+
+
 def _goes_on(name: str, value: Any, before: Attributes, between: Attributes) -> bool:
     """Whether a value was changed by the first pass, and by the second again; what is set anew to the same is not."""
-    known = name in between.values and name in before.values
-    return known and not same(value, between.values[name]) and not same(before.values[name], between.values[name])
+    if name not in between.values or same(value, between.values[name]):
+        return False
+    return name not in before.values or not same(before.values[name], between.values[name])

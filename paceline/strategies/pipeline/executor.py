@@ -122,6 +122,8 @@ class Executor:
         self._links = Links(job, workers_of, host=range(1, 1 + self._states))
         self._random: set[int] = set()
         """Stages that have drawn random numbers, themselves or before them."""
+        self._silent: set[int] = set()
+        """Stages that have drawn none, and have sent activations."""
         self._observed = {stage for stage in stages if stage != self._last}
         """Stages that have drawn none so far, but still may."""
         self._run = {
@@ -215,6 +217,7 @@ class Executor:
 
     def reset_links(self) -> None:
         """Activations may have other shapes or types from now on; nothing may be in flight."""
+        self._silent.clear()
         self._links.reset()
 
     def finish(self) -> None:
@@ -251,13 +254,29 @@ class Executor:
                 with compute.precision():
                     saved.outputs = list(call())
                 if states is not None or (before is not None and not same_states(before, generator_states())):
+                    self._check_draws(stage, microbatch)
                     self._random.add(stage)
                     self._observed.discard(stage)
+                elif stage in self._observed:
+                    self._silent.add(stage)
                 packed: Payload = [*pack_generators()] if stage in self._random else [None] * self._states
                 self._activations[key] = [self._hooks.attach(microbatch, forward=True), *packed, *saved.outputs]
         whole = self._job.order.samples_of(self._origins[microbatch][0])
         changed = compute.buffers.collect(self.samples[microbatch], whole, local.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
+
+    def _check_draws(self, stage: int, microbatch: int) -> None:
+        """Refuse a stage that has handed over activations without the states of generators before.
+
+        Raises:
+            InputError: names the step.
+        """
+        if stage in self._silent:
+            raise InputError(
+                f"Stage {stage} draws random numbers in step {self._origins[microbatch][0]}, but did not in the first "
+                f"microbatch, after which the stages agreed on what they send. Let it draw from the first microbatch "
+                f"on, such as by a dropout of at least 1e-6, or use strategy 'allreduce'."
+            )
 
     def _inputs(self, stage: int, microbatch: int) -> tuple[list[torch.Tensor] | None, Any]:
         """The generators' states, if anything was drawn before, and the inputs of a forward pass."""
