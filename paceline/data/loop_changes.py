@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from paceline.data.attributes import PLAIN
 
-_NONE = torch.empty(0)
 _OF_TORCH = ("training", "_is_full_backward_hook")
 
 
@@ -72,6 +71,7 @@ class LoopChanges:
         self._ended: list[dict[Any, Any]] = []  # when the last step returned
         self._groups: list[dict[str, Any]] = []
         self._depth = 0
+        self._none = torch.empty(0)
 
     def end_step(self, step: int) -> None:
         """Copy what the loop is known to change; the step returns."""
@@ -169,7 +169,7 @@ class LoopChanges:
 
     def _tensors(self) -> list[torch.Tensor]:
         buffers = (buffers.get(key) for buffers, key in self._buffers)
-        return [*self._parameters.values(), *(_NONE if value is None else value for value in buffers)]
+        return [*self._parameters.values(), *(self._none if value is None else value for value in buffers)]
 
 
 class _Owner:
