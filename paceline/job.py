@@ -129,7 +129,7 @@ def build(
     divides = capabilities.divides_update
     shared = settings.strategy in ONE_MACHINE  # others change the same memory at any time
     digests = None if shared or settings.audit == "off" else digests_of
-    keeps = not phases and (capabilities.exact or capabilities.replicated)
+    keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
     loop = LoopChanges(given.model, update.optimizer, digests, feed.owners, keeps)
     job = Job(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),

@@ -138,6 +138,11 @@ class LoopChanges:
         """The name of a parameter that the loop has changed; empty if there is none."""
         return next((name.partition("/")[2] for name in self.changed if name.startswith("parameter/")), "")
 
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether the loop has changed a tensor for the first time, so that nobody has it as it was before."""
+        return self._keeps and any(name in self.changed and name not in self._kept for name in self._names)
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors that the loop changes, by name, where they are to replace those of now."""
         return {} if self.now else self._kept

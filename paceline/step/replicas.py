@@ -20,6 +20,7 @@ import numpy
 import torch
 
 from paceline.checkpoint.tensors import raw_bytes
+from paceline.comm.host_copy import HostCopy
 from paceline.comm.step_header import StateDigest
 from paceline.errors import DisagreementError
 from paceline.step.job import Job
@@ -75,7 +76,7 @@ def digest_at(value: torch.Tensor) -> int | torch.Tensor:
 def digests_of(values: Sequence[torch.Tensor]) -> list[int]:
     """The digests of several tensors, of those on an accelerator by one read."""
     on_device = {place: _sum_on_device(value) for place, value in enumerate(values) if value.device.type != "cpu"}
-    read = iter(torch.stack([*on_device.values()]).tolist()) if on_device else iter(())
+    read = iter(HostCopy(torch.stack([*on_device.values()])).wait().tolist() if on_device else ())
     return [next(read) if place in on_device else digest_of(value) for place, value in enumerate(values)]
 
 

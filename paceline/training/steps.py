@@ -281,6 +281,8 @@ class Steps:
         Raises:
             SystemExit: this worker's part is over, or the run's.
         """
+        if notice < LEAVING and self._job.loop.lacks_copies:  # joiners come after the next step
+            return
         if not notice or self._workers.change() or notice < LEAVING:
             return
         world, place = self._job.world, self.save()

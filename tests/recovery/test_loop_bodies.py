@@ -138,7 +138,15 @@ def test_going_back_would_leave_out_what_the_loop_changed(run: Run) -> None:
     assert "its loop has changed 'model.temperature'" in ran.said and "--resume auto" in ran.said, ran.report()
 
 
-def test_a_stage_has_not_the_weights_that_the_loop_changes(run: Run) -> None:
-    ran = run(STAGES.replace("CHANGE", "model[0].weight.data.mul_(0.5)"), "-n", 2)
+def test_going_back_would_leave_out_weights_that_the_loop_changed(run: Run) -> None:
+    plan = faults.kill(rank=2, step=5)
+    text = STAGES.replace("CHANGE", "[value.data.clamp_(-0.1, 0.1) for value in model.parameters()]")
+    ran = run(text, "-n", 3, "--elastic", "3:3", faults=plan)
+    assert ran.code != 0 and "its loop has changed 'parameter/" in ran.said, ran.report()
+
+
+def test_servers_that_do_not_wait_have_other_weights(run: Run) -> None:
+    text = STAGES.replace('"pipeline"', '"parameter-server", server={"mode": "async"}, exact=False, schedule=None')
+    ran = run(text.replace("CHANGE", "model[0].weight.data.mul_(0.5)"), "-n", 2)
     assert ran.code == 2, ran.report()
     assert "The loop has changed the parameter '0.weight'" in ran.said, ran.report()

@@ -98,9 +98,9 @@ class Hosts:
         self._running.append(process)
         return process
 
-    def events(self) -> list[dict[str, Any]]:
+    def events(self, places: str = "0") -> list[dict[str, Any]]:
         found = []
-        for file in (self.folder / "0" / "runs" / "job" / "events").glob("*.jsonl"):
+        for file in self.folder.glob(f"{places}/runs/*/events/*.jsonl"):
             lines, _, _ = file.read_text().rpartition("\n")  # one may be on its way
             found += map(json.loads, lines.splitlines())
         return found
@@ -188,8 +188,8 @@ def test_a_worker_killed_and_a_cable_pulled(hosts: Hosts, tmp_path: Path, worker
     lost = [event["reason"] for event in hosts.events() if event["event"] == "lost"]
     told = "cannot be reached", "killed by signal 9"  # its connection has ended, and its agent says so: which is first?
     assert any(text in reason for text in told for reason in lost), lost
-    steps = [event["step"] for event in hosts.events() if event["event"] == "step" and event["rank"] == 0]
-    assert steps == list(range(500))
+    steps = [event["step"] for event in hosts.events("*") if event["event"] == "step" and event["rank"] == 0]
+    assert sorted(steps) == list(range(500))  # another machine may have had rank 0 at first
 
 
 def memberships(hosts: Hosts) -> list[list[int]]:

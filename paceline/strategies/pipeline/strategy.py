@@ -38,7 +38,6 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact_with="pipeline.schedule='1f1b'",
         replicated=False,
         cuts_model=True,
-        loop_weights=False,
         divides_update=workers > 1,
         reads=("pipeline",),
         ignores=tuple(ignores),
