@@ -86,7 +86,7 @@ class CheckpointError(PacelineError):
 class WorkerLost(PacelineError):
     """Another worker went away.
 
-    This is a consequence: see the log of the lost worker for the cause. ``ranks`` are those whose
+    This is a consequence: see the output of the lost worker for the cause. ``ranks`` are those whose
     process is known to have ended.
     """
 

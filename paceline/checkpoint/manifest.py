@@ -198,8 +198,11 @@ def _check_sizes(manifest: Manifest) -> None:
             raise ValueError("its fingerprint is not that of its hashes")
     if set(manifest.files) != (expected := {TENSORS, METADATA, *manifest.parts.values()}):
         raise ValueError(f"its files are not {', '.join(sorted(expected))}"[:300])
-    for file in expected - {METADATA}:
-        _check_part(manifest, file, manifest.tensors_in(file))
+    tensors: dict[str, list[str]] = {file: [] for file in expected - {METADATA}}
+    for name in sorted(manifest.offsets, key=manifest.offsets.__getitem__):
+        tensors[manifest.part_of(name)].append(name)
+    for file, names_in in tensors.items():
+        _check_part(manifest, file, names_in)
     if manifest.files[METADATA][0] > _overhead(manifest.tensors):
         raise ValueError("the sizes of its files are not those of its tensors")
 

@@ -90,7 +90,7 @@ class Waiting:
         purpose = f" {self.purpose}" if self.purpose else ""
         silent = WorkerSilent(
             f"Rank {self.rank} waited {waited:.0f} s for {named}{purpose} (timeout_seconds). "
-            f"See the log of {named}: {are} stopped, or busy with something else."
+            f"See the output of {named}: {are} stopped, or busy with something else."
         )
         raise self.explain(silent)
 

@@ -385,7 +385,7 @@ class World(Waiting):
         named = name_ranks(gone) if gone else "another worker"
         what = f"{named} sent nothing for {self.timeout:.0f} s (timeout_seconds)" if silent else f"lost {named}"
         kind = WorkerSilent if silent else WorkerLost
-        lost = kind(f"Rank {self.rank}: {what}{where}. See the log of {named} for the cause. [{reason}]")
+        lost = kind(f"Rank {self.rank}: {what}{where}. See the output of {named} for the cause. [{reason}]")
         return self.explain(lost)
 
     def _gone(self, peers: list[int]) -> list[int]:

@@ -325,7 +325,7 @@ KNOWN_ERRORS = (
             "fewer were started than WORLD_SIZE says, or two with the same rank",
             "machines that start minutes after each other",
         ),
-        "count the workers that run and look at the log of those that are missing; give all the same WORLD_SIZE, "
+        "count the workers that run and look at the output of those that are missing; give all the same WORLD_SIZE, "
         "MASTER_ADDR and MASTER_PORT; a longer timeout_seconds if they are only late",
         transport=True,
     ),
@@ -338,7 +338,7 @@ KNOWN_ERRORS = (
             "a wrong port, or the address of another machine",
             "a firewall that rejects",
         ),
-        "read the log of the rank at that address; see with `ss -ltn` there whether something listens, and on which "
+        "read the output of the rank at that address; see with `ss -ltn` there whether something listens, and on which "
         "address",
         transport=True,
         doctor="ports",
@@ -352,7 +352,7 @@ KNOWN_ERRORS = (
             "a firewall that drops: gloo and NCCL take any free ports, not MASTER_PORT alone",
             "a wrong MASTER_ADDR, or a name that does not resolve here: see the lines above",
         ),
-        "look at the log of rank 0 first; then try `nc -zv ADDRESS PORT` from this machine while it runs, and open all "
+        "look at the output of rank 0 first; then try `nc -zv ADDRESS PORT` from this machine while it runs, and open all "
         "TCP ports between the machines of the run",
         transport=True,
         doctor="ports",

@@ -178,6 +178,7 @@ from torch.utils.data import Dataset
 import paceline
 
 kind, strategy = KIND, STRATEGY
+session = None
 PAST = []
 
 class Data(Dataset):
@@ -191,7 +192,7 @@ class Data(Dataset):
         value = self.values[place] * (1 + self.strength)
         if kind == "kept" and place in self.known:  # another value from the second time on
             value = value + 1
-        if session.position > 1:
+        if session and session.position > 1:
             self.known.add(place)
         return value, place % 2
 
@@ -200,17 +201,18 @@ class Model(nn.Module):
         super().__init__()
         self.layer = nn.Linear(4, 2)
     def forward(self, values):
-        if kind == "hidden" and session.position > 0:
+        if kind == "hidden" and session and session.position > 0:
             before = eval("PAST[-1] if PAST else 0.0")
-            PAST[:] = [values.mean().item()]
+            PAST[:] = [values[0, 0].item()]
             values = values + before
         return self.layer(values)
 
 torch.manual_seed(0)
 data = Data()
 session = paceline.start(
-    model=Model(), optimizer=partial(torch.optim.SGD, lr=0.1), loss=functional.cross_entropy, data=data, batch=16,
-    exact=True, strategy=strategy, timeout_seconds=30,
+    model=nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), Model()),
+    optimizer=partial(torch.optim.SGD, lr=0.1), loss=functional.cross_entropy, data=data, batch=16,
+    exact=EXACT, strategy=strategy, timeout_seconds=30, pipeline=PIPELINE
 )
 for batch in session.batches(epochs=3):
     if kind == "strength":
@@ -220,8 +222,17 @@ print('{"fingerprint": "%s"}' % session.fingerprint())
 """
 
 
-def script(kind: str, strategy: str) -> str:
-    return SCRIPT.replace("KIND", repr(kind)).replace("STRATEGY", repr(strategy))
+def script(kind: str, strategy: str, schedule: str = "") -> str:
+    given = {
+        "KIND": kind,
+        "STRATEGY": strategy,
+        "EXACT": schedule != "pipedream",
+        "PIPELINE": {"schedule": schedule} if schedule else {},
+    }
+    text = SCRIPT
+    for name, value in given.items():
+        text = text.replace(name, repr(value))
+    return text
 
 
 @pytest.mark.sampled(1)
@@ -232,6 +243,21 @@ def test_two_workers_find_what_is_hidden_from_one(ranks: Run, tmp_path: Path, st
     for one in everyone:
         assert "Audit of step 1: microbatch 6, computed " in one.err  # twice by one that has stolen it
         assert "the loss differs" in one.err
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
+def test_a_stage_finds_what_it_hides(ranks: Run, tmp_path: Path, schedule: str) -> None:
+    everyone = ranks(script("hidden", "pipeline", schedule), 2, tmp_path, deadline=60)
+    text = "\n".join(one.err for one in everyone)
+    assert "Audit of step 1: microbatch 6, computed twice by rank 1, does not give the same: the loss differs" in text
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
+def test_a_stage_that_hides_nothing_passes(printed: Printed, tmp_path: Path, schedule: str) -> None:
+    (one, _) = printed(script("", "pipeline", schedule), 2, tmp_path, deadline=60)
+    assert one["fingerprint"]
 
 
 def test_two_workers_find_data_that_depend_on_what_was_read(ranks: Run, tmp_path: Path) -> None:

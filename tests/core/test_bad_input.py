@@ -316,7 +316,7 @@ go(steps=20, microbatches=8, loss=only(lambda: RANK == 1 and (calls.append(1) or
         assert "OSError: boom" in ended[1].err
     for one in (ended[0], ended[2]):
         assert one.code == 5
-        assert re.search(r"log of ranks? (0, )?1\b", message(one, "WorkerLost"))
+        assert re.search(r"output of ranks? (0, )?1\b", message(one, "WorkerLost"))
 
 
 @pytest.mark.slow

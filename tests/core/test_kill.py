@@ -118,7 +118,7 @@ def test_one_killed(
     for one in (ended[0], ended[2]):
         assert one.code == 5
         (said,) = re.findall(rf"^paceline: rank {one.rank}: WorkerLost: .*", one.err, re.M)  # torch may log before it
-        assert re.search(r"log of ranks? (0, )?1\b", said)
+        assert re.search(r"output of ranks? (0, )?1\b", said)
     check_the_end(printed(SCRIPT, 2, tmp_path, environment=saved), range(6, STEPS), uninterrupted)
 
 

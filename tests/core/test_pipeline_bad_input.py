@@ -481,7 +481,7 @@ def test_a_worker_is_lost_in_the_middle_of_a_step(
         assert ended[1].code == 1 and "OSError: boom" in ended[1].err
     for one in (ended[0], ended[2]):
         assert one.code == 5
-        assert re.search(r"log of ranks? ([02], )?1\b", message(one, "WorkerLost"))
+        assert re.search(r"output of ranks? ([02], )?1\b", message(one, "WorkerLost"))
 
 
 @pytest.mark.slow

@@ -199,8 +199,8 @@ OTHERS = [
     "StartError: Rank 0 waited 600 s at 127.0.0.1:29500, but rank 3 of 4 workers did not come. See their logs; were "
     "all of them started with this address?",
     "DisagreementError: The workers do not agree on data length: rank 0: 1000, rank 1: 900.",
-    "WorkerLost: Rank 0 lost rank 1: its process 4242 ended. See the log of rank 1 for the cause.",
-    "WorkerSilent: Rank 0 waited 600 s for rank 1 (timeout_seconds). See the log of rank 1: it is stopped.",
+    "WorkerLost: Rank 0 lost rank 1: its process 4242 ended. See the output of rank 1 for the cause.",
+    "WorkerSilent: Rank 0 waited 600 s for rank 1 (timeout_seconds). See the output of rank 1: it is stopped.",
     "ConfigError: there is no setting 'batchsize'. Did you mean 'batch'?",
     "was killed by signal 9 (SIGKILL)",
     "was killed by signal 11 (SIGSEGV)",

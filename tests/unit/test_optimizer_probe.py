@@ -77,6 +77,32 @@ class Normed(optim.SGD):
         super().step(closure)
 
 
+class Clipping(optim.SGD):
+    """Makes the norm of all gradients 5, if it is larger."""
+
+    def step(self, closure: Any = None) -> None:
+        given = [value.grad for group in self.param_groups for value in group["params"] if value.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in given]).norm()
+        for gradient in given if norm > 5 else ():
+            gradient.mul_(5 / norm)
+        super().step(closure)
+
+
+class Late(Normed):
+    """Makes the norm of all gradients one from the fourth update on."""
+
+    def __init__(self, values: Any, lr: float) -> None:
+        super().__init__(values, lr=lr)
+        self.updates = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.updates += 1
+        if self.updates > 3:
+            super().step(closure)
+        else:
+            optim.SGD.step(self, closure)
+
+
 class Paced(optim.SGD):
     """Its learning rate follows what all gradients were before."""
 
@@ -129,7 +155,7 @@ class Noisy(optim.SGD):
         super().step(closure)
 
 
-@pytest.mark.parametrize("kind", [Normed, Paced])
+@pytest.mark.parametrize("kind", [Normed, Clipping, Late, Paced])
 @pytest.mark.parametrize("exact", [True, False])
 def test_an_optimizer_that_looks_at_several_gradients_is_refused(kind: type[optim.Optimizer], exact: bool) -> None:
     with pytest.raises(InputError, match=rf"{kind.__name__} updates a parameter in another way .*clip_norm"):
@@ -212,3 +238,39 @@ def test_hooks_are_for_the_steps_of_training() -> None:
     with pytest.raises(InputError, match="Normed updates"):
         probe_optimizer(job_of(made[1]))
     assert owner.calls == 0
+
+
+def test_a_step_hook_that_looks_at_several_gradients_is_refused() -> None:
+    values = parameters()
+    optimizer = optim.SGD(values, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(values, 5.0))
+    before = [value.detach().clone() for value in values]
+    with pytest.raises(InputError, match=r"A step hook of the optimizer SGD does something else .*clip_norm"):
+        probe_optimizer(job_of(optimizer))
+    assert all(value.grad is None and torch.equal(value, kept) for value, kept in zip(values, before, strict=True))
+
+
+def test_a_step_hook_that_draws_is_refused_with_exact() -> None:
+    values = parameters()
+    optimizer = optim.SGD(values, lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: torch.randn(1))
+    probe_optimizer(job_of(optimizer, exact=False))
+    with pytest.raises(InputError, match=r"A step hook of the optimizer SGD draws random numbers"):
+        probe_optimizer(job_of(optimizer))
+
+
+def test_a_step_hook_that_looks_at_each_parameter_is_tried_without_a_trace() -> None:
+    values = parameters()
+    optimizer = optim.SGD(values, lr=0.1)
+    calls: list[int] = []
+
+    def shrink(*_: Any) -> None:
+        calls.append(1)
+        for value in values:
+            value.data.clamp_(-0.5, 0.5)
+
+    optimizer.register_step_post_hook(shrink)
+    before = [value.detach().clone() for value in values]
+    probe_optimizer(job_of(optimizer))
+    assert all(torch.equal(value, kept) for value, kept in zip(values, before, strict=True))
+    assert not calls

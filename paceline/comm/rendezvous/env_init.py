@@ -117,7 +117,7 @@ class EnvRendezvous:
         except dist.DistError as error:
             raise StartError(
                 f"Rank {self.rank} lost the store at {address} before all workers were there: "
-                f"{reason_of(error)}. See the log of rank 0 for the cause."
+                f"{reason_of(error)}. See the output of rank 0 for the cause."
             ) from error
 
 

@@ -303,7 +303,7 @@ class NetworkClaims:
         if gone:
             self._world.check()
             named = name_ranks(gone)
-            lost = WorkerLost(f"Rank {self._world.rank} lost {named}. See the log of {named} for the cause.")
+            lost = WorkerLost(f"Rank {self._world.rank} lost {named}. See the output of {named} for the cause.")
             raise self._world.explain(lost)
 
     def _look(self, since: int) -> bool:

@@ -228,7 +228,7 @@ class RpcClient:
                 if time.monotonic() - begin > self.seconds:
                     raise WorkerSilent(
                         f"Rank {self._world.rank} waited {self.seconds:.0f} s for an answer of rank {self.rank} "
-                        f"(timeout_seconds). See the log of rank {self.rank}: it is stopped, or busy."
+                        f"(timeout_seconds). See the output of rank {self.rank}: it is stopped, or busy."
                     )
                 with contextlib.suppress(TimeoutError):
                     return move()
@@ -243,7 +243,7 @@ class RpcClient:
             self.check()
             other = f"rank {self.rank}"
             raise WorkerLost(
-                f"Rank {self._world.rank} lost {other}: {error}. See the log of {other} for the cause."
+                f"Rank {self._world.rank} lost {other}: {error}. See the output of {other} for the cause."
             ) from error
         except BaseException:
             self.close()

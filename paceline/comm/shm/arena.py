@@ -315,7 +315,7 @@ class SharedMemory:
             gone, rank = self.gone(place), self.ranks[place]
             if gone and self._flags[place][slot] < value:
                 lost = WorkerLost(
-                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See the log of rank {rank} for the cause.",
+                    f"Rank {self._waiting.rank} lost rank {rank}: {gone}. See the output of rank {rank} for the cause.",
                     ranks=(rank,),
                 )
                 raise self._waiting.explain(lost)

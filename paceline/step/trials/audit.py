@@ -12,31 +12,21 @@ rounding. A worker that has nobody to compare with computes the microbatch first
 
 from __future__ import annotations
 
-import hashlib
-import math
 import time
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
 from torch.utils.hooks import RemovableHandle
 
-from paceline.checkpoint.tensors import raw_bytes
 from paceline.data.feed import Piece
-from paceline.data.nested import leaves_in
 from paceline.errors import InputError
 from paceline.step.forward import ForwardResult
 from paceline.step.job import Job
-from paceline.step.replicas import compare, digest_at
-from paceline.step.trials.repeatability import CURE, TOLERANCE, what_changes
+from paceline.step.replicas import compare
+from paceline.step.trials.digests import DATA, Digests, Found, difference
+from paceline.step.trials.repeatability import CURE, what_changes
 from paceline.step.trials.trial import warn, without_trace
-
-Digests: TypeAlias = "dict[str, list[int | float]]"
-"""By the name of a value a digest, then, without ``exact``, its norm and its sum with alternating signs."""
-
-
-_DATA = "the data"
 
 
 class Recorder:
@@ -45,41 +35,31 @@ class Recorder:
     def __init__(self, job: Job, step: int, microbatch: int) -> None:
         self._job = job
         self._step, self._microbatches = step, range(microbatch, microbatch + 1)
-        self._data: int | None = None
-        self._sums: dict[str, list[int | torch.Tensor]] = {}
+        self._begun = False
+        self._digests = Digests(bool(job.settings.exact))
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, piece: Piece, step: int) -> bool:
         """Begin a forward pass; whether it is the one to take note of, for the first time."""
-        if self._data is not None:
+        if self._begun:
             self.close()
             return False
         if step != self._step or piece.microbatches != self._microbatches:
             return False
-        self._data = _digest_of_data(piece.data)  # the forward pass may change them
+        self._begun = True
+        self._digests.add_data(piece.data)  # the forward pass may change them
         return True
 
     def add(self, result: ForwardResult) -> None:
         """Take the digests of a forward pass, and those of the gradients when they are computed."""
         job = self._job
-        self._add("the loss", result.pair)
+        self._digests.add("the loss", result.pair)
         for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
-            self._add(f"the buffer {name!r}", value)
+            self._digests.add(f"the buffer {name!r}", value)
         for name, parameter in job.update.parameters.items():
             if parameter.requires_grad:
-                take = partial(self._add, f"the gradient of {name!r}")
+                take = partial(self._digests.add, f"the gradient of {name!r}")
                 self._hooks.append(parameter.register_hook(take))
-
-    def _add(self, name: str, value: torch.Tensor) -> None:
-        value = value.detach()
-        if value.is_sparse:
-            value = value.coalesce().values()
-        self._sums[name] = [digest_at(value)]
-        if not self._job.settings.exact:
-            flat = (torch.view_as_real(value.resolve_conj()) if value.is_complex() else value).flatten()
-            flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
-            signed = flat[::2].sum(dtype=torch.float64) - flat[1::2].sum(dtype=torch.float64)
-            self._sums[name] += [torch.linalg.vector_norm(flat), signed]
 
     def close(self) -> None:
         """The backward pass is over: a parameter that it did not need has no gradient."""
@@ -87,15 +67,10 @@ class Recorder:
             hook.remove()
         self._hooks = []
 
-    def found(self) -> Digests:
+    def found(self) -> Found:
         """Return the digests; none if the microbatch was not computed here."""
         self.close()
-        if self._data is None:
-            return {}
-        found: Digests = {_DATA: [self._data]}
-        for name, sums in self._sums.items():
-            found[name] = [one if isinstance(one, int) else one.item() for one in sums]
-        return found
+        return self._digests.found()
 
 
 class Audit:
@@ -174,25 +149,23 @@ class Audit:
         recorded = [found for recorder in self._recorders if (found := recorder.found())]
         self._recorders, job.compute.recorder = [], None
         everyone = [recorded] if self._alone else job.world.gather(recorded, "audit")
-        name, ranks = _difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
+        name, ranks = difference([(rank, digests) for rank, several in enumerate(everyone) for digests in several])
         if not name or not (self._alone or compare(job, "audit")):  # the weights themselves may differ
             return
-        told = (name == _DATA) in job.learned.told
+        told = (name == DATA) in job.learned.told
         cause = self._cause(name) if not told and (self._alone or job.world.rank in ranks) else ""
         own = told, cause, job.loop.attributes()
         known = [own] if self._alone else job.world.gather(own, "audit")
         text = _set_apart([attributes for *_, attributes in known])
         text = text or self._text(name, ranks, next((cause for _, cause, _ in known if cause), ""))
-        job.learned.told.add(name == _DATA)
+        job.learned.told.add(name == DATA)
         if any(told for told, *_ in known):
             return
-        if job.settings.stops_at_difference:
-            raise InputError(f"{text} With audit_action='warn' training goes on.")
-        warn(job, text)
+        tell(job, text)
 
     def _cause(self, name: str) -> str:
         """What the forward pass changes, if that can be found; empty otherwise."""
-        if name == _DATA:
+        if name == DATA:
             return ""
         self._job.compute.buffers.reset()
         return ", ".join(what_changes(self._job, self._load(), self._step)[:3])
@@ -200,20 +173,41 @@ class Audit:
     def _text(self, name: str, ranks: tuple[int, int], cause: str) -> str:
         rank, other = ranks
         by = "twice" if self._alone or rank == other else f"by rank {rank} and by rank {other}"
-        if name == _DATA:
-            return (
-                f"Audit of step {self._step}: microbatch {self._microbatch}, loaded {by}, does not have the same data. "
-                f"The data set or the collate function depends on what it was asked for before, or keeps what it drew, "
-                f"or the loop has changed more of it than numbers, texts, flags and small arrays. Each worker reads "
-                f"other samples, so the result depends on the number of workers. Draw from the global generators of "
-                f"torch, random or numpy each time a sample is read: they are keyed by (seed, epoch, sample). Or draw "
-                f"for all samples in __init__."
-            )
-        because = f": the forward pass changes {cause}" if cause else ""
+        return text_of(self._step, self._microbatch, by, name, cause)
+
+
+def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
+    """Say what an audit has found.
+
+    Args:
+        step: that was audited.
+        microbatch: of it.
+        by: who has computed it.
+        name: of the first value that differs.
+        cause: what the forward pass changes, if that is known.
+    """
+    audit = f"Audit of step {step}: microbatch {microbatch}"
+    if name == DATA:
         return (
-            f"Audit of step {self._step}: microbatch {self._microbatch}, computed {by}, does not give the same: {name} "
-            f"differs{because}. {CURE}"
+            f"{audit}, loaded {by}, does not have the same data. The data set or the collate function depends on what "
+            f"it was asked for before, or keeps what it drew, or the loop has changed more of it than numbers, texts, "
+            f"flags and small arrays. Each worker reads other samples, so the result depends on the number of workers. "
+            f"Draw from the global generators of torch, random or numpy each time a sample is read: they are keyed by "
+            f"(seed, epoch, sample). Or draw for all samples in __init__."
         )
+    because = f": the forward pass changes {cause}" if cause else ""
+    return f"{audit}, computed {by}, does not give the same: {name} differs{because}. {CURE}"
+
+
+def tell(job: Job, text: str) -> None:
+    """Tell the user what an audit has found.
+
+    Raises:
+        InputError: the run is to stop.
+    """
+    if job.settings.stops_at_difference:
+        raise InputError(f"{text} With audit_action='warn' training goes on.")
+    warn(job, text)
 
 
 def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
@@ -228,47 +222,3 @@ def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
                         f"the workers compute different things. Set it alike on all workers."
                     )
     return ""
-
-
-def _difference(found: list[tuple[int, Digests]]) -> tuple[str, tuple[int, int]]:
-    """The first value of which two workers have other digests, and their ranks; an empty name if there is none."""
-    for rank, digests in found[1:]:
-        first, known = found[0]
-        for name in known:  # of a microbatch that another worker has stolen nobody may have the gradients
-            if name in digests and not _alike(known[name], digests[name]):
-                return name, (first, rank)
-    return "", (0, 0)
-
-
-def _alike(left: list[int | float], right: list[int | float]) -> bool:
-    if left[0] == right[0] or len(left) == 1:
-        return left[0] == right[0]
-    if not all(map(math.isfinite, left + right)):
-        return True  # that is for others to say
-    return all(abs(one - other) <= TOLERANCE * left[1] for one, other in zip(left[1:], right[1:], strict=True))
-
-
-def _digest_of_data(data: Any) -> int:
-    """The digest of a batch: of the bytes of its tensors, and of the text of plain values."""
-    digest = hashlib.blake2b(digest_size=6)
-    for leaf in leaves_in(data):
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            for part in _strided(leaf.detach()):
-                flat = part.resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-                digest.update(raw_bytes(flat))
-        elif isinstance(leaf, bool | int | float | str | None):
-            digest.update(repr(leaf).encode())
-    return int.from_bytes(digest.digest(), "little")
-
-
-def _strided(value: torch.Tensor) -> list[torch.Tensor]:
-    """The numbers of a tensor of any layout; none if they are not known."""
-    if value.is_nested:
-        return [part for one in value.unbind() for part in _strided(one)]
-    if value.layout == torch.strided:
-        return [value]
-    try:
-        return [value.to_dense()]
-    except RuntimeError:
-        return []

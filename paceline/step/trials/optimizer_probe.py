@@ -1,8 +1,9 @@
 """Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
 
-A copy of it takes some steps on small parameters with random gradients: with the gradients of all, then with those of
-every second one only, which must move these alike, and leave the same numbers in its groups, such as a norm or a
-learning rate that it adapts. Whether it draws random numbers also shows in the first update.
+A copy of it takes some steps on small parameters with random gradients, large and small: with the gradients of all,
+then with those of every second one only, which must move these alike, and leave the same numbers in its groups, such as
+a norm or a learning rate that it adapts. Hooks of its steps may know the model, so they are tried on the model itself,
+whose weights and gradients are put back. Whether it draws random numbers also shows in the first update.
 """
 
 from __future__ import annotations
@@ -12,20 +13,24 @@ import inspect
 import logging
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from paceline.data.attributes import Attributes, same
 from paceline.data.keys import generator_states, preserve_generators, same_states, seed_torch
 from paceline.errors import InputError
 from paceline.step.job import Job
 from paceline.step.optimizers.several import parts_of
 
 _log = logging.getLogger("paceline")
-_STEPS = 3
+_SCALES = 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0
+"""Of the gradients in one step after the other: an optimizer may do something else with large ones, or later."""
+_CURE = "Use strategy 'allreduce', or another optimizer; clip_norm clips by the norm of all."
 _LARGEST = 2
 """Of each dimension of the small parameters."""
 
@@ -39,6 +44,7 @@ def probe_optimizer(job: Job) -> None:
     """
     for optimizer in parts_of(job.update.optimizer):
         _probe(job, optimizer)
+        _probe_hooks(job, optimizer)
 
 
 def _probe(job: Job, optimizer: Optimizer) -> None:
@@ -57,7 +63,7 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
             return
         if together.drew:
             if job.settings.exact:
-                raise _draws(job, kind)
+                raise _draws(job, f"The optimizer {kind}")
             return
         for first in (0, 1):
             places = range(first, count, 2)
@@ -69,7 +75,7 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
                     f"({type(error).__name__}: {error}). {split}. Let it leave out a parameter whose grad is None, "
                     f"or use strategy 'allreduce'."
                 ) from error
-            cure = f"{split}. Use strategy 'allreduce', or another optimizer; clip_norm clips by the norm of all."
+            cure = f"{split}. {_CURE}"
             if not all(_same(alone.parameters[place], together.parameters[place]) for place in places):
                 raise InputError(
                     f"The optimizer {kind} updates a parameter in another way when the others have no gradients: it "
@@ -83,6 +89,64 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
                 )
 
 
+def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
+    """Refuse hooks of its steps that do something else with a parameter when others have no gradients."""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    every = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
+    hooks = [hook for hook in every if not getattr(hook, "__module__", "").startswith("paceline.")]
+    if not hooks:
+        return
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    what = f"A step hook of the optimizer {type(optimizer).__name__}"
+    with preserve_generators(), _left_as_it_is(optimizer, hooks):
+        for scale in sorted(set(_SCALES)):
+            together, drew = _after_hooks(optimizer, hooks, range(count), scale)
+            if drew and job.settings.exact:
+                raise _draws(job, what)
+            for first in (0, 1):
+                places = range(first, count, 2)
+                alone, _ = _after_hooks(optimizer, hooks, places, scale)
+                if not same([alone[place] for place in places], [together[place] for place in places]):
+                    raise InputError(
+                        f"{what} does something else with a parameter when the others have no gradients: it looks at "
+                        f"several at once, such as at the norm of all. {_split(job)}. {_CURE}"
+                    )
+
+
+@contextmanager
+def _left_as_it_is(optimizer: Optimizer, hooks: list[Callable[..., Any]]) -> Iterator[None]:
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
+    weights = [value.detach().clone() for value in parameters]
+    groups = [dict(group) for group in optimizer.param_groups]
+    held = Attributes({"hook": hooks}, set(map(id, parameters)))
+    try:
+        yield
+    finally:
+        held.put_back()
+        for group, before in zip(optimizer.param_groups, groups, strict=True):
+            group.update(before)
+        for value, weight in zip(parameters, weights, strict=True):
+            value.data.copy_(weight)
+            value.grad = None
+
+
+def _after_hooks(
+    optimizer: Optimizer, hooks: list[Callable[..., Any]], places: Sequence[int], scale: float
+) -> tuple[list[list[torch.Tensor]], bool]:
+    """The weights and gradients of all parameters after the hooks, and whether these drew random numbers."""
+    parameters = [value for group in optimizer.param_groups for value in group["params"]]
+    for place, value in enumerate(parameters):
+        seed_torch(place)
+        value.data.copy_(torch.randn_like(value))
+        gradient = scale * torch.randn_like(value)
+        value.grad = gradient if place in places and value.requires_grad else None
+    before = generator_states()
+    for hook in hooks:
+        hook(optimizer, (), {})
+    drew = not same_states(before, generator_states())
+    return [[one.detach().clone() for one in (value, value.grad) if one is not None] for value in parameters], drew
+
+
 def check_draws(job: Job) -> None:
     """Refuse, after the first update, an optimizer that draws random numbers; all workers call this together.
 
@@ -91,12 +155,12 @@ def check_draws(job: Job) -> None:
             one process.
     """
     if job.divides_update and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
-        raise _draws(job, job.update.kind)
+        raise _draws(job, f"The optimizer {job.update.kind}")
 
 
-def _draws(job: Job, kind: str) -> InputError:
+def _draws(job: Job, what: str) -> InputError:
     return InputError(
-        f"The optimizer {kind} draws random numbers. {_split(job)}, so they are not "
+        f"{what} draws random numbers. {_split(job)}, so they are not "
         f"those of one process: leave out exact=True, or use strategy 'allreduce'."
     )
 
@@ -133,10 +197,10 @@ def _trial(optimizer: Optimizer, places: Sequence[int]) -> _Trial:
     """What some steps leave in which the small parameters at these places have gradients."""
     small, parameters = _small(optimizer)
     drew = False
-    for step in range(_STEPS):
+    for step, scale in enumerate(_SCALES):
         for place, parameter in enumerate(parameters):
             seed_torch(step * len(parameters) + place)
-            gradient = torch.randn_like(parameter)
+            gradient = scale * torch.randn_like(parameter)
             parameter.grad = gradient if place in places and parameter.requires_grad else None
         before = generator_states()
         _step_of(small)(small)

@@ -17,11 +17,10 @@ from paceline.data.attributes import Attributes, same
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.step.job import Job
+from paceline.step.trials.digests import TOLERANCE
 from paceline.step.trials.trial import Trial, warn, without_trace
 
 _log = logging.getLogger("paceline")
-TOLERANCE = 1e-2
-"""Relative to the norm of a value, if other bits will do."""
 CURE = (
     "Each worker computes other microbatches, so the result depends on the number of workers. Draw random numbers from "
     "the global generators of torch, random or numpy, which are keyed, and do not keep them; keep what the forward "
@@ -61,13 +60,13 @@ def _trial(job: Job, piece: Piece, step: int) -> tuple[str, str]:
         first, between, second, after = _twice(job, piece, step, trial)
         alike = same if job.settings.exact else _close
         different = [key for key, value in first.items() if not alike(value, second[key])]
-        moved = _moved(trial.before, between, after)
+        changed = moved(trial.before, between, after)
         grows = _growing(trial.before, between, after)
-    named = ", ".join(moved[:3])
+    named = ", ".join(changed[:3])
     if different:
-        because = f": it changes {named}" if moved else ", as it keeps something of its own from pass to pass"
+        because = f": it changes {named}" if changed else ", as it keeps something of its own from pass to pass"
         return f"The same microbatch computed twice does not give the same: {different[0]} differs{because}", ""
-    text = f"The forward pass changes {named} each time, which is no buffer of the model" if moved else ""
+    text = f"The forward pass changes {named} each time, which is no buffer of the model" if changed else ""
     return text, next(iter(grows), "")
 
 
@@ -86,7 +85,7 @@ def what_changes(job: Job, piece: Piece, step: int) -> list[str]:
     try:
         with without_trace(job) as trial:
             _, between, _, after = _twice(job, piece, step, trial)
-            return _moved(trial.before, between, after) or _growing(trial.before, between, after)
+            return moved(trial.before, between, after) or _growing(trial.before, between, after)
     except Exception as error:  # noqa: BLE001 - it is only asked for a cause
         _log.debug("a microbatch could not be computed twice: %s", error)
         return []
@@ -114,10 +113,10 @@ def _close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     return same(left, right) or bool(difference <= TOLERANCE * size)
 
 
-def _moved(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
-    """The names of what two passes have changed: of generators and tensors, then of numbers."""
-    moved = [name for name, value in after.values.items() if _goes_on(name, value, before, between)]
-    return sorted(moved, key=lambda name: isinstance(after.values[name], bool | int | float))
+def moved(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
+    """Return the names of what two passes have both changed: of generators and tensors, then of numbers."""
+    names = [name for name, value in after.values.items() if _goes_on(name, value, before, between)]
+    return sorted(names, key=lambda name: isinstance(after.values[name], bool | int | float))
 
 
 def _growing(before: Attributes, between: Attributes, after: Attributes) -> list[str]:

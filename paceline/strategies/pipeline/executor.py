@@ -35,8 +35,10 @@ from paceline.step.checks import sparse_gradients
 from paceline.step.forward import computed_again, on_copy
 from paceline.step.job import Job
 from paceline.step.loss import pair_of
+from paceline.strategies.pipeline.audit import StageAudit, audits_of
 from paceline.strategies.pipeline.links import Links
 from paceline.strategies.pipeline.split_backward import SplitBackward, backward_input, backward_weight
+from paceline.strategies.pipeline.stages import LocalStage
 
 Payload: TypeAlias = "list[torch.Tensor | None]"
 """What one stage sends to the next or the one before.
@@ -47,21 +49,6 @@ of them, and the activations; backward the gradients of the activations.
 
 _PREFETCH = 4
 """So many operations ahead receives are posted."""
-
-
-@dataclass(frozen=True)
-class LocalStage:
-    """A stage that this worker holds.
-
-    Attributes:
-        forward: its forward pass.
-        trained: the names of the parameters it trains.
-        buffers: the names of its buffers.
-    """
-
-    forward: Callable[[Any], Any]
-    trained: Sequence[str]
-    buffers: frozenset[str]
 
 
 class Hooks:
@@ -144,6 +131,7 @@ class Executor:
         self._saved: dict[tuple[int, int], Saved] = {}
         self._activations: dict[tuple[int, int], Payload] = {}
         self._gradients: dict[tuple[int, int], Payload] = {}
+        self._audits: dict[tuple[int, int], StageAudit] = {}
         self.samples: dict[int, int] = {}
         self.busy_seconds = 0.0
         self.losses: dict[int, torch.Tensor] = {}
@@ -176,6 +164,7 @@ class Executor:
             if any(self._worker_of(stage, number) == rank for stage in self._stages):
                 self.samples[number] = len(part)
                 self._origins[number] = step, microbatch
+        self._audits |= audits_of(self._job, step, first, self._stages, self._last, worker_of, self._data)
 
     def origin(self, microbatch: int) -> tuple[int, int]:
         """The step of a microbatch, and its number in the batch."""
@@ -242,17 +231,19 @@ class Executor:
             unpack_generators(states)
         before = generator_states() if stage in self._observed else None
         saved = self._saved[key] = Saved([*values] if stage > 0 else [])
+        audit = self._audits.get(key)
+        if audit is not None:
+            audit.begin(saved.inputs)
         call = partial(local.forward, values)
         if self._job.settings.pipeline.recompute:
             contexts = partial(computed_again, compute.buffers, local.buffers)
             again = partial(on_copy, local.forward) if stage == 0 else local.forward
             call = partial(checkpoint, again, values, use_reentrant=False, context_fn=contexts)
-        with self._hooks.weights(operation), compute.keeping_weights():
-            if stage == self._last:
-                saved.outputs = [self._loss(microbatch, call)]
+        with self._hooks.weights(operation):
+            saved.outputs, pair = self._outputs(stage, microbatch, call, self._data.get(microbatch))
+            if pair is not None:
+                self.losses[microbatch] = pair
             else:
-                with compute.precision():
-                    saved.outputs = list(call())
                 if states is not None or (before is not None and not same_states(before, generator_states())):
                     self._check_draws(stage, microbatch)
                     self._random.add(stage)
@@ -261,6 +252,8 @@ class Executor:
                     self._silent.add(stage)
                 packed: Payload = [*pack_generators()] if stage in self._random else [None] * self._states
                 self._activations[key] = [self._hooks.attach(microbatch, forward=True), *packed, *saved.outputs]
+        if audit is not None:
+            audit.add_forward(saved.outputs)
         whole = self._job.order.samples_of(self._origins[microbatch][0])
         changed = compute.buffers.collect(self.samples[microbatch], whole, local.buffers)
         self.statistics[stage][microbatch] = dict(zip(compute.buffers.names_in(local.buffers), changed, strict=True))
@@ -291,22 +284,43 @@ class Executor:
         )
         return states or None, values
 
-    def _loss(self, microbatch: int, call: Callable[[], Any]) -> torch.Tensor:
+    def _outputs(
+        self, stage: int, microbatch: int, call: Callable[[], Any], data: Any
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """The outputs of a stage; of the last one the loss, and its sum and count with those of the metrics."""
         compute, samples = self._job.compute, self.samples[microbatch]
-        with compute.precision():
-            value = compute.forward(cast(nn.Module, lambda _: call()), self._data[microbatch])
+        with compute.keeping_weights(), compute.precision():
+            if stage < self._last:
+                return list(call()), None
+            value = compute.forward(cast(nn.Module, lambda _: call()), data)
         total, pair = compute.take(value, samples)
         if not total.requires_grad:
             raise InputError("The loss does not depend on any parameter that requires a gradient.")
-        self.losses[microbatch] = pair
-        return total if self._scale == 1.0 else total * self._scale
+        return [total if self._scale == 1.0 else total * self._scale], pair
 
     def _backward(self, operation: Operation) -> None:
         saved = self._take_saved(operation)
-        with self._hooks.weights(operation):
+        with self._hooks.weights(operation), self._audited(operation):
             backward(saved.outputs, saved.output_gradients, saved.inputs)
         self._pass_gradients(operation, saved)
+        self._compute_again(operation)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
+
+    def _audited(self, operation: Operation) -> AbstractContextManager[object]:
+        audit = self._audits.get((operation.stage, operation.microbatch))
+        return nullcontext() if audit is None else audit.backward()
+
+    def _compute_again(self, operation: Operation) -> None:
+        """Compute a microbatch of an audited step again, which was just computed."""
+        stage, microbatch = operation.stage, operation.microbatch
+        audit = self._audits.pop((stage, microbatch), None)
+        if audit is None:
+            return
+        forward = self._stages[stage].forward
+        with self._hooks.weights(operation):
+            audit.compute_again(
+                lambda values, data: self._outputs(stage, microbatch, partial(forward, values), data)[0]
+            )
 
     def _backward_input(self, operation: Operation) -> None:
         saved = self._take_saved(operation)
@@ -319,10 +333,12 @@ class Executor:
 
     def _backward_weight(self, operation: Operation) -> None:
         saved = self._saved.pop((operation.stage, operation.microbatch))
-        if operation.stage == 0:
-            backward(saved.outputs, saved.output_gradients, saved.inputs)
-        else:
-            backward_weight(self._weights(operation.stage), saved.split)
+        with self._audited(operation):
+            if operation.stage == 0:
+                backward(saved.outputs, saved.output_gradients, saved.inputs)
+            else:
+                backward_weight(self._weights(operation.stage), saved.split)
+        self._compute_again(operation)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
 
     def _weights(self, stage: int) -> list[nn.Parameter]:
@@ -336,6 +352,8 @@ class Executor:
             attachment, *saved.output_gradients = self._gradients.pop((stage + 1, microbatch))
             if attachment is not None:
                 self._hooks.on_attachment(microbatch, forward=False, attachment=attachment)
+        if (audit := self._audits.get((stage, microbatch))) is not None and saved.output_gradients is not None:
+            audit.output_gradients = [None if value is None else value.clone() for value in saved.output_gradients]
         return saved
 
     def _pass_gradients(self, operation: Operation, saved: Saved) -> None:

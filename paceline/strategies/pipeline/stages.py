@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.values import sendable
@@ -24,12 +25,26 @@ from paceline.step.job import Job
 from paceline.step.loss import pair_of
 from paceline.step.trials.counting import check_counting
 from paceline.step.trials.kept import check_kept
-from paceline.strategies.pipeline.executor import LocalStage
 from paceline.strategies.pipeline.release import Released
 from paceline.strategies.pipeline.tied import TiedWeights
 
 _REPEATS = 3
 """How often each layer is measured for an automatic cut."""
+
+
+@dataclass(frozen=True)
+class LocalStage:
+    """A stage that this worker holds.
+
+    Attributes:
+        forward: its forward pass.
+        trained: the names of the parameters it trains.
+        buffers: the names of its buffers.
+    """
+
+    forward: Callable[[Any], Any]
+    trained: Sequence[str]
+    buffers: frozenset[str]
 
 
 @sendable

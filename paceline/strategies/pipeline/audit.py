@@ -1,0 +1,174 @@
+"""Audits in pipelines: a stage computes a microbatch again, right after its backward pass.
+
+No other worker may hold the same weights, and only now does this one have the right version of them. In between are the
+forward pass itself and all that the worker has computed since::
+
+    stage 0    F0 F1 F2 F3 B0 B1 B2 b2 B3       microbatch 2 is audited: b2 is its forward and its backward pass
+    stage 1       F0 F1 F2 F3 B0 B1 B2 b2 B3    once more, from the inputs and gradients that the stage has received
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paceline.data.attributes import Attributes
+from paceline.data.feed import Piece
+from paceline.data.keys import preserve_generators
+from paceline.partition.backward import backward
+from paceline.step.forward import computed_again
+from paceline.step.job import Job
+from paceline.step.loss import pair_of
+from paceline.step.trials.audit import tell, text_of
+from paceline.step.trials.digests import DATA, Digests, Found, difference
+from paceline.step.trials.repeatability import moved
+from paceline.strategies.pipeline.stages import LocalStage
+
+
+def audits_of(
+    job: Job,
+    step: int,
+    first: int,
+    stages: Mapping[int, LocalStage],
+    last: int,
+    worker_of: Callable[[int, int], int],
+    data: Mapping[int, Any],
+) -> dict[tuple[int, int], StageAudit]:
+    """Return what this worker computes twice of a step, by stage and microbatch.
+
+    Args:
+        job: what is trained.
+        step: its number.
+        first: the number of its first microbatch.
+        stages: of this worker.
+        last: the last stage of all.
+        worker_of: the rank that computes a stage for a microbatch.
+        data: the microbatches that this worker has loaded.
+    """
+    if not (job.audits.is_due(step) or job.audits.is_last(step)):
+        return {}
+    microbatch = job.audits.microbatch(step, len(job.order.parts_of(step)))
+    number = first + microbatch
+    return {
+        (stage, number): StageAudit(job, step, microbatch, stage, local, stage == last, data.get(number))
+        for stage, local in stages.items()
+        if worker_of(stage, number) == job.world.rank
+    }
+
+
+class StageAudit:
+    """A microbatch that a stage computes twice.
+
+    Args:
+        job: what is trained.
+        step: that is audited.
+        microbatch: of it.
+        stage: the number of the stage.
+        local: the stage.
+        is_last: whether its output is the loss.
+        data: the microbatch as this worker has loaded it, if it has; it is loaded once more.
+
+    Attributes:
+        output_gradients: what the stage has received for the backward pass; None: its output is the loss.
+    """
+
+    def __init__(
+        self, job: Job, step: int, microbatch: int, stage: int, local: LocalStage, is_last: bool, data: Any
+    ) -> None:
+        self._job = job
+        self._step, self._microbatch = step, microbatch
+        self._parameters = {name: job.update.parameters[name] for name in local.trained}
+        self._stage, self._is_last, self._buffers = stage, is_last, local.buffers
+        self._passes = Digests(bool(job.settings.exact)), Digests(bool(job.settings.exact))
+        self._data: Any = None
+        self._inputs: list[torch.Tensor] = []
+        self.output_gradients: list[torch.Tensor | None] | None = None
+        if data is not None:
+            self._data = self._load().data
+            for digests, loaded in zip(self._passes, (data, self._data), strict=True):
+                digests.add_data(loaded)
+
+    def _load(self) -> Piece:
+        (piece,) = self._job.feed.load(self._step, [range(self._microbatch, self._microbatch + 1)])
+        return piece
+
+    def begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Before the forward pass: keep what it starts from."""
+        self._inputs = [value.detach() for value in inputs]
+        self._before = self._attributes()
+        _, self._as_before = computed_again(self._job.compute.buffers, self._buffers)
+
+    def _attributes(self) -> Attributes:
+        compute = self._job.compute
+        known = {id(value) for value in [*compute.model.parameters(), *compute.model.buffers()]}
+        return Attributes({"model": compute.model, "forward": compute.forward}, known)
+
+    def add_forward(self, outputs: Sequence[torch.Tensor], again: bool = False) -> None:
+        """After a forward pass: take the digests of its outputs, or of the loss, and of the buffers.
+
+        Args:
+            outputs: of the stage.
+            again: whether it was the second one.
+        """
+        for place, value in enumerate(outputs):
+            self._passes[again].add("the loss" if self._is_last else f"output {place} of stage {self._stage}", value)
+        buffers = self._job.compute.buffers
+        for name, (_, _, value) in zip(buffers.names_in(self._buffers), buffers.copies(self._buffers), strict=True):
+            self._passes[again].add(f"the buffer {name!r}", value)
+
+    @contextmanager
+    def backward(self, again: bool = False) -> Iterator[None]:
+        """In which a backward pass runs: take the digests of its gradients, apart from those of other microbatches."""
+        kept = {name: value.grad for name, value in self._parameters.items()}
+        for value in self._parameters.values():
+            value.grad = None
+        try:
+            yield
+            for name, value in self._parameters.items():
+                if value.grad is not None:
+                    self._passes[again].add(f"the gradient of {name!r}", value.grad)
+        finally:
+            for name, value in self._parameters.items():
+                before = kept[name]
+                if before is not None:
+                    value.grad = before if again or value.grad is None else before.add_(value.grad)
+                elif again:
+                    value.grad = None
+
+    def compute_again(self, outputs_of: Callable[[Any, Any], list[torch.Tensor]]) -> None:
+        """Compute the stage again, from what it saw the first time; leave no trace.
+
+        Args:
+            outputs_of: computes its outputs from the inputs and the data.
+
+        Raises:
+            InputError: it gives something else, and the run is to stop.
+        """
+        job, begin = self._job, time.perf_counter()
+        between = self._attributes()
+        inputs = tuple(value.clone().requires_grad_(value.is_floating_point()) for value in self._inputs)
+        try:
+            with preserve_generators(), self._as_before:
+                outputs = outputs_of(inputs or pair_of(self._data)[0], self._data)
+                self.add_forward(outputs, again=True)
+                with self.backward(again=True):
+                    backward(outputs, self.output_gradients, inputs)
+            name = self._difference()
+            cause = moved(self._before, between, self._attributes()) if name else []
+        finally:
+            between.put_back()
+        seconds = time.perf_counter() - begin
+        job.events.mark("audit", step=self._step, microbatch=self._microbatch, seconds=seconds)
+        told = (name == DATA) in job.learned.told
+        if name and not told:
+            job.learned.told.add(name == DATA)
+            by = f"twice by rank {job.world.rank}"
+            tell(job, text_of(self._step, self._microbatch, by, name, ", ".join(cause[:3])))
+
+    def _difference(self) -> str:
+        found: list[tuple[int, Found]] = [(self._job.world.rank, digests.found()) for digests in self._passes]
+        return difference(found)[0]
