@@ -352,8 +352,8 @@ KNOWN_ERRORS = (
             "a firewall that drops: gloo and NCCL take any free ports, not MASTER_PORT alone",
             "a wrong MASTER_ADDR, or a name that does not resolve here: see the lines above",
         ),
-        "look at the output of rank 0 first; then try `nc -zv ADDRESS PORT` from this machine while it runs, and open all "
-        "TCP ports between the machines of the run",
+        "look at the output of rank 0 first; then try `nc -zv ADDRESS PORT` from this machine while it runs, and open "
+        "all TCP ports between the machines of the run",
         transport=True,
         doctor="ports",
     ),
