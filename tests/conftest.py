@@ -26,7 +26,7 @@ for number in (signal.SIGINT, signal.SIGHUP):  # a shell starts what runs in the
 
 Ranks = Callable[..., list[processes.Ended]]
 _SECONDS_TO_END = 30.0
-_TURNS = 3
+_TURNS, _ENGINE_TURNS = 3, 2
 _OF_TORCH = {"TORCHINDUCTOR_CACHE_DIR"}
 """Set when torch is first asked to look for its compiler."""
 _OF_PYTEST = {"PYTEST_CURRENT_TEST"}
@@ -92,7 +92,8 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark what ``sampled`` and ``crossed`` make slow.
 
-    Where ``TESTS_TURN`` is set to a number, take a third of the cases of each slow test in turn.
+    Where ``TESTS_TURN`` is set to a number, take a third of the cases of each slow test in turn, and half of the tests
+    of engines.
     """
     for item in _slow_by_sample(items):
         item.add_marker(pytest.mark.slow)
@@ -128,16 +129,21 @@ def _slow_by_sample(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 
 
 def _not_in_turn(items: list[pytest.Item], turn: int) -> list[pytest.Item]:
-    """The cases of slow tests whose turn it is not; of each test at least one case is left."""
+    """The cases of slow tests, and the tests of engines, whose turn it is not.
+
+    At least one case of each slow test is left, and one test of each file about an engine.
+    """
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("place"):
+        if item.get_closest_marker("place"):
+            cases.setdefault((item.path, "place"), []).append(item)
+        elif item.get_closest_marker("slow"):
             cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     return [
         item
-        for found in cases.values()
+        for (_, kind), found in cases.items()
         for number, item in enumerate(found)
-        if (number - turn) % min(_TURNS, len(found))
+        if (number - turn) % min(_ENGINE_TURNS if kind == "place" else _TURNS, len(found))
     ]
 
 
