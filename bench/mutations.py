@@ -45,7 +45,7 @@ class Area(NamedTuple):
 
 AREAS = {
     "recovery": Area(
-        ("recovery/*", "training/*", "coordinator/*", "comm/rendezvous/*", "comm/world.py"),
+        ("training/*", "training/recovery/*", "coordinator/*", "comm/rendezvous/*", "comm/world.py"),
         ("tests/core/test_resumed_loops.py", "tests/core/test_session.py", "tests/recovery/test_*.py"),
     ),
     "reduction": Area(

@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-import atexit
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
@@ -18,40 +16,26 @@ from typing import Any, TypeVar, Unpack, cast
 import torch
 from torch import nn
 
-from paceline import config, env, excepthook
-from paceline import job as jobs
-from paceline.agreement import versions
-from paceline.checkpoint.background import join_all
-from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.tensors import fingerprint
-from paceline.checkpoint.training_state import TrainingState
-from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
-from paceline.comm.rendezvous.ulfm import find_coordinator
 from paceline.config import quoted
 from paceline.data.sampler import SampleNumbers
-from paceline.errors import ConfigError
-from paceline.events import EventLog
-from paceline.failure import known_errors
-from paceline.recovery.preemption import catch_notices
-from paceline.settings import Arguments, CheckpointSettings
-from paceline.step.job import Batch, Job
+from paceline.errors import ConfigError, InputError
+from paceline.evaluation.metrics import Metrics, numbers_in
+from paceline.evaluation.predictions import Predictions
+from paceline.settings import Arguments
+from paceline.step.job import Batch
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
-from paceline.trackers.tracking import Tracking
-from paceline.training import kept_settings
-from paceline.training.loop import TrainingLoop
-from paceline.training.measurements import Measurements
-from paceline.training.report import Report, report_profile
-from paceline.training.script_state import Registered, ScriptState
+from paceline.training.batches import Batches
+from paceline.training.build import Components, phase_of
+from paceline.training.evaluations import Evaluations
+from paceline.training.exports import Exports
+from paceline.training.report import Report
+from paceline.training.script_state import Registered
+from paceline.training.setup import Run, set_up
 
 __all__ = ["Batch", "Report", "Session", "start"]
 
 _T = TypeVar("_T")
-_log = logging.getLogger("paceline")
-_current: TrainingLoop | None = None
-"""The loop of the newest session; those before it have closed."""
-_count = 0
-"""How often start() was called."""
-_LAST_SAVE_SECONDS = 5.0
 
 
 def _count_in(call: str, value: object) -> int:
@@ -105,86 +89,20 @@ def start(  # noqa: PLR0913 - all by name; what a script says of its training
         StartError: the workers did not come together or do not agree.
         CheckpointError: ``resume`` names something that cannot be used.
     """
-    global _count, _current
-    who = env.identity()
-    run = env.run_directory()
-    log = EventLog(run / "events" if run else None, who.rank, who.generation)
-    launched = env.launch_info()
-    name = launched.name if launched else f"rank-{who.rank}"
-    path = run / "errors" / f"{name}.json" if run else None
-    excepthook.install(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log), known_errors.explain)
-    number = _count + 1
-    resolved = kept_settings.resolve(settings, run, number, who.rank)
-    if (report_to := env.config_report()) is not None:
-        jobs.report_config(resolved, report_to)
-        raise SystemExit(0)
-    tracking = Tracking(resolved.settings, resolved.sources, log, run, number)
-    given = jobs.Components(model, optimizer, data, loss, forward, schedule, collate, sampler)
-    if _current is not None:
-        _current.close()
-        _current = None
-    coordinator = None
-    if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
-        coordinator = CoordinatorClient(
-            launched.coordinator, launched.worker, launched.key, resolved.settings.timeout_seconds, number
-        )
-        atexit.register(coordinator.end_script)
-    job, facts = jobs.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
-    atexit.register(log.close)
-    _count = number  # also if it fails: the others have heard of it
-    session = Session(job, facts, run, number, tracking, by_loss=loss is not None)
-    if (profile_to := env.profile_report()) is not None:
-        report_profile(job, loss, profile_to)
-        raise SystemExit(0)
-    return session
+    given = Components(model, optimizer, data, loss, forward, schedule, collate, sampler)
+    return Session(set_up(given, settings), by_loss=loss is not None)
 
 
-def _position() -> int:
-    """The step that the session is at, for the report of a failure."""
-    return 0 if _current is None else _current.position
-
-
-def _close(log: EventLog) -> None:
-    """Before a failed process ends: let a save under way end, if that takes not long, and write out the events."""
-    join_all(_LAST_SAVE_SECONDS)
-    log.close()
-
-
-class Session(Measurements):
+class Session:
     """A training run, as one of its workers sees it. Made by :func:`paceline.start`."""
 
-    def __init__(
-        self, job: Job, facts: dict[str, object], run: Path | None, number: int, tracking: Tracking, *, by_loss: bool
-    ) -> None:
-        global _current
-        self._job = job
+    def __init__(self, run: Run, *, by_loss: bool) -> None:
+        self._job, self._loop, self._tracking = run.job, run.loop, run.tracking
         self._by_loss = by_loss
-        self._tracking = tracking
-        settings = job.settings
-        self._script = ScriptState()
-        about = jobs.conditions(job)
-        self._state = TrainingState(job.compute.model, job.update, *about, job.strategy_state, self._script, job.loop)
-        self._state.parts.update(data=job.order, buffers=job.compute.buffers)
-        if job.compute.carried is not None:
-            self._state.parts["carried"] = job.compute.carried
-        saves, resume = settings.checkpoint, settings.resume
-        if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing
-            saves, resume = CheckpointSettings(), None
-        self._state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
-        folder = kept_settings.folder(settings, run, number)
-        self._checkpointer = Checkpointer(job.world, saves, folder, job.events, job.replicated)
-        self._loop = _current = TrainingLoop(job, facts, self._state, self._checkpointer, resume, self._script)
-        if self._checkpointer.enabled or job.world.coordinator is not None:
-            catch_notices(job.world)
-        rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
-        environment = {"workers": job.world.size, "device": job.world.device.type, **versions()}
-        tracking.begin(self._state.run, self._loop.position, environment)
-        job.events.mark("start", strategy=settings.strategy, workers=job.world.size, run=self._state.run, **rules)
-        warnings = jobs.warnings(job)
-        self._notes = (*jobs.summary(job), *warnings)
-        for note in self._notes:
-            _log.log(logging.WARNING if note in warnings and job.world.rank == 0 else logging.INFO, note)
-            job.events.mark("note", text=note)
+        self._state, self._script, self._notes = run.state, run.script, run.notes
+        self._batches = Batches(run.loop)
+        self._evaluations = Evaluations(run.loop)
+        self._exports = Exports(run.loop)
 
     @property
     def rank(self) -> int:
@@ -209,7 +127,7 @@ class Session(Measurements):
     @property
     def position(self) -> int:
         """Steps done since the beginning of training; from here a resumed run goes on."""
-        return self._loop.position
+        return self._loop.position.steps
 
     @property
     def steps_per_epoch(self) -> int:
@@ -244,9 +162,9 @@ class Session(Measurements):
             ConfigError: a number is no whole one from 0 on.
         """
         if end is None:
-            return self._loop.epochs(_count_in("epochs(", first))
+            return self._batches.epochs(_count_in("epochs(", first))
         count = _count_in("epochs(..., ", end) - _count_in("epochs(", first)
-        return (first + epoch for epoch in self._loop.epochs(max(0, count)))
+        return (first + epoch for epoch in self._batches.epochs(max(0, count)))
 
     def batches(self, *, epochs: int | None = None, steps: int | None = None) -> Iterator[Batch]:
         """The batches of the present epoch, up to its end; or of the next epochs or steps.
@@ -259,11 +177,11 @@ class Session(Measurements):
             ConfigError: both ``epochs`` and ``steps`` are given, or one that is no whole number from 0 on.
         """
         if epochs is None and steps is None:
-            return self._loop.batches(None)
+            return self._batches.batches(None)
         if epochs is not None and steps is not None:
             raise ConfigError("batches() takes either epochs= or steps=.")
         what, count = ("epochs=", epochs) if steps is None else ("steps=", steps)
-        return self._loop.batches(_count_in(f"batches({what}", count), epochs=steps is None)
+        return self._batches.batches(_count_in(f"batches({what}", count), epochs=steps is None)
 
     def step(self, batch: Batch, optimizer: str | None = None) -> Report:
         """Train on a batch: forward, backward, synchronise, update.
@@ -283,8 +201,65 @@ class Session(Measurements):
             CheckpointError: a checkpoint was due and could not be written, now or in the background before.
         """
         self._job.update.averages.check_training()
-        result, seconds = self._loop.step(batch, jobs.phase_of(self._job, optimizer))
+        result, seconds = self._loop.step(batch, phase_of(self._job, optimizer))
         return Report.of(self._job, batch, result, seconds, self._notes)
+
+    def evaluate(
+        self,
+        data: Any,
+        metric: Callable[..., Any] | Mapping[str, Any] | Any = None,
+        *,
+        forward: Callable[[nn.Module, Any], Any] | None = None,
+    ) -> Any:
+        """The mean of a metric over a data set, or several; every worker must call it, and all get the same values.
+
+        Args:
+            data: a map-style data set like the one trained on, or a stream. Each sample is visited exactly once.
+            metric: ``metric(output, target)``, or ``metric(model, microbatch)`` in a session with ``forward``: a
+                number, the mean over the samples given, or a pair (sum, count). Or an object with ``update(output,
+                target)``, ``compute()`` and ``reset()``, as those of torchmetrics. None: the loss. Several: a
+                dictionary of these.
+            forward: ``forward(model, microbatch)`` returns what metrics are called with, such as (output, target).
+
+        Returns:
+            the mean, or what the object computes; of a dictionary one with the same keys.
+
+        Raises:
+            InputError: the data set is empty, a metric returns no number, or it changes a weight of the model.
+            DisagreementError: the weights are not the same on all workers (only looked for with ``exact``), or the
+                samples of a stream.
+            WorkerLost: another worker went away or stayed silent.
+        """
+        metrics = Metrics(self._job, metric, forward, by_loss=self._by_loss)
+        value = self._evaluations.evaluate(metrics, data)
+        self._tracking.evaluated(metric, value if isinstance(value, float) else numbers_in(value, ""), self._last_step)
+        return value
+
+    def predict(
+        self, data: Any, forward: Callable[[nn.Module, Any], Any] | None = None, *, everywhere: bool = True
+    ) -> Any:
+        """The outputs of the model for a data set, in the order of its samples; every worker must call it.
+
+        Args:
+            data: see :meth:`evaluate`.
+            forward: ``forward(model, microbatch)`` returns tensors whose first dimension is that of the samples, lists
+                with one entry for each, or tuples and dictionaries of these. None: the output of the model, in a
+                session with ``loss``.
+            everywhere: false: rank 0 gets them, and the other ranks None.
+
+        Returns:
+            the outputs of all microbatches as one, in host memory.
+
+        Raises:
+            InputError: the data set is empty, or the outputs cannot be gathered.
+            DisagreementError, WorkerLost: see :meth:`evaluate`.
+        """
+        if forward is None and not self._by_loss:
+            raise InputError(
+                "In a session with forward= nothing says what the model's output is: give predict(data, forward), a "
+                "function of (model, microbatch) that returns it."
+            )
+        return self._evaluations.predict(Predictions(forward), data, everywhere)
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Record values of the script at the last step done: numbers, texts and images by name.
@@ -331,7 +306,7 @@ class Session(Measurements):
             InputError: it raised an error (on rank 0 that error), or its result is of another type.
             WorkerLost: there are not enough workers left.
         """
-        return cast("_T", self._loop.once(partial(act, *args, **kwargs)))
+        return cast("_T", self._evaluations.once(partial(act, *args, **kwargs)))
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 alone, and not again what a run printed before it was resumed."""
@@ -370,7 +345,7 @@ class Session(Measurements):
         Raises:
             WorkerLost: another worker went away or stayed silent.
         """
-        return self._loop.exports.weights(everywhere)
+        return self._exports.weights(everywhere)
 
     def export(self, path: Path | str, *, dtype: torch.dtype | None = None) -> Path | str:
         """Write the complete weights to a file; every worker must call it, and rank 0 writes.
@@ -389,7 +364,7 @@ class Session(Measurements):
             CheckpointError: it cannot be written, or safetensors or the package for the URL is not installed.
             WorkerLost: another worker went away or stayed silent.
         """
-        return self._loop.exports.export(path, dtype)
+        return self._exports.export(path, dtype)
 
     def fingerprint(self) -> str:
         """SHA-256 over parameters, buffers and optimizer state, as 64 hex digits.
@@ -398,3 +373,8 @@ class Session(Measurements):
         pipeline: after the last batch of :meth:`batches`, :meth:`evaluate` or :meth:`save`.)
         """
         return fingerprint(self._state.tensors())
+
+    @property
+    def _last_step(self) -> int:
+        """The step to which what the script records now belongs."""
+        return max(self.position - 1, 0)

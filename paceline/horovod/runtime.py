@@ -24,7 +24,7 @@ from paceline.horovod.operations import Task, open_group
 from paceline.horovod.process_sets import ProcessSet, fill_in, forget
 from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.settings import HorovodSettings, read_settings
-from paceline.recovery.generations import Generations
+from paceline.training.recovery.generations import Generations
 
 _LONGEST_TEXT = 1000
 """Characters of an error that the others are told."""

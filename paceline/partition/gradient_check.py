@@ -1,11 +1,14 @@
 """Compares the model in layers with the whole model once: the loss and the gradients of one microbatch.
 
 Cut at all places at once, each layer gets what the one before sends, and gives back the gradient of that. If this gives
-the gradients of the whole model, so does any cut.
+the gradients of the whole model, so does any cut. Once more, while a layer runs, the parameters and buffers of all
+others have other values: a layer that reads one of them would find nothing there, or an old value, in another stage.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -43,10 +46,10 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
     model = compute.model
     uses = [name for place in range(len(layers.names)) for name in layers.stage(place, place + 1).parameters]
 
-    def gradients(pass_of: Any) -> tuple[torch.Tensor, Gradients]:
+    def gradients(pass_of: Any, **more: Any) -> tuple[torch.Tensor, Gradients]:
         with preserved(model), kept_gradients(model), preserve_generators(), torch.enable_grad():
             seed_all(seed_of(STEP, seed, 0, 0))
-            loss = pass_of(compute, layers, _copy(piece.data), piece.samples)
+            loss = pass_of(compute, layers, _copy(piece.data), piece.samples, **more)
             return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
     loss, whole = gradients(_whole)
@@ -78,6 +81,69 @@ def check_gradients(compute: Compute, layers: Layers, piece: Piece, exact: Exact
             f"{_norm(gradient) if name else loss.item()} in one piece. Something acts on it that no layer contains, "
             f"such as a hook on the model itself. Move it into a layer, or use another strategy."
         )
+    _check_reads(layers, model, lambda others: gradients(_in_layers, others=others), (cut_loss, cut))
+
+
+def _check_reads(
+    layers: Layers, model: nn.Module, gradients: Callable[[_Others], tuple[torch.Tensor, Gradients]], known: Any
+) -> None:
+    """Refuse a layer that reads a parameter or buffer of another one."""
+
+    def reads(names: Collection[str]) -> bool:
+        loss, found = gradients(_Others(layers, model, names))
+        before, cut = known
+        return not (_same(before, loss) and all(_same(cut[name], value) for name, value in found.items()))
+
+    names = [name for name, _ in [*model.named_parameters(), *model.named_buffers()]]
+    if reads(names):
+        name = next((name for name in names if reads([name])), "")
+        kind = "parameter" if name in dict(model.named_parameters()) else "buffer"
+        what = f"the {kind} {name!r}" if name else "what"
+        raise InputError(
+            f"{type(model).__name__} trains otherwise when it is cut: a layer, or a hook, reads {what} of another "
+            f"layer, which another stage may have. Pass its value along with the output of the layer that has it, or "
+            f"use strategy 'allreduce'."
+        )
+
+
+class _Others:
+    """Gives the parameters and buffers of all other layers other values while one runs.
+
+    Args:
+        layers: of the model.
+        model: the model.
+        names: of the tensors that get other values.
+    """
+
+    def __init__(self, layers: Layers, model: nn.Module, names: Collection[str]) -> None:
+        stages = [layers.stage(place, place + 1) for place in range(len(layers.names))]
+        self._own = [{*stage.parameters, *stage.buffers} for stage in stages]
+        used: set[str] = set().union(*self._own)
+        every = dict([*model.named_parameters(), *model.named_buffers()])
+        self._tensors = {name: every[name] for name in names if name in used}
+        self._other = {name: _other_than(value.detach()) for name, value in self._tensors.items()}
+
+    @contextmanager
+    def during(self, place: int) -> Iterator[None]:
+        """While the layer at a place runs."""
+        changed = {name: value for name, value in self._tensors.items() if name not in self._own[place]}
+        before = {name: value.data for name, value in changed.items()}
+        for name, value in changed.items():
+            value.data = self._other[name]
+        try:
+            yield
+        finally:
+            for name, value in changed.items():
+                value.data = before[name]
+
+
+def _other_than(value: torch.Tensor) -> torch.Tensor:
+    """Another value than a few passes may make of it."""
+    return ~value if value.dtype == torch.bool else value + 101 if not value.is_floating_point() else value + 1.618
+
+
+def _same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
+    return _equal(left, right) or _close(left, right, _TOLERANCE)
 
 
 def _whole(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.Tensor:
@@ -94,23 +160,31 @@ def _whole(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.T
     return loss
 
 
-def _in_layers(compute: Compute, layers: Layers, data: Any, samples: int) -> torch.Tensor:
+def _in_layers(
+    compute: Compute, layers: Layers, data: Any, samples: int, others: _Others | None = None
+) -> torch.Tensor:
     values: Any = pair_of(data)[0]
     last = len(layers.names) - 1
     passes: list[tuple[list[torch.Tensor], tuple[torch.Tensor, ...]]] = []
+
+    def during(place: int) -> AbstractContextManager[None]:
+        return nullcontext() if others is None else others.during(place)
+
     for place in range(last):
         inputs = [*values] if place else []
-        with compute.precision():
+        with during(place), compute.precision():
             outputs = layers.stage(place, place + 1)(values)
         passes.append((inputs, outputs))
         values = tuple(value.detach().clone().requires_grad_(value.requires_grad) for value in outputs)
     stage = layers.stage(last, last + 1)
-    with compute.precision():
-        loss, _ = sum_and_count(compute.forward(cast(nn.Module, lambda _: stage(values)), data), samples)
-    entered = [*values] if last else []
-    backward([loss], None, entered)
-    for inputs, outputs in reversed(passes):
-        backward(outputs, [value.grad for value in entered], inputs)
+    with during(last):
+        with compute.precision():
+            loss, _ = sum_and_count(compute.forward(cast(nn.Module, lambda _: stage(values)), data), samples)
+        entered = [*values] if last else []
+        backward([loss], None, entered)
+    for place, (inputs, outputs) in reversed([*enumerate(passes)]):
+        with during(place):
+            backward(outputs, [value.grad for value in entered], inputs)
         entered = inputs
     return loss
 

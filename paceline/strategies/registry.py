@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.config import check_strategy
 from paceline.data.order import BatchOrder
+from paceline.errors import InputError
 from paceline.settings import Settings
 from paceline.step.job import Job
 from paceline.strategies import auto, single
@@ -140,3 +141,23 @@ def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:
 def _spellings(key: str) -> tuple[str, str]:
     """How ``Capabilities.reads`` may name a key: by itself, or by its group."""
     return key, key.partition(".")[0]
+
+
+def check_loop_changes(settings: Settings, workers: int, parameter: str, step: int) -> None:
+    """Refuse weights changed by the loop where a worker does not hold those that are trained.
+
+    Args:
+        settings: of the run.
+        workers: how many there are.
+        parameter: one that the loop has changed; empty if there is none.
+        step: before which it has.
+
+    Raises:
+        InputError: names the parameter.
+    """
+    if parameter and not capabilities(settings, workers).loop_weights:
+        raise InputError(
+            f"The loop has changed the parameter {parameter!r} before step {step}. With strategy {settings.strategy!r} "
+            f"a worker does not hold the weights that are trained, so the change would be lost, or made several "
+            f"times. Use strategy 'allreduce' or 'stealing'; average='ema' keeps an average of the weights."
+        )

@@ -1,104 +1,136 @@
-"""Evaluations and predictions: all workers make them together, and again with those that are left if one is lost.
+"""What all workers do together for the script besides steps: evaluations, predictions, the work of one for all.
 
-A result of ``evaluate`` is kept for resumed runs and for workers that come past it later. Predictions are too large for
-that: whoever comes past them later computes them alone.
+If a worker is lost meanwhile, those that are left do it again. The result of ``evaluate`` and of ``once`` is kept for
+resumed runs and for workers that come past it later. Predictions are too large for that: whoever comes past them later
+computes them alone.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
+from paceline.checkpoint import encoding
+from paceline.comm import values
+from paceline.comm.world import World
+from paceline.errors import InputError
 from paceline.evaluation.measure import Measure, evaluate, evaluate_alone
-from paceline.recovery.progress import Call
-from paceline.step.job import Job
-from paceline.training.steps import Steps
-from paceline.training.workers import Workers
+from paceline.training.loop import TrainingLoop
+from paceline.training.progress import EVALUATE, ONCE, PREDICT, Call
 
 _log = logging.getLogger("paceline")
+_NO_RESULT = (
+    "evaluate: the checkpoint has no result of this call after step %d, as the script was another one then, or it is "
+    "of an older version: the model of step %d is evaluated instead."
+)
 _PAST = "predict: the run has gone on after this call, which follows step %d: the model of step %d predicts instead."
 
 
 class Evaluations:
-    """Measures the model after the steps done.
+    """Measures the model after the steps done, and lets one worker act for all.
 
     Args:
-        job: what is trained.
-        workers: with whom.
-        steps: brings the workers to the same state.
+        loop: brings the workers to the same state.
     """
 
-    def __init__(self, job: Job, workers: Workers, steps: Steps) -> None:
-        self._job = job
-        self._workers = workers
-        self._steps = steps
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._job = loop.job
 
     def evaluate(self, measure: Measure, data: Any) -> Any:
-        """The result of a measure; a worker that joined later gets the results of evaluations before that.
+        """Return the result of a measure; a worker that joined later gets the results of evaluations before that.
 
         Raises:
             InputError, DisagreementError: see :func:`paceline.evaluation.measure.evaluate`.
             WorkerLost: there are not enough workers left.
         """
-        position = self._steps.position
-        call, number = position.count("evaluate")
-        with self._job.events.span("evaluate", step=position.steps):
-            value = self._workers.retry(lambda: self._evaluate(call, number, measure, data))
-        position.move_to(position.steps)
+        loop = self._loop
+
+        def act(call: Call) -> tuple[Any, int]:
+            self._warn_of_past(_NO_RESULT, call)
+            return evaluate(self._job, loop.progress.steps, measure, data)
+
+        with self._job.events.span("evaluate", step=loop.position.steps):
+            value = loop.make(EVALUATE, "evaluating", act)
+        loop.position.stay()
         return value
 
-    def _evaluate(self, call: Call, number: int, measure: Measure, data: Any) -> Any:
-        workers = self._workers
-        while number >= len(workers.progress.evaluations.get(call, ())):
-            self._steps.meet("evaluating")
-            self._warn_of_past(
-                "evaluate: the checkpoint has no result of this call after step %d, as the script was another one "
-                "then, or it is of an older version: the model of step %d is evaluated instead.",
-                call,
-            )
-            value, notice = evaluate(self._job, workers.progress.steps, measure, data)
-            workers.progress.evaluations.setdefault(call, []).append(value)
-            self._steps.follow(notice)
-        workers.activity.begin("in the script")
-        return workers.progress.evaluations[call][number]
-
     def predict(self, measure: Measure, data: Any, everywhere: bool) -> Any:
-        """The outputs for all samples; on other ranks than 0 None, unless ``everywhere``.
+        """Return the outputs for all samples; on other ranks than 0 None, unless ``everywhere``.
 
         Raises:
             InputError, DisagreementError, WorkerLost: as :meth:`evaluate`.
         """
-        position, found = self._steps.position, _Found()
-        call, number = position.count("predict")
-        with self._job.events.span("predict", step=position.steps):
-            self._workers.retry(lambda: self._predict(call, number, measure, data, everywhere, found))
-        position.move_to(position.steps)
-        return found.value
+        loop, job = self._loop, self._job
+        found: list[Any] = []
 
-    def _predict(self, call: Call, number: int, measure: Measure, data: Any, everywhere: bool, found: _Found) -> None:
-        workers, job = self._workers, self._job
-        while number >= workers.progress.predictions.get(call, 0):
-            self._steps.meet("predicting")
+        def act(call: Call) -> tuple[None, int]:
             self._warn_of_past(_PAST, call)
-            wanted = everywhere or job.world.rank == 0
-            result = evaluate(job, workers.progress.steps, measure, data, "predict", everywhere=everywhere)
-            found.value, found.known = result[0], wanted
-            workers.progress.predictions[call] = workers.progress.predictions.get(call, 0) + 1
-            self._steps.follow(result[1])
-        if not found.known and (everywhere or job.world.rank == 0):  # it has come later, or has been another rank
-            self._warn_of_past(_PAST, call)
-            workers.activity.begin("predicting", busy=True)
-            found.value, found.known = evaluate_alone(job, measure, data, "predict"), True
-        workers.activity.begin("in the script")
+            outputs, notice = evaluate(job, loop.progress.steps, measure, data, "predict", everywhere=everywhere)
+            found[:] = [outputs] if everywhere or job.world.rank == 0 else []
+            return None, notice
+
+        def come_later(call: Call) -> None:
+            """This worker has come later, or has been another rank."""
+            if not found and (everywhere or job.world.rank == 0):
+                self._warn_of_past(_PAST, call)
+                loop.activity.begin("predicting", busy=True)
+                found.append(evaluate_alone(job, measure, data, "predict"))
+
+        with job.events.span("predict", step=loop.position.steps):
+            loop.make(PREDICT, "predicting", act, come_later)
+        loop.position.stay()
+        return found[0] if found else None
+
+    def once(self, act: Callable[[], Any]) -> Any:
+        """Return what ``act`` gives on rank 0, while all others wait; see :meth:`paceline.Session.once`."""
+        loop = self._loop
+
+        def act_alone(_: Call) -> tuple[Any, int]:
+            loop.activity.begin("in session.once", busy=True)
+            return _on_rank_0(self._job.world, act)
+
+        value = loop.make(ONCE, "in session.once", act_alone)
+        loop.position.stay()
+        return value
 
     def _warn_of_past(self, text: str, call: Call) -> None:
-        progress = self._workers.progress
+        progress = self._loop.progress
         if call[0] < progress.received and self._job.world.rank == 0:
             _log.warning(text, call[0] - 1, progress.steps - 1)
 
 
-class _Found:
-    """Predictions, as soon as they are known."""
+def _on_rank_0(world: World, act: Callable[[], Any]) -> tuple[Any, int]:
+    """Return what ``act`` gives on rank 0 on all workers, and the notice of the workers (``comm.world``).
 
-    value: Any = None
-    known = False
+    If it raises, rank 0 raises its error, and the others one that quotes it: nobody waits for what does not come.
+
+    Raises:
+        InputError: it raised on rank 0, or what it gives cannot be sent or saved.
+        WorkerLost: another worker went away or stayed silent.
+    """
+    value, failed, error = None, "", None
+    if world.rank == 0:
+        try:
+            value = act()
+            failed = _unsendable(value)
+        except Exception as raised:  # noqa: BLE001 - raised again as soon as the others know
+            value, error, failed = None, raised, f"{type(raised).__name__}: {raised}"
+    everyone = world.gather((None if failed else value, failed, world.notice()), "once")
+    value, failed, _ = everyone[0]
+    if error is not None:
+        raise error
+    if failed:
+        raise InputError(f"session.once failed on rank 0: {failed}")
+    return value, max(notice for *_, notice in everyone)
+
+
+def _unsendable(value: Any) -> str:
+    """Why a value cannot go to the others and into a checkpoint; empty if it can."""
+    try:
+        encoding.encode(value, {}, "what it returned")
+        values.encode(value)
+    except (encoding.EncodingError, TypeError) as error:
+        return f"{error}; it may return numbers, text, tensors, and containers of these, or nothing."
+    return ""

@@ -11,9 +11,8 @@ import torch
 
 from paceline.checkpoint.locations import place
 from paceline.errors import CheckpointError, ConfigError
-from paceline.step.job import Job
-from paceline.training.steps import Steps
-from paceline.training.workers import Workers
+from paceline.training.loop import TrainingLoop
+from paceline.training.progress import WEIGHTS, Call
 from paceline.weights.complete import complete_weights
 from paceline.weights.files import check_suffix, write
 
@@ -26,16 +25,12 @@ class Exports:
     A worker that joined later comes past what the others asked for before it: it passes over that.
 
     Args:
-        job: what is trained.
-        workers: with whom.
-        steps: brings the workers to the same state.
+        loop: brings the workers to the same state.
     """
 
-    def __init__(self, job: Job, workers: Workers, steps: Steps) -> None:
-        self._job = job
-        self._workers = workers
-        self._steps = steps
-        self._asked = 0, 0  # after how many steps the script last asked, and how often
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._job = loop.job
 
     def weights(self, everywhere: bool) -> dict[str, Any]:
         """The complete weights on the host; on other ranks than 0 nothing, unless ``everywhere``."""
@@ -74,31 +69,27 @@ class Exports:
 
     def _together(self, doing: str, act: Callable[[], None]) -> bool:
         """Do something with the weights; false if it is in the past of a worker that was resumed or has joined."""
-        position, progress = self._steps.position, self._workers.progress
-        steps = position.asked
-        if position.target and steps < progress.steps:
+        loop, acted = self._loop, False
+        steps = loop.position.asked
+        if loop.position.target and steps < loop.progress.steps:
             return False
-        number = self._asked[1] if self._asked[0] == steps else 0
-        self._asked = steps, number + 1
-        with self._job.events.span("weights", step=steps, doing=doing):
-            return self._workers.retry(lambda: self._act(steps, number, doing, act))
 
-    def _act(self, steps: int, number: int, doing: str, act: Callable[[], None]) -> bool:
-        workers, world, acted = self._workers, self._job.world, False
-        while number >= workers.progress.exports.get(steps, 0):
-            self._steps.meet(doing)
-            workers.activity.begin(doing, busy=True)
+        def act_with_others(_: Call) -> tuple[None, int]:
+            nonlocal acted
+            loop.activity.begin(doing, busy=True)
             failed = ""
             try:
                 act()
             except CheckpointError as error:
                 failed = str(error)
-            everyone = world.gather((failed, world.notice()), doing)
-            workers.activity.begin("in the script")
+            everyone = self._job.world.gather((failed, self._job.world.notice()), doing)
+            loop.activity.begin("in the script")
             for reason, _ in everyone:
                 if reason:
                     raise CheckpointError(reason)
             acted = True
-            workers.progress.exports[steps] = 1 + workers.progress.exports.get(steps, 0)
-            self._steps.follow(max(notice for _, notice in everyone))
+            return None, max(notice for _, notice in everyone)
+
+        with self._job.events.span("weights", step=steps, doing=doing):
+            loop.make(WEIGHTS, doing, act_with_others)
         return acted

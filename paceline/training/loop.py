@@ -1,32 +1,52 @@
-"""What a script can ask of training: batches, steps, evaluations, checkpoints.
+"""Training, as one loop: take a step, record it, save if that is due, and follow what was heard in it.
+
+::
+
+    step    what did the script change? ─ take (repeat lost steps, compute, update) ─ record ─ save? ─ follow the notice
+              ▲                             │ WorkerLost                                                │
+              └───────────── re-form ◄──────┴───────────────────────────────────────────────────────────┘
 
 With a coordinator, a lost worker does not end training: what was under way is dropped, the workers re-form
-(``workers.py``, ``recovery.recovery``), and it is done again with other shares.
+(``training.recovery``), and it is done again with other shares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from paceline import fault_points
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
-from paceline.errors import ConfigError
-from paceline.evaluation.measure import Measure
-from paceline.recovery.progress import Call, Progress
+from paceline.data.feed import Piece
+from paceline.errors import PREEMPTED, ConfigError, WorkerLost
+from paceline.partition.flags import requires_grad_flags
 from paceline.step.job import Batch, Job, StepResult
+from paceline.step.replicas import compare
+from paceline.step.trials.first_step import try_forward_pass
 from paceline.strategies.base import Strategy
-from paceline.training import one_worker
-from paceline.training.evaluations import Evaluations
-from paceline.training.exports import Exports
+from paceline.strategies.phases import Phases
+from paceline.strategies.registry import build, capabilities, check_loop_changes
+from paceline.training.position import Position
+from paceline.training.progress import Action, Call, Progress, decide
+from paceline.training.records import Records
+from paceline.training.recovery.activity import RE_FORMING, Activity
+from paceline.training.recovery.beginning import Beginning
+from paceline.training.recovery.recovery import Recovery
 from paceline.training.script_state import ScriptState
-from paceline.training.steps import Steps
-from paceline.training.workers import Workers
+
+_log = logging.getLogger("paceline")
+_T = TypeVar("_T")
 
 
 class TrainingLoop:
-    """Takes the steps and evaluations that the script asks for.
+    """Takes the steps of a run with the present workers; the only owner of the progress of this one.
 
     Args:
         job: what is trained; its workers have not met yet.
@@ -37,8 +57,15 @@ class TrainingLoop:
         script: what the script keeps.
 
     Attributes:
-        exports: the weights for the script.
+        job: what is trained.
+        position: of the script.
+        strategy: of the present workers.
+        records: of the steps.
+        activity: what this worker does, for hang detection.
+        loads_ahead: whether the batches after the next one may be loaded already.
     """
+
+    strategy: Strategy
 
     def __init__(
         self,
@@ -49,42 +76,42 @@ class TrainingLoop:
         resume: str | None,
         script: ScriptState,
     ) -> None:
-        self._job = job
-        self._workers = Workers(job, facts, state, checkpointer, resume, script)
-        self._steps = Steps(job, self._workers, state, checkpointer, script)
-        self.exports = Exports(job, self._workers, self._steps)
-        self._evaluations = Evaluations(job, self._workers, self._steps)
-
-    @property
-    def position(self) -> int:
-        """How many steps the script has come past."""
-        return self._steps.position.steps
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy of the present workers."""
-        return self._workers.strategy
+        self.job = job
+        self._state = state
+        self._checkpointer = checkpointer
+        self._script = script
+        self._progress: Progress | None = None
+        self._strategy_ready = False
+        self.records = Records(job, state)
+        self.activity = Activity(job.world)
+        self.loads_ahead = False
+        self._closed = False
+        self._begun = -1  # the step of the last save that was due
+        self._notice = 0
+        self._recovery: Recovery | None = None
+        fault_points.arm(lambda: -1 if self._progress is None else job.world.rank)
+        beginning = Beginning(job, facts, state, checkpointer, resume)
+        if job.world.coordinator is None:
+            job.world.rendezvous()
+            self._take_over(beginning.begin())
+            self._set_up_strategy()
+        else:
+            self._recovery = Recovery(job, job.world.coordinator, state, checkpointer, beginning)
+            self._recovery.register(facts, self._status)
+            self._re_form()
+            self._await_process_group()
+        self.position = Position(job.settings.seed, self.progress.steps)
 
     @property
     def progress(self) -> Progress:
-        """How far this worker is: ahead of the position once it has received the state of another one."""
-        return self._workers.progress
+        """How far this worker is: ahead of the script once it has received the state of another one."""
+        assert self._progress is not None
+        return self._progress
 
     @property
     def repeats(self) -> bool:
         """Whether the script comes past what the run has done before it: this worker joined later, or has resumed."""
-        return self._steps.position.asked < self.progress.received
-
-    def epochs(self, count: int) -> Iterator[int]:
-        """Iterate over the epochs below ``count`` that are not done."""
-        return self._steps.position.epochs(count)
-
-    def batches(self, count: int | None, epochs: bool = False) -> Iterator[Batch]:
-        """Iterate over the batches of the next ``count`` steps or epochs; the iterator before ends.
-
-        Without a count those of the present epoch.
-        """
-        return self._steps.position.batches(count, epochs, self._steps.last)
+        return self.position.asked < self.progress.received
 
     def step(self, batch: Batch, phase: str = "") -> tuple[StepResult, float]:
         """Take a step; return its result, and the seconds it took, the loading of the batch included.
@@ -95,37 +122,135 @@ class TrainingLoop:
             WorkerLost: there are not enough workers left.
             SystemExit: this worker's part is over, or the run's.
         """
-        self._check_open()
-        return self._steps.step(batch, phase)
+        self.check_open()
+        job, position = self.job, self.position
+        turn = position.check(batch, bool(phase))
+        begin = time.perf_counter()
+        job.loop.look(begins=True)
+        check_loop_changes(job.settings, job.world.size, job.loop.parameter, batch.step)
+        if not turn:
+            self.progress.entered = batch.step
+        others_did = self.progress.has_received(batch.step, turn)  # it is in their records
+        result = self._try_until_done(lambda: self._take(batch, phase, turn))
+        if not turn:  # all phases of the last batch come once more in a resumed script
+            self._script.keep()
+        job.loop.end_step(batch.step)
+        position.take(batch.step, turn)
+        waited = 0.0 if turn else batch.waited
+        seconds = time.perf_counter() - begin + waited
+        if not others_did and self.progress.steps == batch.step + 1:  # else the result is that of a later step
+            self.records.add(batch.step, result, seconds, waited, phase, turn)
+        self._notice = max(self._notice, result.notice)
+        if not phase:
+            self._conclude()
+        return result, seconds
 
-    def evaluate(self, measure: Measure, data: Any) -> Any:
-        """Return the result of a measure; see :meth:`Evaluations.evaluate`."""
-        self._check_open()
-        return self._evaluations.evaluate(measure, data)
+    def end_batch(self) -> None:
+        """The script is done with a batch. Of several phases nobody knows before which one is the last."""
+        if self.job.phases:
+            self._conclude()
 
-    def predict(self, measure: Measure, data: Any, everywhere: bool) -> Any:
-        """Return outputs for all samples; see :meth:`Evaluations.predict`."""
-        self._check_open()
-        return self._evaluations.predict(measure, data, everywhere)
+    def leave_out(self, step: int) -> None:
+        """Pass over a step whose batch the script did not give to :meth:`step`."""
+        self.progress.leave_out(step)
+        self.position.move_to(step + 1)
 
-    def once(self, act: Callable[[], Any]) -> Any:
-        """Return what ``act`` gives on rank 0, while all others wait; see :meth:`paceline.Session.once`."""
-        self._check_open()
-        call, number = self._steps.position.count("once")
-        value = self._workers.retry(lambda: self._once(call, number, act))
-        self._steps.position.move_to(self.position)
-        return value
+    def _conclude(self) -> None:
+        """Save if it is time, and follow what was heard in the step."""
+        steps, notice, self._notice = self.position.steps, self._notice, 0
+        if steps == self.progress.steps and self._due(steps):
+            self._begun = -1
+            self._together(lambda: self._meet("synchronizing"))
+            if self._begun != steps:  # else it was repeated on the way, and saved then
+                self._begin_save()
+        self._follow(notice)
 
-    def _once(self, call: Call, number: int, act: Callable[[], Any]) -> Any:
-        workers = self._workers
-        while number >= len(workers.progress.once.get(call, ())):
-            self._steps.meet("in session.once")
-            workers.activity.begin("in session.once", busy=True)
-            value, notice = one_worker.run(self._job.world, act)
-            workers.progress.once.setdefault(call, []).append(value)
-            self._steps.follow(notice)
-        workers.activity.begin("in the script")
-        return workers.progress.once[call][number]
+    def _take(self, batch: Batch, phase: str, turn: int) -> StepResult:
+        step, progress = batch.step, self.progress
+        if progress.has_received(step, turn):
+            known = progress.result_of(turn) or StepResult(math.nan, math.nan, math.nan, applied=False)
+            return replace(known, notice=0)  # the workers have re-formed since
+        self._repeat_lost_steps(step)
+        begin = time.perf_counter()
+        pieces = batch.pieces
+        if batch.generation != self.job.world.generation:
+            pieces = self.job.feed.load(step, self.strategy.pieces(step))
+        progress = self.progress
+        progress.left_out.update(range(progress.steps, step))
+        progress.left_out.discard(step)
+        self.activity.begin("computing")
+        if isinstance(self.strategy, Phases):
+            self.strategy.choose(phase, turn)
+        result = self._run_step(step, pieces)
+        self.activity.step_done(time.perf_counter() - begin)
+        progress.take(step, result, turn if phase else None)
+        self.activity.begin("in the script")
+        return result
+
+    def _run_step(self, step: int, pieces: list[Piece]) -> StepResult:
+        job = self.job
+        if not (job.learned.repeatable or job.phases):
+            try_forward_pass(job, pieces, step)
+            job.learned.repeatable = True
+        fault_points.reach("before forward", step)
+        result = self.strategy.step(step, pieces)
+        self.loads_ahead = True
+        return result
+
+    def _repeat_lost_steps(self, stop: int) -> None:
+        """After going back to a checkpoint, repeat the steps below ``stop`` that the script has seen."""
+        while self.progress.to_repeat(stop):
+            step, notice = self.progress.steps, 0
+            if step not in self.progress.left_out:
+                self.activity.begin("repeating lost steps")
+                begin = time.perf_counter()
+                pieces = self.job.feed.load(step, self.strategy.pieces(step))
+                result = self._run_step(step, pieces)
+                self.progress.result, notice = result, result.notice
+                self.job.loop.end_step(step)
+                self.records.add(step, result, time.perf_counter() - begin, again=True)
+            self.progress.steps = step + 1
+            if self._due(step + 1):
+                self.strategy.synchronize(step + 1)
+                self._begin_save()
+            self._follow(notice)
+
+    def _due(self, steps: int) -> bool:
+        """Whether to save now; not while the registered values are those of a later step."""
+        ahead = steps < self.progress.repeat_until and bool(self._script.values)
+        return self._checkpointer.due(steps) and not ahead
+
+    def make(
+        self,
+        kind: str,
+        doing: str,
+        act: Callable[[Call], tuple[Any, int]],
+        then: Callable[[Call], None] = lambda _: None,
+    ) -> Any:
+        """Return the result of a call of the script that all workers make together.
+
+        A worker that joined later, and a resumed run, get what the others got at this place in the script.
+
+        Args:
+            kind: of the call; see ``training.progress``.
+            doing: what it is, for messages.
+            act: makes it, once all have come to this place; returns the result, and the notice of the workers.
+            then: called when the result is known, whoever has made the call.
+        """
+        self.check_open()
+        call, number = self.position.count(kind)
+
+        def make() -> Any:
+            while number >= len(self.progress.results(kind, call)):
+                self._meet(doing)
+                result, notice = act(call)
+                self.progress.add_result(kind, call, result)
+                self._follow(notice)
+            then(call)
+            self.activity.begin("in the script")
+            return self.progress.results(kind, call)[number]
+
+        return self._together(make)
 
     def synchronize(self) -> None:
         """Bring all workers to the same state; all call this at the same step.
@@ -134,19 +259,141 @@ class TrainingLoop:
             DisagreementError: with ``exact``, their states are not the same.
             WorkerLost: there are not enough workers left.
         """
-        self._steps.synchronize()
+        self._together(self._synchronize)
+        self.activity.begin("in the script")
+
+    def _synchronize(self) -> None:
+        steps = self.position.asked
+        if steps < self.progress.repeat_until:  # the others repeat the steps up to there
+            return
+        self._meet("synchronizing")
+        if self.job.settings.exact and self.progress.compared < steps:  # else the others are beyond that
+            compare(self.job, "synchronizing")
+            self.progress.compared = steps
+
+    def _meet(self, doing: str) -> None:
+        """Come to the position of the script, with all others; inside of :meth:`_together`."""
+        self.activity.begin(doing)
+        self._repeat_lost_steps(self.position.steps)
+        self.strategy.synchronize(self.progress.steps)
 
     def save(self) -> Path | str:
         """Save the state after the steps done and wait for it; all call this together."""
-        return self._steps.save()
+        self.synchronize()
+        self.activity.begin("saving a checkpoint", busy=True)
+        place = self._checkpointer.save(self._state, self.progress.steps)
+        self.position.save(self.progress.steps)
+        self.activity.begin("in the script")
+        return place
+
+    def _begin_save(self) -> None:
+        """Save the state in the background, after the workers have been synchronized."""
+        self.activity.begin("saving a checkpoint", busy=True)
+        self._begun = self.progress.steps
+        self._checkpointer.begin_save(self._state, self._begun)
+        self.activity.begin("in the script")
+
+    def _follow(self, notice: int) -> None:
+        """Act on the notice of a step.
+
+        Raises:
+            SystemExit: this worker's part is over, or the run's.
+        """
+        action = decide(notice, self._recovery is not None, self.job.loop.lacks_copies)
+        if action is Action.RE_FORM:
+            assert self._recovery is not None
+            with self.job.loop.not_watched():
+                self._recovery.prepare_to_leave()
+                self._re_form(planned=True)
+        elif action is Action.SAVE_AND_STOP:
+            world, place = self.job.world, self.save()
+            if world.rank == 0:
+                _log.warning("preempted: the state after step %d is in %s", self.progress.steps - 1, place)
+            world.gather(None, "leaving")  # nobody ends before the checkpoint is there
+            self.job.events.mark("departure", code=PREEMPTED, reason="preempted")
+            raise SystemExit(PREEMPTED)
 
     def close(self) -> None:
         """Leave the others, once all have come so far: another session follows in this process."""
-        self._workers.close()
+        world = self.job.world
+        with contextlib.suppress(WorkerLost):
+            self.strategy.synchronize(self.progress.steps)
+            world.gather(None, "start")
+        self.strategy.close()
+        world.end_servers()
+        if world.coordinator is not None:
+            world.leave()
+            world.coordinator.report(dict)  # the next session has a client of its own
+        self._closed = world.coordinator is not None or world.size > 1
 
-    def _check_open(self) -> None:
-        if self._workers.closed:
+    def check_open(self) -> None:
+        """Refuse to go on once another session has followed.
+
+        Raises:
+            ConfigError: it has.
+        """
+        if self._closed:
             raise ConfigError(
                 "This session ended when the script started the next one: on several workers they train one after "
                 "the other. Put models that are trained in turns into one module, with one session."
             )
+
+    def _together(self, act: Callable[[], _T]) -> _T:
+        """Do what all workers do together; again with those that are left if one is lost meanwhile."""
+        with self.job.loop.not_watched():
+            return self._try_until_done(act)
+
+    def _try_until_done(self, act: Callable[[], _T]) -> _T:
+        while True:
+            try:
+                return act()
+            except WorkerLost as lost:
+                if self._recovery is None:
+                    raise
+                self._re_form(lost=lost)
+
+    def _re_form(self, planned: bool = False, lost: WorkerLost | None = None) -> None:
+        """Drop what is under way, and go on with the next members."""
+        assert self._recovery is not None
+        while True:
+            ended = self.job.world.worker_ids(lost.ranks) if lost is not None else []
+            self.activity.begin(RE_FORMING)
+            if self._strategy_ready:
+                self._strategy_ready = False
+                self.progress.holds = self.strategy.close()
+                self.job.compute.buffers.reset()
+            self._take_over(self._recovery.re_form(self._progress, planned, ended))
+            try:
+                self._set_up_strategy()
+                return
+            except WorkerLost as again:
+                planned, lost = False, again
+
+    def _take_over(self, progress: Progress) -> None:
+        self._progress = progress
+        self._script.follow(progress)
+
+    def _set_up_strategy(self) -> None:
+        world = self.job.world
+        trained = requires_grad_flags(self.job.update.parameters.values())
+        with trained.set_to((True,) * len(self.job.update.parameters)):  # as each may be, at some step
+            self.strategy = build(self.job)
+        self.loads_ahead = False  # its first step may change how it cuts a share
+        able = capabilities(self.job.settings, world.size)
+        if not able.replicated and not able.cuts_model and world.coordinator is not None:
+            self.progress.tie_break = world.coordinator.number + 1
+        self._strategy_ready = True
+        self.job.loop.refresh()
+
+    def _await_process_group(self) -> None:
+        """Wait for torch's process group, which the script may use as soon as it goes on."""
+        while self.job.world.generation == 0:
+            try:
+                self.job.world.await_process_group()
+                return
+            except WorkerLost as lost:
+                self._re_form(lost=lost)
+
+    def _status(self) -> dict[str, Any]:
+        """What the thread of the coordinator's client reports."""
+        return self.activity.status(0 if self._progress is None else self._progress.steps)

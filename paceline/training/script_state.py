@@ -7,28 +7,29 @@ goes on: it gets the batch of that step once more, ``step`` returns the known re
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from paceline.checkpoint import encoding
 from paceline.checkpoint.encoding import EncodingError
 from paceline.errors import InputError
+from paceline.training.progress import Progress
 
 _IN_PLACE = (list, dict, set)
 
 
 class ScriptState:
-    """The registered values of a script, and a copy of them after the last step.
-
-    Attributes:
-        history: gives the results that the script was given so far, as plain values.
-    """
+    """The registered values of a script, and a copy of them after the last step."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
-        self.history: Callable[[], dict[str, Any]] = dict
+        self._progress: Progress | None = None
         self._kept: dict[str, Any] = {}
+
+    def follow(self, progress: Progress) -> None:
+        """Save the results from now on that this progress has."""
+        self._progress = progress
 
     def register(self, values: Mapping[str, Any]) -> None:
         """Keep values from now on; those that were restored get their old content.
@@ -69,7 +70,7 @@ class ScriptState:
 
     def saved(self) -> dict[str, Any]:
         """What belongs to a checkpoint or goes to a joiner."""
-        return {"registered": dict(self._kept), **self.history()}
+        return {"registered": dict(self._kept), **({} if self._progress is None else self._progress.history())}
 
     def load(self, saved: Mapping[str, Any]) -> None:
         """Take over what :meth:`saved` gave; values that are registered later get their content then."""

@@ -22,7 +22,7 @@ from paceline.comm.rendezvous import devices
 from paceline.comm.transport import choice
 from paceline.comm.transport.base import Communicator
 from paceline.comm.transport.nccl import Nccl
-from paceline.recovery import standby
+from paceline.training.recovery import standby
 
 NAME = "standin"
 DEVICE = f"{NAME}:0"

@@ -130,7 +130,7 @@ session = paceline.start(**given, checkpoint={"directory": os.environ["SAVED"], 
 for batch in session.batches(steps=3):
     session.step(batch)
 session.save()
-session._checkpointer.finish()
+session._loop._checkpointer.finish()
 tell(fingerprint=session.fingerprint(), written=written, files=os.environ["SAVED"])
 """
 

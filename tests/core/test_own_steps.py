@@ -14,7 +14,7 @@ HEAD = """
 from torch.nn import functional
 import torch
 import paceline
-from paceline.recovery.standby import warm_up
+from paceline.training.recovery.standby import warm_up
 from subjects import classes, mlp, tell
 
 def start(strategy="allreduce", **more):

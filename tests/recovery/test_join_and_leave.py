@@ -90,18 +90,18 @@ def test_a_joiner_is_killed_on_its_way(run: Run, undisturbed: Any, point: str) -
     """Before it is in a view; while it takes the state; when it is there and takes its first step."""
     kill = {
         "before": "paceline.comm.rendezvous.coordinator_client.CoordinatorClient.register = die",
-        "within": "paceline.recovery.recovery.Recovery._take_over = die",
+        "within": "paceline.training.recovery.recovery.Recovery._take_over = die",
         "after": "paceline.step.optimizer.Update.apply = die",
     }[point]
     script = (
         f"""
 import os
-import paceline.comm.rendezvous.coordinator_client, paceline.recovery.recovery, paceline.step.optimizer
+import paceline.comm.rendezvous.coordinator_client, paceline.training.recovery.recovery, paceline.step.optimizer
 def die(*_):
     os.kill(os.getpid(), 9)
 if os.environ["PACELINE_WORKER"] == "3":
     if {point != "within"}:
-        paceline.recovery.recovery.warm_up = lambda *_: lambda: None
+        paceline.training.recovery.recovery.warm_up = lambda *_: lambda: None
     {kill}
 """
         + JOINED

@@ -15,7 +15,7 @@ from paceline.comm.exchange import even_shares
 from paceline.testing import faults
 
 TELL_SHARES = """
-import paceline.recovery.state_transfer as state_transfer
+import paceline.training.recovery.state_transfer as state_transfer
 inner = state_transfer.exchange
 def exchange(world, shares, receivers, fill):
     print("shares", [len(share) for share in shares], "to", list(receivers), "at", world.rank, flush=True)

@@ -18,13 +18,13 @@ from paceline.comm import exchange as exchanges
 from paceline.comm.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
 from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
-from paceline.recovery import recovery, state_shards
-from paceline.recovery.progress import Progress
-from paceline.recovery.recovery import Recovery
-from paceline.recovery.state_shards import missing
-from paceline.recovery.state_transfer import StateBytes, transfer
 from paceline.step.gather_state import gather_state
 from paceline.step.job import StepResult
+from paceline.training.progress import Progress
+from paceline.training.recovery import recovery, state_shards
+from paceline.training.recovery.recovery import Recovery
+from paceline.training.recovery.state_shards import missing
+from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 HOSTS: list[list[tuple[int, ...]] | None] = [None, [(0, 1, 2, 3)]]
 
@@ -182,7 +182,7 @@ class Scene:
 
         coordinator: Any = SimpleNamespace(await_membership=await_membership)
         self.begun = 0
-        self.of = Recovery(self.job, coordinator, self.state, self.saver, self.begin)  # type: ignore[arg-type]
+        self.of = Recovery(self.job, coordinator, self.state, self.saver, self)  # type: ignore[arg-type]
 
     def begin(self) -> Progress:
         self.begun += 1
@@ -199,8 +199,8 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_workers_behind_get_the_state_of_the_furthest() -> None:
     made = {(3, -1, 0): [0.5]}
-    given = [Progress(7, turns=2, compared=3), Progress(6, compared=5), None, Progress(7, made, turns=2)]
-    given += [Progress(7, made, turns=2, compared=1)]
+    given = [Progress(7, turns=2, compared=3), Progress(6, compared=5), None, Progress(7, {"evaluate": made}, turns=2)]
+    given += [Progress(7, {"evaluate": made}, turns=2, compared=1)]
 
     def act(world: Any) -> tuple[Progress, State]:
         scene = Scene(world)
@@ -208,7 +208,7 @@ def test_workers_behind_get_the_state_of_the_furthest() -> None:
 
     found = run(5, act)
     for rank, (progress, state) in enumerate(found):
-        assert (progress.steps, progress.compared, progress.evaluations) == (7, 5, made), rank
+        assert (progress.steps, progress.compared, progress.results_of) == (7, 5, {"evaluate": made}), rank
         assert state.keeps_script == (rank != 2)
         if rank in (3, 4):
             assert state.loaded == [] and (progress.received, progress.received_turns) == (0, 0)

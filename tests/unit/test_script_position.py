@@ -12,43 +12,49 @@ import torch
 from paceline.data.keys import LOOP, seed_all, seed_of
 from paceline.data.order import UNKNOWN, Order
 from paceline.errors import ConfigError
-from paceline.recovery.progress import Progress
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.job import Batch, StepResult
+from paceline.training.batches import Batches
+from paceline.training.loop import TrainingLoop
 from paceline.training.position import Position
+from paceline.training.progress import Progress
 
 RESULT = StepResult(1.0, 1.0, 0.1)
 ORDER = Order(length=14, batch=4, microbatches=2, seed=3)  # an epoch has 4 steps, the last one half a batch
 
 
 class Scene:
-    """A script's position, among workers that do as the test says."""
+    """The batches that a script gets from a loop that does as the test says."""
 
     def __init__(self, progress: Progress | None = None, ahead: bool = False, order: Any = ORDER) -> None:
         self.loads: list[tuple[int, int]] = []
         self.ended = self.synchronized = 0
         self.doing: list[str] = []
         self.world = SimpleNamespace(generation=0)
-        self.workers: Any = SimpleNamespace(
-            progress=progress or Progress(),
-            loads_ahead=ahead,
-            activity=SimpleNamespace(begin=self.doing.append),
-            strategy=SimpleNamespace(pieces=lambda step: [range(1)]),
-        )
         self.marks: list[dict[str, Any]] = []
-        self.warnings: list[str] = []
         job: Any = SimpleNamespace(
             order=order,
             world=self.world,
-            settings=SimpleNamespace(seed=3),
             events=SimpleNamespace(mark=lambda _, **fields: self.marks.append(fields)),
             feed=SimpleNamespace(steps=self._load),
-            learned=SimpleNamespace(warnings=self.warnings),
+            learned=SimpleNamespace(warnings=[]),
             loop=SimpleNamespace(look=lambda: None, refresh=lambda: None),
             audits=AuditSchedule(),
         )
         self.on_synchronize: Callable[[], None] = lambda: None
-        self.of = Position(job, self.workers, self._synchronize, self._end_batch)
+        self.loop: Any = SimpleNamespace(
+            job=job,
+            progress=progress or Progress(),
+            loads_ahead=ahead,
+            records=SimpleNamespace(last_step=UNKNOWN),
+            activity=SimpleNamespace(begin=self.doing.append),
+            strategy=SimpleNamespace(pieces=lambda step: [range(1)]),
+            synchronize=self._synchronize,
+            end_batch=self._end_batch,
+            leave_out=self._leave_out,
+        )
+        self.position = self.loop.position = Position(3, self.loop.progress.steps)
+        self.of = Batches(self.loop)
 
     def _load(self, start: int, stop: int, pieces: Callable[[int], Any]) -> Iterator[list[str]]:
         self.loads.append((start, stop))
@@ -62,11 +68,14 @@ class Scene:
     def _end_batch(self) -> None:
         self.ended += 1
 
+    def _leave_out(self, step: int) -> None:
+        TrainingLoop.leave_out(self.loop, step)
+
     def step(self, batch: Batch) -> None:
-        """As ``Steps.step`` does."""
-        if batch.step >= self.workers.progress.steps:
-            self.workers.progress.take(batch.step, RESULT)
-        self.of.move_to(batch.step + 1)
+        """As ``TrainingLoop.step`` does."""
+        if batch.step >= self.loop.progress.steps:
+            self.loop.progress.take(batch.step, RESULT)
+        self.position.move_to(batch.step + 1)
 
     def train(self, batches: Iterator[Batch]) -> list[int]:
         seen = []
@@ -90,7 +99,7 @@ def test_batches_follow_each_other_with_random_numbers_of_their_own() -> None:
     seen = []
     for batch in scene.of.batches(6):
         before = drawn()
-        assert scene.of.among_batches and scene.of.steps == batch.step
+        assert scene.position.among_batches and scene.position.steps == batch.step
         scene.step(batch)
         assert (before, drawn()) == (drawn_at(batch.step, True), drawn_at(batch.step + 1, False))
         assert batch.pieces == [f"pieces of {batch.step}"] and batch.generation == 0 and batch.waited >= 0
@@ -103,7 +112,7 @@ def test_batches_follow_each_other_with_random_numbers_of_their_own() -> None:
         (4, 1, 4, False),
         (5, 1, 4, False),
     ]
-    assert not scene.of.among_batches and scene.of.target == 6
+    assert not scene.position.among_batches and scene.position.target == 6
     assert (scene.ended, scene.synchronized) == (6, 1)
     assert scene.loads == [(step, step + 1) for step in range(6)]
     assert scene.marks == [{"position": 0, "steps": 6}]
@@ -117,7 +126,8 @@ def test_loops_go_on_where_the_one_before_ended() -> None:
     assert scene.loads == [(0, 3), (3, 6)]
     assert scene.train(scene.of.batches(None)) == [6, 7], "to the end of the epoch"
     assert scene.train(scene.of.batches(2, epochs=True)) == list(range(8, 16))
-    assert scene.train(scene.of.batches(5, last=18)) == [16, 17]
+    scene.loop.records.last_step = 18
+    assert scene.train(scene.of.batches(5)) == [16, 17]
 
 
 def test_a_loop_that_is_left_early_is_over_when_the_next_begins() -> None:
@@ -127,7 +137,7 @@ def test_a_loop_that_is_left_early_is_over_when_the_next_begins() -> None:
         scene.step(batch)
         if batch.step == 1:
             break
-    assert scene.of.among_batches
+    assert scene.position.among_batches
     assert scene.train(scene.of.batches(2)) == [2, 3]
     assert list(first) == []
 
@@ -136,10 +146,10 @@ def test_epochs_set_the_target() -> None:
     scene = Scene()
     seen = []
     for epoch in scene.of.epochs(3):
-        assert scene.of.epoch == epoch and not scene.of.among_batches and scene.of.target == 4 * epoch
+        assert scene.position.epoch == epoch and not scene.position.among_batches and scene.position.target == 4 * epoch
         seen.append((epoch, scene.train(scene.of.batches(None))))
     assert seen == [(epoch, list(range(4 * epoch, 4 * epoch + 4))) for epoch in range(3)]
-    assert scene.of.epoch is None
+    assert scene.position.epoch is None
     assert [one["steps"] for one in scene.marks] == [12, 12, 12]
 
 
@@ -157,7 +167,7 @@ def test_an_epoch_that_is_left_early_ends_with_it() -> None:
 
 def test_epochs_without_batches_move_on() -> None:
     scene = Scene()
-    assert [(epoch, scene.of.steps) for epoch in scene.of.epochs(3)] == [(0, 0), (1, 4), (2, 8)]
+    assert [(epoch, scene.position.steps) for epoch in scene.of.epochs(3)] == [(0, 0), (1, 4), (2, 8)]
 
 
 def test_an_epoch_of_unknown_length_cannot_be_left() -> None:
@@ -176,7 +186,7 @@ def test_a_resumed_script_goes_on_in_its_epoch(steps: int, epochs: list[int], fi
         got += scene.train(scene.of.batches(None))
     again = [steps - 1] if steps else []
     assert seen == epochs and got == again + list(range(first, 8))
-    assert scene.workers.progress.steps == 8
+    assert scene.loop.progress.steps == 8
 
 
 def test_a_received_step_has_no_pieces() -> None:
@@ -184,7 +194,7 @@ def test_a_received_step_has_no_pieces() -> None:
     batches = scene.of.batches(5)
     batch = next(batches)
     assert (batch.step, batch.pieces, batch.generation, batch.waited) == (2, [], -1, 0.0)
-    assert drawn() == drawn_at(2, True) and scene.of.steps == 2 and scene.loads == []
+    assert drawn() == drawn_at(2, True) and scene.position.steps == 2 and scene.loads == []
     scene.step(batch)
     assert next(batches).step == 3 and scene.ended == 1
 
@@ -201,7 +211,7 @@ def test_the_state_of_workers_that_are_further_is_followed() -> None:
     for batch in scene.of.batches(8):
         seen.append(batch.step)
         if batch.step == 1:
-            scene.workers.progress = Progress(5, result=RESULT, received=5)
+            scene.loop.progress = Progress(5, result=RESULT, received=5)
             scene.world.generation = 1
         scene.step(batch)
     assert seen == [0, 1, 4, 5, 6, 7]
@@ -223,14 +233,14 @@ def test_a_loop_goes_on_if_the_others_are_further_at_its_end() -> None:
 
     def join() -> None:
         if scene.synchronized == 1:
-            scene.workers.progress = Progress(7, result=RESULT, received=7)
+            scene.loop.progress = Progress(7, result=RESULT, received=7)
 
     scene.on_synchronize = join
     assert scene.train(scene.of.batches(8)) == [0, 1, 2, 3, 4, 5, 6, 7]
     scene = Scene()
     scene.on_synchronize = join
     assert scene.train(scene.of.batches(4)) == [0, 1, 2, 3]
-    assert scene.of.steps == 7 and scene.synchronized == 2
+    assert scene.position.steps == 7 and scene.synchronized == 2
 
 
 def test_a_batch_that_is_not_given_to_a_step_is_left_out() -> None:
@@ -239,40 +249,40 @@ def test_a_batch_that_is_not_given_to_a_step_is_left_out() -> None:
         if batch.step in (1, 2):
             continue
         scene.step(batch)
-    assert scene.workers.progress.left_out == {1, 2}
-    assert scene.workers.progress.steps == 4 and scene.ended == 2
+    assert scene.loop.progress.left_out == {1, 2}
+    assert scene.loop.progress.steps == 4 and scene.ended == 2
     scene = Scene(Progress(6, received=2, result=RESULT))
-    scene.of.move_to(4)
-    scene.of._leave_out(4)
-    assert (scene.workers.progress.steps, scene.of.steps) == (6, 5)
+    scene.position.move_to(4)
+    scene.loop.leave_out(4)
+    assert (scene.loop.progress.steps, scene.position.steps) == (6, 5)
 
 
 def test_calls_are_counted_at_each_position_of_the_script() -> None:
     scene = Scene()
-    assert [scene.of.count("evaluate") for _ in range(2)] == [((0, -1, 0), 0), ((0, -1, 0), 1)]
-    assert scene.of.count("predict") == ((0, -1, 0), 0)
+    assert [scene.position.count("evaluate") for _ in range(2)] == [((0, -1, 0), 0), ((0, -1, 0), 1)]
+    assert scene.position.count("predict") == ((0, -1, 0), 0)
     for epoch in scene.of.epochs(1):
-        assert scene.of.count("evaluate") == ((0, epoch, 0), 0)
+        assert scene.position.count("evaluate") == ((0, epoch, 0), 0)
         for batch in scene.of.batches(2):
             after_a_step = int(batch.step > 0)  # the call after the step before is at the same position
-            assert scene.of.count("evaluate") == ((batch.step, epoch, 1), after_a_step)
+            assert scene.position.count("evaluate") == ((batch.step, epoch, 1), after_a_step)
             scene.step(batch)
-            assert scene.of.count("evaluate") == ((batch.step + 1, epoch, 1), 0)
-        assert scene.of.count("evaluate") == ((2, epoch, 0), 0)
-        assert scene.of.count("predict") == ((2, epoch, 0), 0)
+            assert scene.position.count("evaluate") == ((batch.step + 1, epoch, 1), 0)
+        assert scene.position.count("evaluate") == ((2, epoch, 0), 0)
+        assert scene.position.count("predict") == ((2, epoch, 0), 0)
 
 
 def test_a_resumed_script_has_asked_for_nothing_beyond_its_loop() -> None:
     scene = Scene(Progress(6, received=6, result=RESULT))
-    assert (scene.of.steps, scene.of.target, scene.of.asked) == (6, 0, 0)
+    assert (scene.position.steps, scene.position.target, scene.position.asked) == (6, 0, 0)
     scene.train(scene.of.batches(4))
-    assert scene.of.asked == 4
+    assert scene.position.asked == 4
 
 
 def test_the_random_numbers_after_a_phase_are_its_own() -> None:
     scene = Scene()
     draws = []
     for turn in (0, 1, 2):
-        scene.of.move_to(5, turn=turn)
+        scene.position.move_to(5, turn=turn)
         draws.append(drawn())
     assert draws == [drawn_at(5, 0), drawn_at(5, 2), drawn_at(5, 3)]

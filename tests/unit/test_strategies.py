@@ -16,16 +16,17 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
-from paceline import job as jobs
 from paceline.config import Resolved
 from paceline.engines.start import Identity
 from paceline.events import EventLog
-from paceline.job import Components
+from paceline.partition import gradient_check
 from paceline.settings import Settings
 from paceline.step import forward, optimizer
 from paceline.step.trials import optimizer_probe
 from paceline.strategies import registry
 from paceline.strategies.pipeline import executor
+from paceline.training import build as jobs
+from paceline.training.build import Components
 
 STEPS = 4
 LENGTH, BATCH = 40, 16  # the third batch of an epoch has half as many
@@ -87,7 +88,7 @@ def train(
 @pytest.fixture(autouse=True)
 def no_draws(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads share the global generators, so another one's seed would look like a draw; these models draw nothing."""
-    for module in (executor, forward, optimizer, optimizer_probe):
+    for module in (executor, forward, gradient_check, optimizer, optimizer_probe):
         monkeypatch.setattr(module, "same_states", lambda *_: True)
 
 

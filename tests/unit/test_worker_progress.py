@@ -2,10 +2,23 @@
 
 from itertools import pairwise
 
+import pytest
 import torch
 
-from paceline.recovery.progress import BEFORE_TRAINING, Progress
+from paceline.comm.world import LEAVING, PENDING
 from paceline.step.job import StepResult
+from paceline.training.progress import (
+    BEFORE_TRAINING,
+    EVALUATE,
+    ONCE,
+    PREDICT,
+    WEIGHTS,
+    Action,
+    CatchUp,
+    Progress,
+    decide,
+    plan_catch_up,
+)
 
 
 def test_the_furthest_worker_has_the_largest_key() -> None:
@@ -13,18 +26,18 @@ def test_the_furthest_worker_has_the_largest_key() -> None:
     in_order = [
         Progress(),
         Progress(tie_break=1),
-        Progress(exports={0: 1}),
-        Progress(exports={0: 1, 1: 1}),
+        Progress(results_of={WEIGHTS: {(0, -1, 0): [None]}}),
+        Progress(results_of={WEIGHTS: {(0, -1, 0): [None], (1, -1, 0): [None]}}),
         Progress(3),
         Progress(3, tie_break=5),
-        Progress(3, evaluations=asked),
-        Progress(3, once=asked, tie_break=1),
-        Progress(3, once=asked, tie_break=2),
-        Progress(3, evaluations=asked, once=asked),
-        Progress(3, evaluations={(3, -1, 0): [1.0, 2.0, 3.0]}),
-        Progress(3, evaluations=asked, exports={3: 2}, predictions={(3, -1, 0): 1}),
+        Progress(3, {EVALUATE: asked}),
+        Progress(3, {ONCE: asked}, tie_break=1),
+        Progress(3, {ONCE: asked}, tie_break=2),
+        Progress(3, {EVALUATE: asked, ONCE: asked}),
+        Progress(3, {EVALUATE: {(3, -1, 0): [1.0, 2.0, 3.0]}}),
+        Progress(3, {EVALUATE: asked, WEIGHTS: {(3, -1, 0): [None, None]}, PREDICT: {(3, -1, 0): [None]}}),
         Progress(3, turns=1),
-        Progress(3, turns=1, evaluations=asked),
+        Progress(3, {EVALUATE: asked}, turns=1),
         Progress(3, turns=2),
         Progress(4),
     ]
@@ -45,22 +58,23 @@ def test_steps_and_their_phases_that_are_done() -> None:
     progress = Progress()
     first, second, again = (StepResult(loss, 1.0, 0.1) for loss in (1.0, 2.0, 3.0))
     progress.take(4, first)
-    assert (progress.steps, progress.result, progress.turns, progress.results) == (5, first, 0, [])
+    assert (progress.steps, progress.result, progress.turns, progress.phases) == (5, first, 0, [])
     assert progress.result_of(0) is first
     progress.take(5, first, turn=0)
     progress.take(5, second, turn=1)
-    assert (progress.steps, progress.result, progress.turns, progress.results) == (6, second, 2, [first, second])
+    assert (progress.steps, progress.result, progress.turns, progress.phases) == (6, second, 2, [first, second])
     assert [progress.result_of(turn) for turn in (0, 1, 2)] == [first, second, second]
     progress.take(6, again, turn=0)
-    assert (progress.turns, progress.results) == (1, [again])
+    assert (progress.turns, progress.phases) == (1, [again])
 
 
 def test_a_checkpoint_keeps_what_the_script_was_told() -> None:
     made = {(6, -1, 1): [0.5]}
     result = StepResult(1.0, torch.tensor(2.0), 0.1, applied=False, notice=3, metrics={"accuracy": 0.5})
     stale = StepResult(9.0, 9.0, 0.1)
-    progress = Progress(6, made, {BEFORE_TRAINING: [1], (2, 0, 0): [7]}, result=result, tie_break=4)
-    progress.results, progress.turns = [result, stale], 1
+    results_of = {EVALUATE: made, ONCE: {BEFORE_TRAINING: [1], (2, 0, 0): [7]}}
+    progress = Progress(6, results_of, result=result, tie_break=4)
+    progress.phases, progress.turns = [result, stale], 1
     kept = progress.history()
     assert kept["once"] == {(2, 0, 0): [7]} and kept["evaluations"] == made
     assert [one["norm"] for one in kept["results"]] == [2.0, 2.0] and type(kept["results"][0]["norm"]) is float
@@ -68,7 +82,7 @@ def test_a_checkpoint_keeps_what_the_script_was_told() -> None:
     resumed = Progress.resumed(6, kept)
     again = StepResult(1.0, 2.0, 0.1, applied=False, notice=0, metrics={"accuracy": 0.5})
     assert resumed == Progress(
-        6, made, {(2, 0, 0): [7]}, result=again, results=[again], received=6, turns=1, received_turns=1
+        6, {**results_of, ONCE: {(2, 0, 0): [7]}}, result=again, phases=[again], received=6, turns=1, received_turns=1
     )
 
 
@@ -78,4 +92,51 @@ def test_a_checkpoint_from_before_the_first_step_keeps_no_result() -> None:
     assert Progress.resumed(7, {}) == Progress(7)
     kept = Progress(2, result=StepResult(1.0, 2.0, 0.1)).history()
     resumed = Progress.resumed(2, kept)
-    assert (resumed.results, resumed.turns, resumed.received) == ([], 0, 2)
+    assert (resumed.phases, resumed.turns, resumed.received) == ([], 0, 2)
+
+
+def test_the_results_of_calls_are_those_of_their_place() -> None:
+    progress = Progress()
+    progress.add_result(EVALUATE, (3, -1, 0), 0.5)
+    assert progress.results(EVALUATE, (3, -1, 0)) == [0.5]
+    assert progress.results(ONCE, (3, -1, 0)) == progress.results(EVALUATE, (3, -1, 1)) == []
+    assert progress.results_of == {EVALUATE: {(3, -1, 0): [0.5]}}
+
+
+@pytest.mark.parametrize(
+    ("notice", "elastic", "lacks_copies", "action"),
+    [
+        (0, True, True, Action.GO_ON),
+        (PENDING, True, False, Action.RE_FORM),
+        (PENDING, True, True, Action.GO_ON),
+        (PENDING, False, False, Action.GO_ON),
+        (LEAVING, True, True, Action.RE_FORM),
+        (LEAVING, False, False, Action.SAVE_AND_STOP),
+        (LEAVING, False, True, Action.SAVE_AND_STOP),
+    ],
+)
+def test_what_follows_from_a_notice(notice: int, elastic: bool, lacks_copies: bool, action: Action) -> None:
+    assert decide(notice, elastic=elastic, lacks_copies=lacks_copies) is action
+
+
+def test_the_furthest_send_their_state() -> None:
+    behind, done, begun = Progress(3), Progress(4, entered=3), Progress(4, entered=4)
+    assert plan_catch_up([behind, done, None, begun]) == CatchUp([1, 3], False)
+    assert plan_catch_up([begun, None, begun]) == CatchUp([0, 2], True)
+    assert plan_catch_up([begun, done, None]) == CatchUp([0, 1], False), "one may have lines of the loop body before it"
+    assert plan_catch_up([begun, behind]) == CatchUp([0], False), "who has a state takes the step with it"
+
+
+def test_a_step_is_repeated_up_to_where_the_workers_were() -> None:
+    progress = Progress(2, repeat_until=5)
+    assert progress.to_repeat(9) and progress.to_repeat(3) and not progress.to_repeat(2)
+    progress.steps = 5
+    assert not progress.to_repeat(9)
+
+
+def test_a_step_that_was_left_out_is_done_unless_others_are_further() -> None:
+    progress = Progress(2)
+    progress.leave_out(2)
+    assert (progress.steps, progress.left_out) == (3, {2})
+    progress.leave_out(1)
+    assert (progress.steps, progress.left_out) == (3, {1, 2})

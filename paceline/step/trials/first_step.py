@@ -12,13 +12,18 @@ from paceline.step.trials.repeatability import check_repeatable
 
 
 def try_forward_pass(job: Job, pieces: Sequence[Piece], step: int) -> None:
-    """Try the forward pass and the loss; all workers call this together, each with pieces of its own.
+    """Try the forward pass and the loss, unless others change the weights meanwhile.
+
+    All workers call this together, each with pieces of its own; one that has none tries the first microbatch.
 
     Raises:
         InputError: the forward pass depends on what was computed before, or the loss is no mean, and the run is to
             stop; else there is a warning.
         WorkerLost: a worker was lost meanwhile.
     """
+    if not (job.settings.exact or job.replicated):
+        return
+    pieces = pieces or job.feed.load(step, [range(1)])
     if check_repeatable(job, pieces[0], step):
         check_counting(job, pieces, step)
         check_coupling(job, pieces, step)

@@ -1,4 +1,4 @@
-"""Start from weights on disk: rank 0 reads them, and sends all workers those that fit the model."""
+"""How training begins where nobody has a state yet: from a checkpoint, from weights on disk, or from the script's."""
 
 from __future__ import annotations
 
@@ -6,13 +6,53 @@ import logging
 
 import torch
 
+from paceline.agreement import check
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError, PacelineError
-from paceline.recovery.state_transfer import StateBytes, transfer
 from paceline.step.job import Job
+from paceline.training.progress import Progress
+from paceline.training.recovery.state_transfer import StateBytes, transfer
 from paceline.weights.match import Matched, match
 from paceline.weights.read import read
 
 _log = logging.getLogger("paceline")
+
+
+class Beginning:
+    """Compares what is to be trained, and loads what it begins with.
+
+    Args:
+        job: what is trained.
+        facts: on which all workers must agree.
+        state: of the training.
+        checkpointer: loads checkpoints.
+        resume: the checkpoint to start from, if any.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        facts: dict[str, object],
+        state: TrainingState,
+        checkpointer: Checkpointer,
+        resume: str | None,
+    ) -> None:
+        self._job = job
+        self._facts = facts
+        self._state = state
+        self._checkpointer = checkpointer
+        self._resume = resume
+
+    def begin(self) -> Progress:
+        """Load the checkpoint to go on from, if any, or initial weights; all workers call this together."""
+        check(self._job.world, self._facts)
+        # In a later generation all that had a state are lost.
+        again = self._resume is None and self._job.world.generation > 0 and self._checkpointer.enabled
+        steps = self._checkpointer.resume(self._state, "auto" if again else self._resume)
+        if self._job.settings.weights.path is not None and self._checkpointer.last is None:
+            load_initial(self._job)
+        return Progress.resumed(steps, self._state.loaded_script if steps else {})
 
 
 def load_initial(job: Job) -> None:

@@ -28,13 +28,14 @@ from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
 from paceline.errors import PREEMPTED, InputError, WorkerLost
-from paceline.recovery.activity import RE_FORMING
-from paceline.recovery.progress import Progress
-from paceline.recovery.standby import move_to_device, warm_up
-from paceline.recovery.state_shards import assemble, go_back
-from paceline.recovery.state_transfer import StateBytes, transfer
 from paceline.step.job import Job
 from paceline.strategies.registry import worker_counts
+from paceline.training.progress import Progress, furthest_of, gone_back, plan_catch_up
+from paceline.training.recovery.activity import RE_FORMING
+from paceline.training.recovery.beginning import Beginning
+from paceline.training.recovery.standby import move_to_device, warm_up
+from paceline.training.recovery.state_shards import assemble, go_back
+from paceline.training.recovery.state_transfer import StateBytes, transfer
 
 _log = logging.getLogger("paceline")
 
@@ -47,7 +48,7 @@ class Recovery:
         coordinator: tells who the members are.
         state: what workers that are behind receive.
         checkpointer: saves and loads checkpoints.
-        begin: called when nobody has a state yet; returns the progress.
+        beginning: how training begins when nobody has a state yet.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class Recovery:
         coordinator: CoordinatorClient,
         state: TrainingState,
         checkpointer: Checkpointer,
-        begin: Callable[[], Progress],
+        beginning: Beginning,
     ) -> None:
         self._job = job
         self._coordinator = coordinator
         self._state = state
         self._checkpointer = checkpointer
-        self._begin = begin
+        self._beginning = beginning
         self._undo_warm_up: Callable[[], None] = lambda: None
 
     def register(self, facts: Mapping[str, object], status: Callable[[], dict[str, Any]]) -> None:
@@ -122,7 +123,7 @@ class Recovery:
                 connected = time.perf_counter()
                 if answer.fresh:
                     self._undo_warm_up()
-                    progress = self._begin()
+                    progress = self._beginning.begin()
                 else:
                     progress = self._same_state(progress)
                     self._share_findings()
@@ -168,32 +169,25 @@ class Recovery:
 
     def _catch_up(self, everyone: list[Progress | None], progress: Progress | None) -> Progress:
         """Send the state of the furthest workers to those behind them; return the progress of this worker."""
-        keys = [None if one is None else one.key for one in everyone]
-        furthest = max(key for key in keys if key is not None)
-        senders = [rank for rank, key in enumerate(keys) if key == furthest]
-        if len(senders) < len(keys):
-            begun = all(
-                one is None if rank not in senders else one and one.is_in_step for rank, one in enumerate(everyone)
-            )
-            sent = self._to_send(progress, begun) if progress and self._job.world.rank in senders else None
-            received = transfer(self._job.world, senders, sent)
+        plan, world = plan_catch_up(everyone), self._job.world
+        if len(plan.senders) < len(everyone):
+            sends = world.rank in plan.senders
+            received = transfer(world, plan.senders, self._to_send(progress, plan.in_step) if sends else None)
             if received is not None:
                 progress = self._take_over(received)
         assert progress is not None
         return progress
 
-    def _to_send(self, progress: Progress, begun: bool) -> StateBytes:
-        """What those get that are behind: the state of now, if all others have ``begun`` the next step.
-
-        Else it is that with which the last step returned.
-        """
-        self._job.loop.now = begun
+    def _to_send(self, progress: Progress | None, in_step: bool) -> StateBytes:
+        """What those get that are behind: the state of now, or that with which the last step returned."""
+        assert progress is not None
+        self._job.loop.now = in_step
         try:
-            with self._state.script_of_now() if begun else contextlib.nullcontext():
+            with self._state.script_of_now() if in_step else contextlib.nullcontext():
                 snapshot = self._state.snapshot(progress.steps)
         finally:
             self._job.loop.now = False
-        return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not begun)))
+        return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not in_step)))
 
     def _take_over(self, received: StateBytes) -> Progress:
         progress: Progress
@@ -203,8 +197,7 @@ class Recovery:
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
         """Take the newest checkpoint on all workers, as there is no whole state any more."""
-        own = everyone[self._job.world.rank]
-        furthest = max((one for one in everyone if one is not None), key=lambda one: one.key)
+        furthest = furthest_of(everyone)
         steps = go_back(self._job, self._checkpointer, self._state, everyone)
         if furthest.changes and steps < furthest.steps:
             raise InputError(
@@ -214,12 +207,7 @@ class Recovery:
                 f"--resume auto: then the script runs again from that checkpoint on."
             )
         self._job.events.mark("went back", step=steps, steps=furthest.steps - steps)
-        repeat_until = max(furthest.repeat_until, furthest.steps)
-        back = replace(furthest, steps=steps, repeat_until=repeat_until, holds=None)
-        if own is not None:
-            return replace(back, received=own.received, again=own.again)
-        back = replace(back, again=True)
-        return replace(back, received=steps, result=Progress.resumed(steps, self._state.loaded_script).result)
+        return gone_back(everyone, self._job.world.rank, steps, self._state.loaded_script)
 
     def _share_findings(self) -> None:
         """Share what the first step finds out, which decides who sends what: all must know it, or none.

@@ -8,10 +8,10 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.errors import CheckpointError
 from paceline.partition.flags import requires_grad_flags, training_flags
-from paceline.recovery.progress import Progress
 from paceline.step.gather_state import gather_state
 from paceline.step.job import Job
 from paceline.strategies import registry
+from paceline.training.progress import Progress
 
 
 def assemble(job: Job, everyone: Sequence[Progress | None]) -> bool:

@@ -1,0 +1,153 @@
+"""The epochs and batches that the script iterates over."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterator
+from functools import partial
+
+from paceline.data.feed import Piece
+from paceline.data.order import UNKNOWN
+from paceline.errors import ConfigError
+from paceline.step.job import Batch
+from paceline.step.trials.trial import warn
+from paceline.training.loop import TrainingLoop
+
+_NOT_LOADED = -1
+"""In place of the generation of the workers for which a batch was loaded."""
+_UNUSED = (
+    "None of the {count} batches of this loop was given to session.step, so nothing was trained: call "
+    "session.step(batch) for each. Weights that the script updates with an optimizer of its own are not synchronized "
+    "between workers."
+)
+
+
+class Batches:
+    """Gives the script the batches from its position on.
+
+    Args:
+        loop: takes the steps.
+    """
+
+    def __init__(self, loop: TrainingLoop) -> None:
+        self._loop = loop
+        self._job = loop.job
+        self._position = loop.position
+        self._last_epoch = 0  # where the epochs of the script end
+        self._left_out = 0  # batches of the present loop that were not given to a step
+        self._running: Generator[Batch, None, None] | None = None
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """Iterate over the epochs below ``count`` from the present one on."""
+        position, order, epoch = self._position, self._job.order, 0
+        self._last_epoch = count
+        try:
+            while True:
+                position.epoch = epoch = max(epoch, order.epoch_of(self._next_step()))
+                if epoch >= count:
+                    return
+                self._begin_epoch(order.first_of(epoch))
+                yield epoch
+                epoch += 1
+        finally:
+            position.epoch = None
+
+    def _begin_epoch(self, first: int) -> None:
+        if first == UNKNOWN:
+            raise ConfigError(
+                "session.epochs cannot go on to the next epoch: the script has left the loop over the batches of a "
+                "stream early, and nobody knows where its epoch ends. Take all its batches, or give session.batches a "
+                "number of steps."
+            )
+        self._position.aim_at(lambda: first)
+        self._position.among_batches = False
+        if self._position.steps < first:
+            self._position.move_to(first)
+
+    def _next_step(self) -> int:
+        """The step whose batch comes next."""
+        progress = self._loop.progress
+        again = progress.gives_again(self._position.given)
+        return progress.received - 1 if again else self._position.steps
+
+    def batches(self, count: int | None, epochs: bool = False) -> Iterator[Batch]:
+        """Iterate over the batches of the next ``count`` steps or epochs; the iterator before ends.
+
+        Args:
+            count: of steps or epochs; None: to the end of the present epoch.
+            epochs: whether it counts epochs.
+        """
+        position, order = self._position, self._job.order
+        start = position.target
+        if self._running is not None:
+            self._running.close()
+            start = min(start, position.steps)
+        if count is None:
+            epoch = order.epoch_of(start) if position.epoch is None else position.epoch
+            position.aim_at(lambda: order.first_of(epoch + 1))
+        else:
+            steps = count
+            position.aim_at(partial(order.end_of, count, start) if epochs else lambda: start + steps)
+        self._running = self._until_target(counted=count is not None or position.epoch is not None)
+        return self._running
+
+    def _end(self) -> int:
+        """The step after which no batch follows in this loop."""
+        return min(self._position.target, self._loop.records.last_step)
+
+    def _until_target(self, counted: bool) -> Generator[Batch, None, None]:
+        job, position = self._job, self._position
+        used, self._left_out = position.used, 0
+        final = self._end() if position.epoch is None else max(self._end(), job.order.first_of(self._last_epoch))
+        job.audits.last = final - 1 if counted and final != UNKNOWN else None
+        job.events.mark("batches", position=position.steps, steps=None if final == UNKNOWN else final)
+        while True:
+            target, progress = self._end(), self._loop.progress
+            if progress.steps > position.steps:
+                position.move_to(progress.steps)
+            last = progress.received - 1
+            if last < target and progress.gives_again(position.given):
+                # The others may be in the middle of what the script does after this step, such as an evaluation, as
+                # was the run that saved the checkpoint: so this worker gets its batch, too, and step() returns their
+                # result.
+                position.move_to(last, before=True)
+                yield self._batch(last, [], 0.0, _NOT_LOADED)
+                self._loop.end_batch()
+            elif position.steps < target:
+                yield from self._load(position.steps)
+            else:
+                position.among_batches = False
+                self._loop.synchronize()
+                if self._loop.progress.steps <= position.steps:
+                    if self._left_out > 1 and position.used == used:
+                        warn(job, _UNUSED.format(count=self._left_out))
+                    return
+
+    def _load(self, start: int) -> Iterator[Batch]:
+        """Load the batches of some steps, until the workers change: then this one computes other pieces."""
+        loop, job, position = self._loop, self._job, self._position
+        generation, before = job.world.generation, time.perf_counter()
+        stop = self._end() if loop.loads_ahead else start + 1
+        loop.activity.begin("in the data loader")
+        job.loop.look()
+        for step, pieces in enumerate(job.feed.steps(start, stop, loop.strategy.pieces), start):
+            loop.activity.begin("in the script")
+            job.loop.refresh()
+            waited = time.perf_counter() - before
+            position.move_to(step, before=True)
+            yield self._batch(step, pieces, waited, generation)
+            if position.steps == step:
+                self._left_out += 1
+                loop.leave_out(step)
+            else:
+                loop.end_batch()
+            if job.world.generation != generation or (stop == UNKNOWN and position.steps >= self._end()):
+                return
+            before = time.perf_counter()
+            loop.activity.begin("in the data loader")
+            job.loop.look()
+
+    def _batch(self, step: int, pieces: list[Piece], waited: float, generation: int) -> Batch:
+        order, self._position.given, self._position.among_batches = self._job.order, step, True
+        samples, last = order.samples_of(step), order.is_last(step)
+        return Batch(step, order.epoch_of(step), samples, last, pieces, waited, generation)

@@ -1,0 +1,68 @@
+"""What is recorded of each step."""
+
+from __future__ import annotations
+
+from paceline import env
+from paceline.checkpoint.training_state import TrainingState
+from paceline.data.order import UNKNOWN
+from paceline.step.job import Job, StepResult
+from paceline.verify.trace_writer import TraceWriter
+
+
+class Records:
+    """Records steps as events, and for ``paceline verify`` in a trace.
+
+    Args:
+        job: what is trained.
+        state: of the training.
+    """
+
+    def __init__(self, job: Job, state: TrainingState) -> None:
+        self._job = job
+        traced = env.trace()
+        self._trace = None if traced is None else TraceWriter(traced, job, state.tensors)
+
+    @property
+    def last_step(self) -> int:
+        """The number of steps after which a traced run ends; ``UNKNOWN`` for any other."""
+        return UNKNOWN if self._trace is None else self._trace.steps
+
+    def add(
+        self,
+        step: int,
+        result: StepResult,
+        seconds: float,
+        waited: float = 0.0,
+        phase: str = "",
+        turn: int = 0,
+        again: bool = False,
+    ) -> None:
+        """Record a step; of a batch with several phases each has a record, but the first one is the step's.
+
+        Args:
+            step: its number.
+            result: of it.
+            seconds: that it took.
+            waited: seconds of these for which it waited for data.
+            phase: the name of an optimizer, if the batch has several phases.
+            turn: of the phase.
+            again: whether it is repeated, and so is in the trace already.
+        """
+        job = self._job
+        samples = job.order.samples_of(step)
+        metrics = {"metrics": result.metrics} if result.metrics else {}
+        job.events.mark(
+            "phase" if turn else "step",
+            **({"optimizer": phase} if phase else {}),
+            step=step,
+            seconds=seconds,
+            waited=waited,
+            loss=result.loss,
+            samples=samples,
+            samples_per_second=samples / seconds,
+            gradient_norm=float(result.norm),
+            learning_rate=result.learning_rate,
+            **metrics,
+        )
+        if self._trace is not None and not turn and not again:
+            self._trace.step(step, result.loss, job.order.samples_before(step + 1), result.learning_rate)

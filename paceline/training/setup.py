@@ -1,0 +1,133 @@
+"""Set up a run in this process: who it is, its settings and records, its coordinator, its state, its loop."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline import config, env, excepthook
+from paceline.agreement import versions
+from paceline.checkpoint.background import join_all
+from paceline.checkpoint.checkpointer import Checkpointer
+from paceline.checkpoint.training_state import TrainingState
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.ulfm import find_coordinator
+from paceline.events import EventLog
+from paceline.failure import known_errors
+from paceline.settings import Arguments, CheckpointSettings
+from paceline.step.job import Job
+from paceline.trackers.tracking import Tracking
+from paceline.training import build, kept_settings
+from paceline.training.loop import TrainingLoop
+from paceline.training.recovery.preemption import catch_notices
+from paceline.training.report import report_profile
+from paceline.training.script_state import ScriptState
+
+_log = logging.getLogger("paceline")
+_LAST_SAVE_SECONDS = 5.0
+_current: TrainingLoop | None = None
+"""The loop of the newest session; those before it have closed."""
+_count = 0
+"""How often a run was set up."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a session works with.
+
+    Attributes:
+        job: what is trained.
+        loop: takes its steps.
+        state: of the training.
+        script: what the script keeps.
+        tracking: records what the script logs.
+        notes: what was applied that the script did not spell out, and what it may not have meant, in sentences.
+    """
+
+    job: Job
+    loop: TrainingLoop
+    state: TrainingState
+    script: ScriptState
+    tracking: Tracking
+    notes: tuple[str, ...]
+
+
+def set_up(given: build.Components, arguments: Arguments) -> Run:
+    """Bring the workers together, and everything that they need; see :func:`paceline.start`."""
+    global _count, _current
+    who = env.identity()
+    folder = env.run_directory()
+    log = EventLog(folder / "events" if folder else None, who.rank, who.generation)
+    launched = env.launch_info()
+    name = launched.name if launched else f"rank-{who.rank}"
+    path = folder / "errors" / f"{name}.json" if folder else None
+    excepthook.install(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log), known_errors.explain)
+    number = _count + 1
+    resolved = kept_settings.resolve(arguments, folder, number, who.rank)
+    if (report_to := env.config_report()) is not None:
+        build.report_config(resolved, report_to)
+        raise SystemExit(0)
+    tracking = Tracking(resolved.settings, resolved.sources, log, folder, number)
+    if _current is not None:
+        _current.close()
+        _current = None
+    coordinator = None
+    if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
+        coordinator = CoordinatorClient(
+            launched.coordinator, launched.worker, launched.key, resolved.settings.timeout_seconds, number
+        )
+        atexit.register(coordinator.end_script)
+    job, facts = build.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
+    atexit.register(log.close)
+    _count = number  # also if it fails: the others have heard of it
+    run = _begin(job, facts, folder, number, tracking)
+    if (profile_to := env.profile_report()) is not None:
+        report_profile(job, given.loss, profile_to)
+        raise SystemExit(0)
+    return run
+
+
+def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int, tracking: Tracking) -> Run:
+    """Let the workers meet, and take the state with which training begins."""
+    global _current
+    settings, script = job.settings, ScriptState()
+    state = TrainingState(job.compute.model, job.update, *build.conditions(job), job.strategy_state, script, job.loop)
+    state.parts.update(data=job.order, buffers=job.compute.buffers)
+    if job.compute.carried is not None:
+        state.parts["carried"] = job.compute.carried
+    saves, resume = settings.checkpoint, settings.resume
+    if env.trace() is not None:  # a run that is recorded starts from the beginning and saves nothing
+        saves, resume = CheckpointSettings(), None
+    state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
+    place = kept_settings.folder(settings, folder, number)
+    checkpointer = Checkpointer(job.world, saves, place, job.events, job.replicated)
+    loop = _current = TrainingLoop(job, facts, state, checkpointer, resume, script)
+    if checkpointer.enabled or job.world.coordinator is not None:
+        catch_notices(job.world)
+    rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}
+    environment = {"workers": job.world.size, "device": job.world.device.type, **versions()}
+    tracking.begin(state.run, loop.position.steps, environment)
+    job.events.mark("start", strategy=settings.strategy, workers=job.world.size, run=state.run, **rules)
+    return Run(job, loop, state, script, tracking, _noted(job))
+
+
+def _noted(job: Job) -> tuple[str, ...]:
+    warnings = build.warnings(job)
+    notes = (*build.summary(job), *warnings)
+    for note in notes:
+        _log.log(logging.WARNING if note in warnings and job.world.rank == 0 else logging.INFO, note)
+        job.events.mark("note", text=note)
+    return notes
+
+
+def _position() -> int:
+    """The step that the run is at, for the report of a failure."""
+    return 0 if _current is None else _current.position.steps
+
+
+def _close(log: EventLog) -> None:
+    """Before a failed process ends: let a save under way end, if that takes not long, and write out the events."""
+    join_all(_LAST_SAVE_SECONDS)
+    log.close()
