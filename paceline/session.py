@@ -310,7 +310,8 @@ class Session:
 
     def print(self, *values: object, sep: str = " ", end: str = "\n") -> None:
         """Print on rank 0 alone, and not again what a run printed before it was resumed."""
-        if self.is_main and not self._loop.repeats:
+        loop = self._loop
+        if self.is_main and loop.position.asked >= loop.progress.received:
             print(*values, sep=sep, end=end, flush=True)  # noqa: T201 - the script's own output
 
     def save(self) -> Path | str:

@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from contextvars import ContextVar
+from enum import Enum
 from functools import _lru_cache_wrapper, partial
 from itertools import islice
+from numbers import Number
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, TypeAlias
 
 import numpy
 import torch
 from torch import nn
+from torch.utils.data import Dataset, Sampler
 
 from paceline.user_code import is_user_code
 
@@ -35,10 +39,8 @@ _MOST_NUMBERED = 100
 _MOST_BYTES = 1 << 28
 """Of tensors to be copied; of larger ones only changes that torch counts are seen."""
 PLAIN = (bool, int, float, str)
-_MOST_OWNERS = 200
-_SMALL_BYTES = 4096
-Values: TypeAlias = list[dict[Any, Any]]
-_SKIPPED = ModuleType, type, BuiltinFunctionType, torch.optim.Optimizer, str, bytes
+_NUMBERS = str, bytes, Number, numpy.generic, Enum
+_SKIPPED = ModuleType, BuiltinFunctionType, torch.optim.Optimizer
 _OF_MODULES = "_parameters", "_buffers", "_modules", "training"
 
 
@@ -70,10 +72,13 @@ class Attributes:
         self._room = _MOST_BYTES
         own = (random._inst, torch.default_generator, numpy.random.mtrand._rand)
         self._seen = {*known, *map(id, own)}
+        model = roots.get("model")
+        self._trained = {id(one) for one in model.modules()} if isinstance(model, nn.Module) else set()
+        """The modules whose buffers somebody else keeps."""
         waiting = list(roots.items())
         while waiting and len(self._seen) < _MOST_OBJECTS:
             name, value = waiting.pop()
-            if isinstance(value, bool | int | float):
+            if isinstance(value, _NUMBERS):
                 self.values[name] = value
             elif value is not None and id(value) not in self._seen and not isinstance(value, _SKIPPED):
                 self._seen.add(id(value))
@@ -99,6 +104,12 @@ class Attributes:
                 self.owners.setdefault(name, value)
                 self._containers.append((value, value.copy()))
                 yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
+        elif isinstance(value, type):
+            self._seen.discard(id(value))  # until its attributes are seen
+            yield from self._of_class(name, value, value) if is_user_code(_file_of(value)) else ()
+        elif isinstance(value, ContextVar):
+            self._containers.append((value, value.get(None)))
+            yield name, value.get(None)
         elif isinstance(value, CellType):
             self._containers.append((value, _content_of(value)))
             yield name, _content_of(value)
@@ -119,7 +130,7 @@ class Attributes:
         users = [kind for kind in type(value).__mro__ if is_user_code(_file_of(kind))]
         if not module and not users:
             own = type(value).__module__.partition(".")[0]
-            if own in ("paceline", "torch") and not isinstance(value, torch.utils.data.Dataset):
+            if own in ("paceline", "torch") and not isinstance(value, Dataset | Sampler):
                 return
         entries = getattr(value, "__dict__", None)
         if isinstance(entries, dict):
@@ -128,14 +139,15 @@ class Attributes:
             for key, one in entries.items():
                 if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
                     yield f"{name}.{key}", one
-            for key, one in (entries.get("_modules") or {}).items() if module else ():
-                yield f"{name}.{key}", one
+            held = ["_modules"] if id(value) in self._trained else ["_modules", "_buffers"]
+            for part in held if module else ():
+                yield from ((f"{name}.{key}", one) for key, one in (entries.get(part) or {}).items())
         for kind in users:
             yield from self._of_class(name, value, kind)
 
     def _of_class(self, name: str, value: Any, kind: type) -> Iterator[tuple[str, Any]]:
         """The slots of an object that a class of user code defines, and the attributes and methods of this class."""
-        for key in _slots_of(kind):
+        for key in _slots_of(kind) if value is not kind else ():
             if hasattr(value, key):
                 yield from self._entry(f"{name}.{key}", value, key, getattr(value, key))
         if id(kind) in self._seen:
@@ -235,70 +247,6 @@ class Entries(MutableMapping[Any, Any]):
         return len(self.keys_known)
 
 
-class PlainValues:
-    """Sees the plain values of an object and of the objects that it holds, and brings earlier ones back for a while.
-
-    A script may change its data set in the loop, as ``train_set.strength = step / 1000``. Microbatches that are loaded
-    later in the step, because they were stolen, audited or left by a lost worker, must be read with the values that the
-    first ones were read with.
-
-    Args:
-        objects: by their names. What they hold is looked for once.
-
-    Attributes:
-        owners: what holds values in them, by names.
-
-    >>> from types import SimpleNamespace
-    >>> noisy = SimpleNamespace(strength=0.5)
-    >>> values = PlainValues(data=noisy)
-    >>> before = values.now()
-    >>> noisy.strength = 0.75
-    >>> with values.set_to(before):
-    ...     print(noisy.strength)
-    0.5
-    >>> noisy.strength
-    0.75
-    """
-
-    def __init__(self, **objects: Any) -> None:
-        found = Attributes(objects, set(), copies=False).owners
-        self.owners = dict(islice(found.items(), _MOST_OWNERS))
-        self._owners = list(self.owners.values())
-
-    def now(self) -> Values:
-        """Return the present values: numbers, text, flags, and copies of small tensors and arrays."""
-        return [
-            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or _is_small(one)}
-            for owner in self._owners
-        ]
-
-    @contextmanager
-    def set_to(self, values: Values) -> Iterator[None]:
-        """Set what has changed since :meth:`now` returned these values to them, and afterwards back."""
-        changed = []
-        for owner, before in zip(self._owners, values, strict=True):
-            for key, value in before.items():
-                now = owner.get(key)
-                if (type(now) in PLAIN or _is_small(now)) and not same(now, value):
-                    changed.append((owner, key, now))
-                    owner[key] = value
-        try:
-            yield
-        finally:
-            for owner, key, now in changed:
-                owner[key] = now
-
-
-def _is_small(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, numpy.ndarray) else value
-
-
 def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
     """Whether two values are the same, as far as that can be said."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -314,16 +262,16 @@ def same(left: Any, right: Any) -> bool:  # noqa: PLR0911 - a case for each type
         return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float):
         return bool(left == right or (left != left and right != right))
-    if isinstance(left, bool | int | str | bytes):
-        return bool(left == right)
+    if isinstance(left, _NUMBERS):
+        return bool(left == right or left != left)
     return True
 
 
 def _is_followed(value: Any) -> bool:
     """Whether to look into a global: not at objects of libraries, which may have threads of their own."""
-    followed = (bool, int, float, list, dict, set, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
-    known = isinstance(value, (*followed, _lru_cache_wrapper))
-    return known or is_user_code(_file_of(type(value)))
+    followed = (*_NUMBERS, list, dict, set, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
+    known = isinstance(value, (*followed, ContextVar, threading.local, _lru_cache_wrapper))
+    return known or is_user_code(_file_of(value if isinstance(value, type) else type(value)))
 
 
 def _slots_of(kind: type) -> list[str]:
@@ -349,6 +297,9 @@ def _put_back(container: Any, before: Any) -> None:
     if isinstance(container, CellType):
         if _content_of(container) is not before:
             container.cell_contents = before
+    elif isinstance(container, ContextVar):
+        if container.get(None) is not before:
+            container.set(before)
     elif isinstance(container, dict):
         if container.keys() != before.keys() or any(container[key] is not value for key, value in before.items()):
             container.clear()

@@ -76,9 +76,9 @@ def find_printed(lines: list[str]) -> KnownError | None:
 KNOWN_ERRORS = (
     KnownError(
         "Backward on a report",
-        r"'float' object has no attribute 'backward'",
+        r"'float' object has no attribute '(backward|item|detach)'",
         "the loss of a report is a number, not a tensor",
-        ("the loop calls report.loss.backward() after session.step(batch)",),
+        ("the loop takes report.loss for a tensor, as in report.loss.backward() or .item()",),
         "leave out backward(), zero_grad() and optimizer.step(): session.step has done all three",
     ),
     KnownError(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class AuditSchedule:
-    """Audits of steps 0, 1, 2, 4, 8 and so on, of each 1,000th, of each before a save, and of the last one.
+    """Audits of steps 0, 1, 2, 4, 8 and so on, of each 1,000th, before saves, after joins, and of the last one.
 
     Args:
         every: steps from one further audit to the next; None: there are no further ones.
@@ -24,6 +26,15 @@ class AuditSchedule:
     def __init__(self, every: int | None = None, saves: int | None = None, off: bool = False) -> None:
         self._every, self._saves, self._off = every, saves, off
         self.last: int | None = None
+        self._joined: dict[int, int] = {}
+
+    def look_at(self, step: int, ranks: Sequence[int]) -> None:
+        """Audit workers that have joined, each in a step of its own from ``step`` on; all workers call this alike."""
+        self._joined = {step + number: rank for number, rank in enumerate(ranks)}
+
+    def joined(self, step: int) -> int | None:
+        """Return the rank of a worker that has joined and is to take part in the audit of a step, if there is one."""
+        return self._joined.get(step)
 
     @classmethod
     def of(cls, audit: int | str, every: int | str | None) -> AuditSchedule:
@@ -35,6 +46,8 @@ class AuditSchedule:
         """Whether a step is audited for a reason that follows from the settings alone, alike on all workers."""
         if self._off:
             return False
+        if step in self._joined:
+            return True
         by_number = step & (step - 1) == 0 or step % 1000 == 0 or (self._every and step % self._every == 0)
         return bool(by_number or (self._saves and (step + 1) % self._saves == 0))
 

@@ -21,6 +21,12 @@ from paceline.step.buffers import Buffers
 from paceline.step.loss import Forward, check_names, loss_of_result
 from paceline.step.optimizers.loss_scale import LossScale
 
+NO_GRADIENT = (
+    "The loss does not depend on any parameter that requires a gradient. Look for .detach(), .item() or "
+    "torch.no_grad() on the way from the model's output to the loss, for a loss that ignores the output, and for "
+    "parameters that are all frozen."
+)
+
 
 class ForwardResult(NamedTuple):
     """The forward pass of a piece, ready for its backward pass.
@@ -117,7 +123,7 @@ class Compute:
         drew = before is not None and not same_states(before, generator_states())
         buffers = self.buffers.collect(piece.samples, self._samples_of(step))
         if not total.requires_grad:
-            raise InputError("The loss does not depend on any parameter that requires a gradient.")
+            raise InputError(NO_GRADIENT)
         result = ForwardResult(total if self.scale == 1.0 else total.float() * self.scale, pair, buffers, drew)
         if recorder is not None:
             recorder.add(result)
@@ -144,11 +150,11 @@ class Compute:
                     (microbatch,) = piece.microbatches
                     value = self.carried.forward(self.model, piece.data, step, microbatch)
             except Exception as error:
-                error.add_note(
-                    f"This was the forward pass of {piece.samples} sample{'s' * (piece.samples > 1)} in step {step}: a "
-                    f"batch is computed in microbatches. How many samples one has follows from the settings batch and "
-                    f"microbatches."
-                )
+                cut = f"{piece.samples} sample{'s' * (piece.samples > 1)}"
+                note = f"This was the forward pass of a microbatch of {cut}, in step {step}."
+                if "more than 1 value per channel" in str(error):
+                    note += " For larger microbatches set a larger batch, or fewer microbatches."
+                error.add_note(note)
                 raise
         return self.take(value, piece.samples)
 

@@ -74,10 +74,11 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
     is_pair = _is_pair(value)
     total, count = value if is_pair else (_loss_in(value), samples)
     if not isinstance(total, torch.Tensor) or total.ndim != 0 or not _is_number(count):
-        plain = isinstance(total, int | float)
-        cure = (
-            "Return the tensor itself, without .item() or float()" if plain else "Reduce it, for example with .mean()"
-        )
+        cure = "Reduce it, for example with .mean()"
+        if total is None:
+            cure = "The function returns nothing: end it with `return loss`"
+        elif isinstance(total, int | float):
+            cure = "Return the tensor itself, without .item() or float()"
         raise InputError(
             f"The loss must be a scalar tensor (the mean over the samples it is given), a pair (sum, count), or an "
             f"object with such a .loss, alone or with metrics as in (loss, {{'accuracy': value}}); but it is "

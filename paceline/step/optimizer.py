@@ -169,8 +169,9 @@ class Update:
         named = dict(model.named_parameters())
         for value in owned.difference(named.values()):
             raise InputError(
-                f"The optimizer has a parameter of shape {list(value.shape)} that is not one of the model's. Put a "
-                f"loss's parameters into the model, and use forward(model, microbatch)."
+                f"The optimizer has a parameter of shape {list(value.shape)} that is not one of the model's. Make it "
+                f"from the parameters of the model that is given to start; put those of a loss into that model, and "
+                f"use forward(model, microbatch)."
             )
         self.parameters = {name: value for name, value in named.items() if value.requires_grad or value in owned}
         frozen = {name: value for name, value in named.items() if name not in self.parameters}

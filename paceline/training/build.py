@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, MutableMapping, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from paceline import agreement, env
 from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved, check_machines, flat
+from paceline.data.attributes import Attributes
 from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
 from paceline.data.loop_changes import LoopChanges
@@ -130,7 +133,7 @@ def build(
     shared = settings.strategy in ONE_MACHINE  # others change the same memory at any time
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
-    loop = LoopChanges(given.model, update.optimizer, digests, feed.owners, keeps)
+    loop = LoopChanges(given.model, update.optimizer, digests, _owners(given) | feed.owners, keeps)
     job = Job(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},
@@ -143,6 +146,14 @@ def build(
     if divides:
         probe_optimizer(job)
     return job, facts
+
+
+def _owners(given: Components) -> dict[str, MutableMapping[Any, Any]]:
+    """What holds values that the script may change in the loop, besides the data, by names."""
+    data = given.data if type(given.data) is TensorDataset else None
+    roots = {"model": given.model, "loss": given.loss, "forward": given.forward, "sampler": given.sampler, "data": data}
+    known = {id(value) for value in [*given.model.parameters(), *given.model.buffers()]}
+    return Attributes(roots, known, copies=False).owners
 
 
 def _check_capabilities(settings: Settings, capabilities: Capabilities, given: Components) -> None:
@@ -208,6 +219,11 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
     model = keras_module.adapted(model)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, but it is a {type(model).__name__}.")
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+        raise InputError(
+            f"model is wrapped in {type(model).__name__}, which brings gradients together itself: give start the model "
+            f"inside of it, as in model=model.module."
+        )
     for name, value in model.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")

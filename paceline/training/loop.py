@@ -30,6 +30,7 @@ from paceline.partition.flags import requires_grad_flags
 from paceline.step.job import Batch, Job, StepResult
 from paceline.step.replicas import compare
 from paceline.step.trials.first_step import try_forward_pass
+from paceline.step.trials.trial import warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.phases import Phases
 from paceline.strategies.registry import build, capabilities, check_loop_changes
@@ -108,11 +109,6 @@ class TrainingLoop:
         assert self._progress is not None
         return self._progress
 
-    @property
-    def repeats(self) -> bool:
-        """Whether the script comes past what the run has done before it: this worker joined later, or has resumed."""
-        return self.position.asked < self.progress.received
-
     def step(self, batch: Batch, phase: str = "") -> tuple[StepResult, float]:
         """Take a step; return its result, and the seconds it took, the loading of the batch included.
 
@@ -127,6 +123,8 @@ class TrainingLoop:
         turn = position.check(batch, bool(phase))
         begin = time.perf_counter()
         job.loop.look(begins=True)
+        if lost := job.loop.not_restored():
+            warn(job, lost)
         check_loop_changes(job.settings, job.world.size, job.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step

@@ -18,6 +18,7 @@ from paceline.comm import exchange as exchanges
 from paceline.comm.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
 from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
+from paceline.schedule.audits import AuditSchedule
 from paceline.step.gather_state import gather_state
 from paceline.step.job import StepResult
 from paceline.training.progress import Progress
@@ -167,6 +168,7 @@ class Scene:
             learned=self.learned,
             loop=SimpleNamespace(changed=[], now=False),
             settings=SimpleNamespace(),
+            audits=AuditSchedule(),
             events=SimpleNamespace(
                 mark=lambda event, **fields: self.events.append((event, fields)), move=lambda *at: self.moved.append(at)
             ),

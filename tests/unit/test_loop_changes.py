@@ -26,7 +26,8 @@ class Net(nn.Module):
 def made(keeps: bool = True, **data: dict[Any, Any]) -> tuple[Net, torch.optim.Optimizer, LoopChanges]:
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = LoopChanges(model, optimizer, digests_of, data, keeps)
+    owners = {f"model.{name}" if name else "model": vars(module) for name, module in model.named_modules()}
+    loop = LoopChanges(model, optimizer, digests_of, owners | data, keeps)
     loop.end_step(3)
     return model, optimizer, loop
 

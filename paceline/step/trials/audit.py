@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
+from paceline.data.attributes import same
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.step.forward import ForwardResult
@@ -111,7 +112,8 @@ class Audit:
             return False
         owner, piece = holders[0] if holders else (0, range(1))
         others = [rank for rank in range(job.world.size) if rank != owner]
-        if self._alone or job.world.rank == others[self._microbatch % len(others)]:
+        joined = job.audits.joined(step)
+        if self._alone or job.world.rank == (joined if joined in others else others[self._microbatch % len(others)]):
             self._compute()
         if len(piece) > 1 and (self._alone or job.world.rank == owner):
             self._compute()  # in the step it is computed with others
@@ -154,10 +156,11 @@ class Audit:
             return
         told = (name == DATA) in job.learned.told
         cause = self._cause(name) if not told and (self._alone or job.world.rank in ranks) else ""
-        own = told, cause, job.loop.attributes()
+        own = told, cause, job.loop.said, job.loop.attributes()
         known = [own] if self._alone else job.world.gather(own, "audit")
         text = _set_apart([attributes for *_, attributes in known])
-        text = text or self._text(name, ranks, next((cause for _, cause, _ in known if cause), ""))
+        text = text or next((said for _, _, said, _ in known if said), "")
+        text = text or self._text(name, ranks, next((cause for _, cause, *_ in known if cause), ""))
         job.learned.told.add(name == DATA)
         if any(told for told, *_ in known):
             return
@@ -216,7 +219,7 @@ def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
         for key, value in values.items():
             for rank, others in enumerate(everyone):
                 other = others.get(owner, {}).get(key, value)
-                if other != value:
+                if not same(other, value):
                     return (
                         f"The loop has set {owner}.{key} to {value!r} on rank 0 and to {other!r} on rank {rank}, so "
                         f"the workers compute different things. Set it alike on all workers."

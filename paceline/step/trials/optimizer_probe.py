@@ -14,7 +14,7 @@ import logging
 import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import Any, NamedTuple
 
 import torch
@@ -98,9 +98,17 @@ def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     what = f"A step hook of the optimizer {type(optimizer).__name__}"
-    with preserve_generators(), _left_as_it_is(optimizer, hooks):
+    with preserve_generators(), _left_as_it_is(optimizer, hooks), redirect_stdout(None):
         for scale in sorted(set(_SCALES)):
-            together, drew = _after_hooks(optimizer, hooks, range(count), scale)
+            try:
+                together, drew = _after_hooks(optimizer, hooks, range(count), scale)
+            except Exception as error:  # noqa: BLE001 - whatever a hook does not like about random gradients
+                _log.warning(
+                    "%s cannot be tried on random gradients (%s: %s), so it is not known whether it looks at several "
+                    "parameters at once. %s.",
+                    *(what, type(error).__name__, error, _split(job)),
+                )
+                return
             if drew and job.settings.exact:
                 raise _draws(job, what)
             for first in (0, 1):
@@ -241,7 +249,7 @@ def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
     vars(made).update(copy.deepcopy(kept, memo))
     made.state = defaultdict(dict)
     for value, state in optimizer.state.items():
-        for key, entry in state.items():
+        for key, entry in state.items() if id(value) in memo else ():  # several optimizers may share their states
             alike = isinstance(entry, torch.Tensor) and entry.shape == value.shape
             made.state[memo[id(value)]][key] = _corner(entry).clone() if alike else copy.deepcopy(entry, memo)
     for group in made.param_groups:

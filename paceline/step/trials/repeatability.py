@@ -24,7 +24,7 @@ _log = logging.getLogger("paceline")
 CURE = (
     "Each worker computes other microbatches, so the result depends on the number of workers. Draw random numbers from "
     "the global generators of torch, random or numpy, which are keyed, and do not keep them; keep what the forward "
-    "pass changes in buffers (register_buffer); count steps in the loop."
+    "pass changes in buffers of the model (register_buffer); count steps in the loop."
 )
 _GROWS = (
     "The forward pass puts more into {name} each time. Each worker computes other microbatches: if the loss, or what "

@@ -32,7 +32,7 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
-from paceline.step.forward import computed_again, on_copy
+from paceline.step.forward import NO_GRADIENT, computed_again, on_copy
 from paceline.step.job import Job
 from paceline.step.loss import pair_of
 from paceline.strategies.pipeline.audit import StageAudit, audits_of
@@ -295,7 +295,7 @@ class Executor:
             value = compute.forward(cast(nn.Module, lambda _: call()), data)
         total, pair = compute.take(value, samples)
         if not total.requires_grad:
-            raise InputError("The loss does not depend on any parameter that requires a gradient.")
+            raise InputError(NO_GRADIENT)
         return [total if self._scale == 1.0 else total * self._scale], pair
 
     def _backward(self, operation: Operation) -> None:

@@ -127,6 +127,8 @@ class Recovery:
                 else:
                     progress = self._same_state(progress)
                     self._share_findings()
+                    joined = [rank for rank, member in enumerate(answer.members) if member.worker in answer.joined]
+                    self._job.audits.look_at(progress.steps, joined)
             except WorkerLost as error:
                 planned, ended = False, world.worker_ids(error.ranks)
                 continue
