@@ -157,6 +157,13 @@ class LoopChanges:
         return next((name.partition("/")[2] for name in self.changed if name.startswith("parameter/")), "")
 
     @property
+    def needed(self) -> list[str]:
+        """The names of what the loop has changed of the model and the data: steps without the script would miss it."""
+        kept = [name for name, value in self._named(self._plain) if self._is_kept(name, value)]
+        tensors = [name for name in self._names if name in self.changed]
+        return [*tensors, *(name for name in kept if name.startswith(("model", "data", "collate")))]
+
+    @property
     def lacks_copies(self) -> bool:
         """Whether the loop has changed a tensor for the first time, so that nobody has it as it was before."""
         return self._keeps and any(name in self.changed and name not in self._kept for name in self._names)

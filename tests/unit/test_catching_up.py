@@ -166,7 +166,7 @@ class Scene:
             compute=SimpleNamespace(model=self.model, buffers=self.buffers),
             update=SimpleNamespace(optimizer=self.optimizer),
             learned=self.learned,
-            loop=SimpleNamespace(changed=[], now=False),
+            loop=SimpleNamespace(needed=[], now=False),
             settings=SimpleNamespace(),
             audits=AuditSchedule(),
             events=SimpleNamespace(

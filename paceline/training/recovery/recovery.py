@@ -158,7 +158,7 @@ class Recovery:
     def _same_state(self, progress: Progress | None) -> Progress:
         """Bring all members to the state of the furthest, or if it is lost to a checkpoint; return the progress."""
         if progress is not None:
-            progress.changes = list(self._job.loop.changed)
+            progress.changes = self._job.loop.needed
         everyone = self._job.world.gather(progress, RE_FORMING)
         self._state.keeps_script = progress is not None  # its script has come further since the last step
         if assemble(self._job, everyone):
