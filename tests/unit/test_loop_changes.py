@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Any
 
+import numpy
 import torch
 from torch import nn
 
 from paceline.data.loop_changes import LoopChanges
 from paceline.step.replicas import digests_of
+
+
+class Phase(Enum):
+    FIRST, SECOND = 1, 2
 
 
 class Net(nn.Module):
@@ -122,3 +128,38 @@ def test_where_nothing_is_kept_the_state_is_that_of_now() -> None:
     loop.end_step(5)
     optimizer.param_groups[0]["lr"] = 0.5
     assert loop.tensors() == {} and loop.state(6)["groups"] == []
+
+
+def test_small_values_of_other_kinds_are_kept_and_others_named() -> None:
+    held: dict[str, Any] = {"tau": numpy.float64(0.1), "phase": Phase.FIRST, "pair": (1, 2)}
+    held |= {"weights": torch.ones(3), "act": torch.relu}
+    _, _, loop = made(loss=held)
+    after = {"tau": numpy.float64(0.5), "phase": Phase.SECOND, "pair": (3, 4), "weights": torch.zeros(3)}
+    held.update(after | {"act": torch.tanh})
+    loop.look(begins=True)
+    loop.end_step(5)
+    state = loop.state(6)
+    assert state["lost"] == ["loss.act"] and state["attributes"]["loss"]["phase"] == "SECOND"
+    joiner: dict[str, Any] = {"tau": numpy.float64(0.1), "phase": Phase.FIRST, "pair": (1, 2)}
+    joiner |= {"weights": torch.ones(3), "act": torch.relu}
+    _, _, other = made(loss=joiner)
+    other.load(state)
+    assert type(joiner["tau"]) is numpy.float64 and torch.equal(joiner.pop("weights"), torch.zeros(3))
+    assert {**joiner, "act": 0} == {"tau": 0.5, "phase": Phase.SECOND, "pair": (3, 4), "act": 0}
+    other.look(begins=True)
+    assert "The loop changed loss.act in a step that is done" in other.not_restored() and other.not_restored() == ""
+    assert other.needed == [], "steps without the script miss changes of the model and the data only"
+
+
+def test_what_the_script_sets_again_is_not_named() -> None:
+    held = {"act": torch.relu}
+    _, _, loop = made(loss=held)
+    held["act"] = torch.tanh
+    loop.look(begins=True)
+    loop.end_step(5)
+    again = {"act": torch.relu}
+    _, _, other = made(loss=again)
+    other.load(loop.state(6))
+    again["act"] = torch.tanh
+    other.look(begins=True)
+    assert other.not_restored() == ""
