@@ -177,6 +177,7 @@ def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[st
         DamagedError: a file has another size or another hash.
     """
     found: dict[str, torch.Tensor] = {}
+    tensors = manifest.tensors_by_file()
     for file_name in names:
         size, expected = manifest.files[file_name]
         with open_file(file_name) as file:
@@ -185,7 +186,7 @@ def read(open_file: Open, manifest: Manifest, names: Collection[str]) -> dict[st
                 raise DamagedError(f"{file_name} has {there:,} bytes, not {size:,}")
             file.seek(0)
             checked = _Checked(file)
-            for name in () if file_name == METADATA else manifest.tensors_in(file_name):
+            for name in tensors.get(file_name, ()):
                 checked.skip(manifest.offsets[name] - checked.place)
                 found[name] = _read_tensor(checked, manifest, name)
             checked.skip(size - checked.place)

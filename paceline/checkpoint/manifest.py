@@ -92,9 +92,12 @@ class Manifest:
         dtype, shape = self.tensors[name]
         return dtype_of(dtype), torch.Size(shape)
 
-    def tensors_in(self, file: str) -> list[str]:
-        """The tensors in a file, in the order in which they lie there."""
-        return sorted((name for name in self.offsets if self.part_of(name) == file), key=self.offsets.__getitem__)
+    def tensors_by_file(self) -> dict[str, list[str]]:
+        """The tensors in each file that has some, in the order in which they lie there."""
+        found: dict[str, list[str]] = {}
+        for name in sorted(self.offsets, key=self.offsets.__getitem__):
+            found.setdefault(self.part_of(name), []).append(name)
+        return found
 
     def to_json(self) -> str:
         """As JSON with its own SHA-256, and its signature if it has one."""
@@ -198,11 +201,9 @@ def _check_sizes(manifest: Manifest) -> None:
             raise ValueError("its fingerprint is not that of its hashes")
     if set(manifest.files) != (expected := {TENSORS, METADATA, *manifest.parts.values()}):
         raise ValueError(f"its files are not {', '.join(sorted(expected))}"[:300])
-    tensors: dict[str, list[str]] = {file: [] for file in expected - {METADATA}}
-    for name in sorted(manifest.offsets, key=manifest.offsets.__getitem__):
-        tensors[manifest.part_of(name)].append(name)
-    for file, names_in in tensors.items():
-        _check_part(manifest, file, names_in)
+    tensors = manifest.tensors_by_file()
+    for file in expected - {METADATA}:
+        _check_part(manifest, file, tensors.get(file, []))
     if manifest.files[METADATA][0] > _overhead(manifest.tensors):
         raise ValueError("the sizes of its files are not those of its tensors")
 

@@ -184,11 +184,11 @@ def _exchange(world: World, content: Content, reader: Reader) -> Content:
     if reader.of == 1:
         return content
     manifest, kinds, shares = content.manifest, {}, []
-    end = 0
+    end, named = 0, manifest.tensors_by_file()
     for number in range(reader.of):
         begin = end
         for file in Reader(number, reader.of).files_of(manifest):
-            part = {name: manifest.kind_of(name) for name in manifest.tensors_in(file)}
+            part = {name: manifest.kind_of(name) for name in named.get(file, ())}
             kinds.update(part)
             end += room_of(part)
         shares.append(range(begin, end))

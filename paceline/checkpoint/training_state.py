@@ -122,7 +122,7 @@ class Part(Protocol):
 
 
 class LoopChanges(Part, Protocol):
-    """What the loop body changes; see ``data.loop_changes``."""
+    """What the loop body changes; see ``data.objects.loop_changes``."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return what the loop has changed since the last step returned, as it was then."""

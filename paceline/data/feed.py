@@ -21,10 +21,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from paceline import fault_points
-from paceline.data.attributes import Attributes, same
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
-from paceline.data.loop_changes import PlainValues, Values
 from paceline.data.nested import default_collate, rows
+from paceline.data.objects.attributes import Attributes, same
+from paceline.data.objects.values import PlainValues, Values
 from paceline.data.order import BatchOrder, Order
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder

@@ -11,7 +11,7 @@ import torch
 from paceline.comm.values import sendable
 from paceline.comm.world import World
 from paceline.data.feed import Feed, Piece
-from paceline.data.loop_changes import LoopChanges
+from paceline.data.objects.loop_changes import LoopChanges
 from paceline.data.order import BatchOrder
 from paceline.errors import InputError
 from paceline.events import EventLog

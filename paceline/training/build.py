@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from paceline import agreement, env
@@ -20,10 +19,10 @@ from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved, check_machines, flat
-from paceline.data.attributes import Attributes
 from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
-from paceline.data.loop_changes import LoopChanges
+from paceline.data.objects.attributes import Attributes
+from paceline.data.objects.loop_changes import LoopChanges
 from paceline.data.order import BatchOrder
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
@@ -55,6 +54,8 @@ from paceline.strategies.phases import named_forwards
 _log = logging.getLogger("paceline")
 _EXACT = ("allreduce", "stealing")
 """The strategies to name where another one is not exact."""
+_WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
+"""Classes of torch, by name: to import all takes longer than to start."""
 
 
 @dataclass(frozen=True)
@@ -219,11 +220,6 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
     model = keras_module.adapted(model)
     if not isinstance(model, nn.Module):
         raise InputError(f"model must be a torch.nn.Module, but it is a {type(model).__name__}.")
-    if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        raise InputError(
-            f"model is wrapped in {type(model).__name__}, which brings gradients together itself: give start the model "
-            f"inside of it, as in model=model.module."
-        )
     for name, value in model.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
@@ -234,6 +230,13 @@ def _checked_model(model: Any, sparse: bool) -> nn.Module:
                 f"call model.to_empty(device='cpu') and give it values before paceline.start."
             )
     for name, module in model.named_modules():
+        wrapper = _WRAPPERS.intersection(kind.__name__ for kind in type(module).__mro__)
+        if wrapper:
+            what = f"{name!r} of the model" if name else "model"
+            raise InputError(
+                f"{what} is wrapped in {min(wrapper)}, which brings gradients or weights together itself: give start "
+                f"the model that is inside of it, such as model.module."
+            )
         if isinstance(module, nn.SyncBatchNorm) and not torch.cuda.is_available():
             raise InputError(
                 f"{name!r} is a SyncBatchNorm, which torch computes on GPUs only, and this worker has none: leave out "

@@ -22,12 +22,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from paceline import fault_points
-from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.training_state import TrainingState
 from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
-from paceline.step.job import Batch, Job, StepResult
+from paceline.step.job import Batch, StepResult
 from paceline.step.replicas import compare
 from paceline.step.trials.first_step import try_forward_pass
 from paceline.step.trials.trial import warn
@@ -50,11 +48,7 @@ class TrainingLoop:
     """Takes the steps of a run with the present workers; the only owner of the progress of this one.
 
     Args:
-        job: what is trained; its workers have not met yet.
-        facts: on which all workers must agree.
-        state: of the training.
-        checkpointer: saves and loads checkpoints.
-        resume: the checkpoint to start from, if any.
+        beginning: what is trained, and with what it begins.
         script: what the script keeps.
 
     Attributes:
@@ -68,22 +62,13 @@ class TrainingLoop:
 
     strategy: Strategy
 
-    def __init__(
-        self,
-        job: Job,
-        facts: dict[str, object],
-        state: TrainingState,
-        checkpointer: Checkpointer,
-        resume: str | None,
-        script: ScriptState,
-    ) -> None:
-        self.job = job
-        self._state = state
-        self._checkpointer = checkpointer
+    def __init__(self, beginning: Beginning, script: ScriptState) -> None:
+        self.job = job = beginning.job
+        self._state, self._checkpointer = beginning.state, beginning.checkpointer
         self._script = script
         self._progress: Progress | None = None
         self._strategy_ready = False
-        self.records = Records(job, state)
+        self.records = Records(job, beginning.state)
         self.activity = Activity(job.world)
         self.loads_ahead = False
         self._closed = False
@@ -91,14 +76,13 @@ class TrainingLoop:
         self._notice = 0
         self._recovery: Recovery | None = None
         fault_points.arm(lambda: -1 if self._progress is None else job.world.rank)
-        beginning = Beginning(job, facts, state, checkpointer, resume)
         if job.world.coordinator is None:
             job.world.rendezvous()
             self._take_over(beginning.begin())
             self._set_up_strategy()
         else:
-            self._recovery = Recovery(job, job.world.coordinator, state, checkpointer, beginning)
-            self._recovery.register(facts, self._status)
+            self._recovery = Recovery(job.world.coordinator, beginning)
+            self._recovery.register(self._status)
             self._re_form()
             self._await_process_group()
         self.position = Position(job.settings.seed, self.progress.steps)
@@ -123,12 +107,12 @@ class TrainingLoop:
         turn = position.check(batch, bool(phase))
         begin = time.perf_counter()
         job.loop.look(begins=True)
-        if lost := job.loop.not_restored():
-            warn(job, lost)
         check_loop_changes(job.settings, job.world.size, job.loop.parameter, batch.step)
         if not turn:
             self.progress.entered = batch.step
         others_did = self.progress.has_received(batch.step, turn)  # it is in their records
+        if not others_did and (lost := job.loop.not_restored()):  # else the lines behind the step are still to come
+            warn(job, lost)
         result = self._try_until_done(lambda: self._take(batch, phase, turn))
         if not turn:  # all phases of the last batch come once more in a resumed script
             self._script.keep()

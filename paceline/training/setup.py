@@ -21,6 +21,7 @@ from paceline.step.job import Job
 from paceline.trackers.tracking import Tracking
 from paceline.training import build, kept_settings
 from paceline.training.loop import TrainingLoop
+from paceline.training.recovery.beginning import Beginning
 from paceline.training.recovery.preemption import catch_notices
 from paceline.training.report import report_profile
 from paceline.training.script_state import ScriptState
@@ -103,7 +104,7 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
     place = kept_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(job.world, saves, place, job.events, job.replicated)
-    loop = _current = TrainingLoop(job, facts, state, checkpointer, resume, script)
+    loop = _current = TrainingLoop(Beginning(job, facts, state, checkpointer, resume), script)
     if checkpointer.enabled or job.world.coordinator is not None:
         catch_notices(job.world)
     rules = {"server.mode": settings.server.mode, "pipeline.schedule": settings.pipeline.schedule}

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import paceline
 from paceline.errors import InputError
+from paceline.schedule.audits import AuditSchedule
 from paceline.step.fusion import Fusion
 from paceline.step.trials.audit import Audit
 from paceline.testing.ranks import Ended
@@ -80,6 +82,39 @@ def test_rounding_matters_with_exact_only() -> None:
     model = Late(1e-5)
     with pytest.raises(InputError, match="Audit of step 1"):
         train(start(model), model, 6, 1)
+
+
+def test_workers_that_have_joined_are_audited_one_after_the_other() -> None:
+    schedule = AuditSchedule()
+    schedule.look_at(9, [2, 3])
+    assert [step for step in range(8, 13) if schedule.is_due(step)] == [8, 9, 10]
+    assert [schedule.joined(step) for step in (8, 9, 10, 11)] == [None, 2, 3, None]
+    off = AuditSchedule(off=True)
+    off.look_at(9, [2])
+    assert not off.is_due(9)
+
+
+@pytest.mark.parametrize(("owner", "computes"), [(1, 2), (2, 1)])
+def test_one_that_has_joined_takes_part_in_the_audit(
+    monkeypatch: pytest.MonkeyPatch, owner: int, computes: int
+) -> None:
+    """Rank 2 has joined: it computes the microbatch of another one, or another one computes its microbatch."""
+    computed: list[int] = []
+    for rank in range(3):
+        schedule = AuditSchedule()
+        schedule.look_at(9, [2])
+        job: Any = SimpleNamespace(
+            audits=schedule,
+            world=SimpleNamespace(rank=rank, size=3),
+            compute=SimpleNamespace(recorder=None),
+            order=SimpleNamespace(parts_of=lambda _: range(6)),
+            settings=SimpleNamespace(exact=True),
+        )
+        monkeypatch.setattr(Audit, "_compute", lambda audit: computed.append(audit._job.world.rank))
+        layout = [[], [], []]
+        layout[owner] = [range(schedule.microbatch(9, 6), schedule.microbatch(9, 6) + 1)]
+        assert Audit(job).begin(9, layout)
+    assert computed == [computes]
 
 
 def test_nothing_is_computed_twice_without_audits() -> None:

@@ -233,6 +233,10 @@ trained(session, 2)
 """,
         ["'0.weight'", "was frozen at the start"],
     ),
+    "DataParallel": (
+        "start(lambda: nn.DataParallel(nn.Linear(4, 4)))",
+        ["model is wrapped in DataParallel", "give start the model that is inside of it"],
+    ),
     "SyncBatchNorm": (
         "start(lambda: nn.SyncBatchNorm(4))",
         ["is a SyncBatchNorm, which torch computes on GPUs only"],

@@ -150,3 +150,49 @@ def test_servers_that_do_not_wait_have_other_weights(run: Run) -> None:
     ran = run(text.replace("CHANGE", "model[0].weight.data.mul_(0.5)"), "-n", 2)
     assert ran.code == 2, ran.report()
     assert "The loop has changed the parameter '0.weight'" in ran.said, ran.report()
+
+
+ACTIVATION = """
+import scripted
+import torch
+from subjects import mlp
+from torch import nn
+
+model = nn.Sequential(mlp(), nn.Identity())
+model.act = torch.relu
+model[1].register_forward_hook(lambda *given: model.act(given[2]))
+session = scripted.begin("mlp, momentum", model=model, checkpoint={"every": 5, "background": False})
+for batch in session.batches(steps=12):
+    if batch.step == 6 and WAITS:
+        scripted.await_joiner(session)
+    if batch.step CHANGES:
+        model.act = torch.tanh
+    scripted.say(session, session.step(batch))
+    if batch.step BEHIND:
+        model.act = torch.tanh
+scripted.end(session)
+"""
+NAMED = "The loop changed model.act in a step that is done"
+
+
+def activation(waits: bool, changes: str, behind: str = "< 0") -> str:
+    return ACTIVATION.replace("WAITS", repr(waits)).replace("CHANGES", changes).replace("BEHIND", behind)
+
+
+def test_a_joiner_that_would_compute_something_else_is_named(run: Run) -> None:
+    ran = run(activation(True, "== 3"), "-n", 3, "--elastic", "2:3", faults=faults.kill(rank=2, step=5))
+    assert ran.code == 2 and NAMED in ran.said, ran.report()
+    assert "step 7 " not in ran.report(), "step 8 is audited in any case"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("changes", "behind", "warns"),
+    [("== 3", "< 0", True), (">= 3", "< 0", False), ("< 0", ">= 2", False)],
+    ids=["once", "before each step", "behind each step"],
+)
+def test_a_resumed_run_names_what_is_not_kept(run: Run, changes: str, behind: str, warns: bool) -> None:
+    text = activation(False, changes, behind)
+    ended = run(text, "-n", 2, faults=faults.error(rank=1, step=6))
+    again = run(text, "-n", 2, "--resume", ended.run / "checkpoints" / "step-000005", name="two")
+    assert again.code == 0 and (NAMED in again.report()) == warns, again.report()

@@ -184,7 +184,9 @@ class Scene:
 
         coordinator: Any = SimpleNamespace(await_membership=await_membership)
         self.begun = 0
-        self.of = Recovery(self.job, coordinator, self.state, self.saver, self)  # type: ignore[arg-type]
+        facts = {"batch": 8, "initial weights": "a"}
+        about = {"job": self.job, "facts": facts, "state": self.state, "checkpointer": self.saver}
+        self.of = Recovery(coordinator, SimpleNamespace(**about, begin=self.begin))  # type: ignore[arg-type]
 
     def begin(self) -> Progress:
         self.begun += 1
@@ -421,7 +423,7 @@ def test_a_worker_registers_with_what_all_must_agree_on(
     scene.of._coordinator = SimpleNamespace(  # type: ignore[assignment]
         address="10.0.0.1", report=given.append, register=lambda *facts: given.append(facts)
     )
-    scene.of.register({"batch": 8, "initial weights": "a"}, dict)
+    scene.of.register(dict)
     about = {"host": platform.node(), "pid": os.getpid(), "address": "10.0.0.1"}
     assert given == [dict, (about, {"batch": 8}, 9.0, (4, 8))]
     assert warmed == ([(scene.job, scene.state)] if spare else [])

@@ -9,7 +9,7 @@ import numpy
 import torch
 from torch import nn
 
-from paceline.data.loop_changes import LoopChanges
+from paceline.data.objects.loop_changes import LoopChanges
 from paceline.step.replicas import digests_of
 
 

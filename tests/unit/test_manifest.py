@@ -110,3 +110,22 @@ def test_tensors_that_overlap_are_refused() -> None:
 def test_text_that_would_hurt_a_parser(text: str) -> None:
     with pytest.raises(DamagedError, match="here is damaged"):
         manifest.parse(text, "here")
+
+
+def test_many_files_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"tensor {number}" for number in range(50)]
+    files = {name: (4, "0" * 64) for name in (manifest.TENSORS, manifest.METADATA)}
+    hashes = dict.fromkeys(names, "0" * 64)
+    text = sealed(
+        tensors={name: ("torch.float32", [1]) for name in names},
+        offsets=dict.fromkeys(names, 0),
+        files=files | {f"__{number}_0.distcp": (4, "0" * 64) for number in range(50)},
+        fingerprint=fingerprint_of(hashes),
+        parts={name: f"__{number}_0.distcp" for number, name in enumerate(names)},
+        hashes=hashes,
+    )
+    asked: list[str] = []
+    plain = Manifest.part_of
+    monkeypatch.setattr(Manifest, "part_of", lambda one, name: (asked.append(name), plain(one, name))[1])
+    manifest.parse(text, "it")
+    assert sorted(asked) == sorted(names)

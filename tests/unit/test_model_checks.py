@@ -116,3 +116,52 @@ def test_a_loss_of_the_output_alone_is_taken() -> None:
     penalty = compute_of(model, lambda output, target: functional.mse_loss(output, target) + model[2].bias.norm())
     with pytest.raises(InputError, match=r"The loss uses the parameter '2\.bias'"):
         check_loss(penalty, PIECE)
+
+
+class Counts(nn.Module):
+    """Counts its passes, without a use for the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return values
+
+
+def by_weight(model: Any) -> None:
+    model[2].register_forward_hook(lambda *given: given[2] / (1 + model[0].weight.detach().norm()))
+
+
+def by_buffer(model: Any) -> None:
+    model[2].register_forward_hook(lambda *given: given[2] * model[1].count)
+
+
+def by_gradient(model: Any) -> None:
+    model[0].weight.register_hook(lambda gradient: gradient * model[2].bias.detach().norm())
+
+
+def by_index(model: Any) -> None:
+    """Fails with other values."""
+    model[2].register_forward_hook(lambda *given: given[2] * torch.ones(2)[int(2 * model[1].count) - 1])
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    ("reads", "named"),
+    [
+        (by_weight, "parameter '0.weight'"),
+        (by_buffer, "buffer '1.count'"),
+        (by_gradient, "parameter '2.bias'"),
+        (by_index, "buffer '1.count'"),
+    ],
+)
+def test_a_layer_reads_a_tensor_of_another_one(reads: Any, named: str, exact: bool) -> None:
+    model = mlp(Counts())
+    check(model, exact)
+    reads(model)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(InputError, match=f"a layer, or a hook, reads the {named} of another layer"):
+        check(model, exact)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

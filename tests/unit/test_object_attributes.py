@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
+from contextvars import ContextVar
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -12,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.data import attributes
-from paceline.data.attributes import Attributes, same
+from paceline.data.objects import attributes
+from paceline.data.objects.attributes import Attributes, same
 
 GENERATOR = random.Random(5)
 
@@ -147,3 +150,54 @@ def test_an_empty_cell_is_left_empty() -> None:
     Attributes({"f": function}, set()).put_back()
     with pytest.raises(NameError):
         function()
+
+
+PASSES = ContextVar("PASSES", default=0)
+LOCAL = threading.local()
+
+
+class Doubled(torch.autograd.Function):
+    passes = 0
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.part, self.text = numpy.int64(0), Fraction(0), ""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.steps, self.part, self.text = self.steps + 1, self.part + Fraction(1, 3), self.text + "."
+        PASSES.set(PASSES.get() + 1)
+        LOCAL.passes = getattr(LOCAL, "passes", 0) + 1
+        Doubled.passes += 1
+        return values
+
+
+class Centered(nn.Module):
+    """A loss with a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(2))
+
+
+def test_counters_of_all_kinds_are_seen_and_put_back() -> None:
+    model = Counting()
+    LOCAL.passes = 0
+    before = Attributes({"model": model}, set())
+    model(torch.ones(1))
+    after = Attributes({"model": model}, set())
+    changed = {name for name, value in after.values.items() if not same(before.values.get(name), value)}
+    assert changed == {"model.steps", "model.part", "model.text", "PASSES", "LOCAL.passes", "Doubled.passes"}
+    before.put_back()
+    assert (model.steps, model.part, model.text) == (0, 0, "")
+    assert (PASSES.get(), LOCAL.passes, Doubled.passes) == (0, 0, 0)
+
+
+def test_buffers_of_a_loss_are_seen_and_those_of_the_model_are_not() -> None:
+    found = Attributes({"model": nn.BatchNorm1d(2), "loss": Centered()}, set()).values
+    assert "loss.center" in found and not any(name.startswith("model.running") for name in found)

@@ -274,3 +274,36 @@ def test_a_step_hook_that_looks_at_each_parameter_is_tried_without_a_trace() -> 
     probe_optimizer(job_of(optimizer))
     assert all(torch.equal(value, kept) for value, kept in zip(values, before, strict=True))
     assert not calls
+
+
+def test_a_step_hook_that_fails_on_random_gradients_is_warned_of(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = parameters()
+    optimizer = optim.SGD(values, lr=0.1)
+
+    def guard(*_: Any) -> None:
+        print("checked")
+        if any(value.grad is not None and value.grad.abs().max() > 50 for value in values):
+            raise FloatingPointError("the gradient explodes")
+
+    optimizer.register_step_pre_hook(guard)
+    probe_optimizer(job_of(optimizer))
+    assert "A step hook of the optimizer SGD cannot be tried on random gradients (FloatingPointError: " in caplog.text
+    assert capsys.readouterr().out == ""
+
+
+def test_a_step_hook_that_needs_all_gradients_is_refused() -> None:
+    values = parameters()
+    optimizer = optim.SGD(values, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: [value.grad.clamp_(-1, 1) for value in values])  # type: ignore[union-attr]
+    with pytest.raises(InputError, match=r"A step hook of the optimizer SGD fails when some .*grad is None"):
+        probe_optimizer(job_of(optimizer))
+
+
+def test_optimizers_that_share_their_state_are_tried_apart(caplog: pytest.LogCaptureFixture) -> None:
+    values = parameters()
+    first, second = optim.Adagrad(values[:2], lr=0.1), optim.SGD(values[2:], lr=0.1)
+    second.state = first.state
+    probe_optimizer(job_of(second))
+    assert not caplog.text

@@ -19,8 +19,8 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-from paceline.data.attributes import same
 from paceline.data.feed import Piece
+from paceline.data.objects.attributes import same
 from paceline.errors import InputError
 from paceline.step.forward import ForwardResult
 from paceline.step.job import Job

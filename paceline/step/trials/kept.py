@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from paceline.data.attributes import Attributes, same
 from paceline.data.feed import Piece
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import map_tensors
+from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.job import Job
 from paceline.step.loss import loss_of_result, pair_of

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import logging
 import math
 from collections import OrderedDict, defaultdict
@@ -21,8 +22,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.data.attributes import Attributes, same
 from paceline.data.keys import generator_states, preserve_generators, same_states, seed_torch
+from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.job import Job
 from paceline.step.optimizers.several import parts_of
@@ -98,7 +99,7 @@ def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
         return
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     what = f"A step hook of the optimizer {type(optimizer).__name__}"
-    with preserve_generators(), _left_as_it_is(optimizer, hooks), redirect_stdout(None):
+    with preserve_generators(), _left_as_it_is(optimizer, hooks), redirect_stdout(io.StringIO()):
         for scale in sorted(set(_SCALES)):
             try:
                 together, drew = _after_hooks(optimizer, hooks, range(count), scale)
@@ -113,7 +114,13 @@ def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
                 raise _draws(job, what)
             for first in (0, 1):
                 places = range(first, count, 2)
-                alone, _ = _after_hooks(optimizer, hooks, places, scale)
+                try:
+                    alone, _ = _after_hooks(optimizer, hooks, places, scale)
+                except Exception as error:
+                    raise InputError(
+                        f"{what} fails when some parameters have no gradients ({type(error).__name__}: {error}). "
+                        f"{_split(job)}. Let it leave out a parameter whose grad is None, or use strategy 'allreduce'."
+                    ) from error
                 if not same([alone[place] for place in places], [together[place] for place in places]):
                     raise InputError(
                         f"{what} does something else with a parameter when the others have no gradients: it looks at "

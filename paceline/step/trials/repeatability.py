@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from paceline.data.attributes import Attributes, same
 from paceline.data.feed import Piece
+from paceline.data.objects.attributes import Attributes, same
 from paceline.errors import InputError
 from paceline.step.job import Job
 from paceline.step.trials.digests import TOLERANCE

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from paceline.data.attributes import Attributes, same
 from paceline.data.keys import preserve_generators
+from paceline.data.objects.attributes import Attributes, same
 from paceline.step.job import Job
 
 _log = logging.getLogger("paceline")

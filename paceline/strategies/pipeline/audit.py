@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from paceline.data.attributes import Attributes
 from paceline.data.feed import Piece
 from paceline.data.keys import preserve_generators
+from paceline.data.objects.attributes import Attributes
 from paceline.partition.backward import backward
 from paceline.step.forward import computed_again
 from paceline.step.job import Job
@@ -121,8 +121,13 @@ class StageAudit:
             self._passes[again].add(f"the buffer {name!r}", value)
 
     @contextmanager
-    def backward(self, again: bool = False) -> Iterator[None]:
-        """In which a backward pass runs: take the digests of its gradients, apart from those of other microbatches."""
+    def backward(self, inputs: Sequence[torch.Tensor], again: bool = False) -> Iterator[None]:
+        """In which a backward pass runs: take the digests of its gradients, apart from those of other microbatches.
+
+        Args:
+            inputs: of the stage.
+            again: whether it is the second pass.
+        """
         kept = {name: value.grad for name, value in self._parameters.items()}
         for value in self._parameters.values():
             value.grad = None
@@ -131,6 +136,9 @@ class StageAudit:
             for name, value in self._parameters.items():
                 if value.grad is not None:
                     self._passes[again].add(f"the gradient of {name!r}", value.grad)
+            for place, one in enumerate(inputs):
+                if one.grad is not None:
+                    self._passes[again].add(f"the gradient of input {place} of stage {self._stage}", one.grad)
         finally:
             for name, value in self._parameters.items():
                 before = kept[name]
@@ -155,7 +163,7 @@ class StageAudit:
             with preserve_generators(), self._as_before:
                 outputs = outputs_of(inputs or pair_of(self._data)[0], self._data)
                 self.add_forward(outputs, again=True)
-                with self.backward(again=True):
+                with self.backward(inputs, again=True):
                     backward(outputs, self.output_gradients, inputs)
             name = self._difference()
             cause = moved(self._before, between, self._attributes()) if name else []

@@ -300,15 +300,15 @@ class Executor:
 
     def _backward(self, operation: Operation) -> None:
         saved = self._take_saved(operation)
-        with self._hooks.weights(operation), self._audited(operation):
+        with self._hooks.weights(operation), self._audited(operation, saved):
             backward(saved.outputs, saved.output_gradients, saved.inputs)
         self._pass_gradients(operation, saved)
         self._compute_again(operation)
         self._hooks.on_gradients(operation.stage, operation.microbatch)
 
-    def _audited(self, operation: Operation) -> AbstractContextManager[object]:
+    def _audited(self, operation: Operation, saved: Saved) -> AbstractContextManager[object]:
         audit = self._audits.get((operation.stage, operation.microbatch))
-        return nullcontext() if audit is None else audit.backward()
+        return nullcontext() if audit is None else audit.backward(saved.inputs)
 
     def _compute_again(self, operation: Operation) -> None:
         """Compute a microbatch of an audited step again, which was just computed."""
@@ -333,7 +333,7 @@ class Executor:
 
     def _backward_weight(self, operation: Operation) -> None:
         saved = self._saved.pop((operation.stage, operation.microbatch))
-        with self._audited(operation):
+        with self._audited(operation, saved):
             if operation.stage == 0:
                 backward(saved.outputs, saved.output_gradients, saved.inputs)
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 import torch
 
@@ -19,40 +20,33 @@ from paceline.weights.read import read
 _log = logging.getLogger("paceline")
 
 
+@dataclass(frozen=True)
 class Beginning:
-    """Compares what is to be trained, and loads what it begins with.
+    """What is trained, and what training begins with.
 
-    Args:
-        job: what is trained.
+    Attributes:
+        job: what is trained; its workers have not met yet.
         facts: on which all workers must agree.
         state: of the training.
-        checkpointer: loads checkpoints.
+        checkpointer: saves and loads checkpoints.
         resume: the checkpoint to start from, if any.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        facts: dict[str, object],
-        state: TrainingState,
-        checkpointer: Checkpointer,
-        resume: str | None,
-    ) -> None:
-        self._job = job
-        self._facts = facts
-        self._state = state
-        self._checkpointer = checkpointer
-        self._resume = resume
+    job: Job
+    facts: dict[str, object]
+    state: TrainingState
+    checkpointer: Checkpointer
+    resume: str | None
 
     def begin(self) -> Progress:
         """Load the checkpoint to go on from, if any, or initial weights; all workers call this together."""
-        check(self._job.world, self._facts)
+        check(self.job.world, self.facts)
         # In a later generation all that had a state are lost.
-        again = self._resume is None and self._job.world.generation > 0 and self._checkpointer.enabled
-        steps = self._checkpointer.resume(self._state, "auto" if again else self._resume)
-        if self._job.settings.weights.path is not None and self._checkpointer.last is None:
-            load_initial(self._job)
-        return Progress.resumed(steps, self._state.loaded_script if steps else {})
+        again = self.resume is None and self.job.world.generation > 0 and self.checkpointer.enabled
+        steps = self.checkpointer.resume(self.state, "auto" if again else self.resume)
+        if self.job.settings.weights.path is not None and self.checkpointer.last is None:
+            load_initial(self.job)
+        return Progress.resumed(steps, self.state.loaded_script if steps else {})
 
 
 def load_initial(job: Job) -> None:

@@ -18,17 +18,14 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 from paceline import env, fault_points
-from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
 from paceline.errors import PREEMPTED, InputError, WorkerLost
-from paceline.step.job import Job
 from paceline.strategies.registry import worker_counts
 from paceline.training.progress import Progress, furthest_of, gone_back, plan_catch_up
 from paceline.training.recovery.activity import RE_FORMING
@@ -44,33 +41,20 @@ class Recovery:
     """Takes this worker from one membership to the next.
 
     Args:
-        job: what is trained, and with whom.
         coordinator: tells who the members are.
-        state: what workers that are behind receive.
-        checkpointer: saves and loads checkpoints.
-        beginning: how training begins when nobody has a state yet.
+        beginning: what is trained, and how that begins when nobody has a state yet.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        coordinator: CoordinatorClient,
-        state: TrainingState,
-        checkpointer: Checkpointer,
-        beginning: Beginning,
-    ) -> None:
-        self._job = job
+    def __init__(self, coordinator: CoordinatorClient, beginning: Beginning) -> None:
         self._coordinator = coordinator
-        self._state = state
-        self._checkpointer = checkpointer
         self._beginning = beginning
+        self._job, self._state, self._checkpointer = beginning.job, beginning.state, beginning.checkpointer
         self._undo_warm_up: Callable[[], None] = lambda: None
 
-    def register(self, facts: Mapping[str, object], status: Callable[[], dict[str, Any]]) -> None:
+    def register(self, status: Callable[[], dict[str, Any]]) -> None:
         """Tell the coordinator that this worker is there; a spare warms up first.
 
         Args:
-            facts: on which all workers must agree.
             status: gives what this worker does, for hang detection; called by another thread.
         """
         launched, coordinator = env.launch_info(), self._coordinator
@@ -83,7 +67,7 @@ class Recovery:
             "pid": os.getpid(),
             "address": coordinator.address,
         }
-        known = {key: value for key, value in facts.items() if not key.startswith("initial")}
+        known = {key: value for key, value in self._beginning.facts.items() if not key.startswith("initial")}
         fits = worker_counts(self._job.settings, self._job.order.microbatches, launched.largest)
         coordinator.register(about, known, self._job.settings.hang_seconds, fits)
 

@@ -17,29 +17,21 @@ its own script does not change them, too.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from enum import Enum
-from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.data.attributes import PLAIN, Attributes, same
+from paceline.data.objects.attributes import PLAIN
+from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, sent
 
-_OF_TORCH = vars(nn.Module()).keys() - {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
 _NOT_RESTORED = (
     "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
     "with what the script begins with. Set it again before each step, or keep numbers by session.register."
 )
-_MOST_SEEN = 1000
-_MOST_OWNERS = 200
-_SMALL_BYTES = 4096
-Values: TypeAlias = list[dict[Any, Any]]
 
 
 class LoopChanges:
@@ -53,7 +45,7 @@ class LoopChanges:
         model: the model.
         optimizer: its optimizer.
         digests: returns for each tensor a number that stands for its bits; None: these are not compared.
-        owners: what holds values in the model, the loss and the data, by names (``data.attributes``).
+        owners: what holds values in the model, the loss and the data, by names (``data.objects.attributes``).
         keeps: whether a checkpoint gets what was kept, and not the tensors and hyperparameters of now.
 
     Attributes:
@@ -76,8 +68,10 @@ class LoopChanges:
         self._optimizer = optimizer
         self._digests_of = digests
         self._keeps = keeps
-        self._owners = [_Owner(name, entries) for name, entries in owners.items()]
-        self._lost: dict[str, _Mark] = {}  # what others have changed and nobody keeps, as it was here then
+        self._owners = [
+            Owner(name, entries) for name, entries in owners.items() if name.rpartition(".")[2] not in OF_TORCH
+        ]
+        self._lost: dict[str, Mark] = {}  # what others have changed and nobody keeps, as it was here then
         self._parameters = dict(model.named_parameters())
         self._buffers = [_place_of(model, name) for name, _ in model.named_buffers()]
         names = [f"buffer/{name}" for name, _ in model.named_buffers()]
@@ -132,7 +126,7 @@ class LoopChanges:
             found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
             self.changed.update(dict.fromkeys(found))
         for owner, then, values in zip(self._owners, plain, self._plain, strict=True):
-            if then != values:
+            if then is not values and then != values:
                 keys = [key for key in then | values if then.get(key) != values.get(key)]
                 self.changed.update((f"{owner.name}.{key}", None) for key in keys)
         if begins:
@@ -175,7 +169,7 @@ class LoopChanges:
     def state(self, step: int) -> dict[str, Any]:
         """Return attributes and hyperparameters, for a checkpoint or another worker."""
         changed = self.attributes() if self.now or not self._ended else self._changed_of(self._ended)
-        lost = [name for name, value in self._named(self._plain) if isinstance(value, _Mark) and name in self.changed]
+        lost = [name for name, value in self._named(self._plain) if isinstance(value, Mark) and name in self.changed]
         groups = [] if self.now else self._groups
         return {"attributes": changed, "groups": groups, "changed": list(self.changed), "lost": lost}
 
@@ -183,7 +177,7 @@ class LoopChanges:
         """Return, once, what to say of changes that are not in the state that was loaded, and not made here since."""
         lost, self._lost = self._lost, {}
         now = dict(self._named(self._plain)) if lost else {}
-        names = [name for name, mark in lost.items() if now.get(name) == mark]
+        names = [_described(name) for name, mark in lost.items() if now.get(name) == mark]
         self.said = _NOT_RESTORED.format(names=", ".join(names[:3])) if names else self.said
         return self.said if names else ""
 
@@ -200,25 +194,23 @@ class LoopChanges:
             owner.name: found
             for owner, own in zip(self._owners, values, strict=True)
             if (
-                found := {
-                    key: _sent(value) for key, value in own.items() if self._is_kept(f"{owner.name}.{key}", value)
-                }
+                found := {key: sent(value) for key, value in own.items() if self._is_kept(f"{owner.name}.{key}", value)}
             )
         }
 
     def _is_kept(self, name: str, value: Any) -> bool:
-        return name in self.changed and not isinstance(value, _Mark)
+        return name in self.changed and not isinstance(value, Mark)
 
     def load(self, state: dict[str, Any]) -> None:
         """Take over what :meth:`state` returned, after the tensors."""
         for owner in self._owners:
             for key, value in state["attributes"].get(owner.name, {}).items():
-                owner.entries[key] = _fitted(value, owner.entries.get(key))
+                owner.entries[key] = fitted(value, owner.entries.get(key))
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
             group.update(values)
         self.changed.update(dict.fromkeys(state["changed"]))
         self._keep()
-        marks = {name: value for name, value in self._named(self._plain) if isinstance(value, _Mark)}
+        marks = {name: value for name, value in self._named(self._plain) if isinstance(value, Mark)}
         self._lost = {name: marks[name] for name in state.get("lost", ()) if name in marks}
 
     def _tensors(self) -> list[torch.Tensor]:
@@ -226,145 +218,9 @@ class LoopChanges:
         return [*self._parameters.values(), *(self._none if value is None else value for value in buffers)]
 
 
-class PlainValues:
-    """Sees the plain values of an object and of the objects that it holds, and brings earlier ones back for a while.
-
-    A script may change its data set in the loop, as ``train_set.strength = step / 1000``. Microbatches that are loaded
-    later in the step, because they were stolen, audited or left by a lost worker, must be read with the values that the
-    first ones were read with.
-
-    Args:
-        objects: by their names. What they hold is looked for once.
-
-    Attributes:
-        owners: what holds values in them, by names.
-
-    >>> from types import SimpleNamespace
-    >>> noisy = SimpleNamespace(strength=0.5)
-    >>> values = PlainValues(data=noisy)
-    >>> before = values.now()
-    >>> noisy.strength = 0.75
-    >>> with values.set_to(before):
-    ...     print(noisy.strength)
-    0.5
-    >>> noisy.strength
-    0.75
-    """
-
-    def __init__(self, **objects: Any) -> None:
-        found = Attributes(objects, set(), copies=False).owners
-        self.owners = dict(islice(found.items(), _MOST_OWNERS))
-        self._owners = list(self.owners.values())
-
-    def now(self) -> Values:
-        """Return the present values: numbers, text, flags, and copies of small tensors and arrays."""
-        return [
-            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or _is_small(one)}
-            for owner in self._owners
-        ]
-
-    @contextmanager
-    def set_to(self, values: Values) -> Iterator[None]:
-        """Set what has changed since :meth:`now` returned these values to them, and afterwards back."""
-        changed = []
-        for owner, before in zip(self._owners, values, strict=True):
-            for key, value in before.items():
-                now = owner.get(key)
-                if (type(now) in PLAIN or _is_small(now)) and not same(now, value):
-                    changed.append((owner, key, now))
-                    owner[key] = value
-        try:
-            yield
-        finally:
-            for owner, key, now in changed:
-                owner[key] = now
-
-
-def _is_small(value: Any) -> bool:
-    """Whether a value is a tensor or an array of which copies cost nothing."""
-    return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a tensor or an array; anything else as it is."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, numpy.ndarray) else value
-
-
-class _Copy:
-    """A copy of a tensor or an array, which equals another one with the same content."""
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Copy) and same(self.value, other.value)
-
-
-class _Mark(NamedTuple):
-    """What is known of a value that is not kept: its identity, and those of what it holds."""
-
-    held: tuple[Any, ...]
-
-
-class _Owner:
-    """What one object holds."""
-
-    def __init__(self, name: str, entries: MutableMapping[Any, Any]) -> None:
-        self.name, self.entries = name, entries
-        self._keys: list[Any] = []
-        self._size = -1
-
-    def values(self) -> dict[Any, Any]:
-        """Return the values that are kept, and a mark for each of the others."""
-        entries = self.entries
-        if len(entries) != self._size:
-            self._size = len(entries)
-            self._keys = [key for key in entries if key not in _OF_TORCH]
-        found = {}
-        for key in self._keys:
-            value = entries.get(key)
-            found[key] = value if value is None or type(value) in PLAIN else _seen(key, value)
-        return found
-
-
-def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
-    """A copy of a value that is kept, or a mark."""
-    if isinstance(value, numpy.generic | Enum):
-        return value
-    if isinstance(value, torch.Tensor | numpy.ndarray):
-        if _is_small(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
-            return _Copy(_copied(value))
-        return _Mark((id(value), getattr(value, "_version", 0)))
-    if isinstance(value, dict):
-        return _Mark(tuple(map(id, value.values())) if key == "_modules" else (id(value), *value))
-    if isinstance(value, tuple):
-        seen = tuple(one if type(one) in PLAIN else _seen("", one) for one in value[:_MOST_SEEN])
-        return _Mark((len(value), *seen)) if any(isinstance(one, _Mark | _Copy) for one in seen) else value
-    if isinstance(value, list | deque):
-        return _Mark((id(value), len(value), *map(id, islice(value, _MOST_SEEN))))
-    return _Mark((id(value), len(value))) if isinstance(value, set) else _Mark((id(value),))
-
-
-def _sent(value: Any) -> Any:
-    """A value as a checkpoint can have it."""
-    if isinstance(value, _Copy):
-        return torch.from_numpy(value.value) if isinstance(value.value, numpy.ndarray) else value.value
-    if isinstance(value, numpy.generic):
-        return value.item()
-    return value.name if isinstance(value, Enum) else value
-
-
-def _fitted(sent: Any, now: Any) -> Any:
-    """What :func:`_sent` returned, of the type that the value has now."""
-    if isinstance(now, Enum) and isinstance(sent, str):
-        return type(now)[sent]
-    if isinstance(sent, torch.Tensor):
-        return sent.numpy() if isinstance(now, numpy.ndarray) else sent
-    return type(now)(sent) if isinstance(now, numpy.generic) and isinstance(sent, int | float) else sent
+def _described(name: str) -> str:
+    owner, _, key = name.rpartition(".")
+    return f"the {key.strip('_').replace('_', ' ')} of {owner}" if key in OF_MODULES else name
 
 
 def _place_of(model: nn.Module, name: str) -> tuple[dict[str, torch.Tensor | None], str]:

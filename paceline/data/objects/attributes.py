@@ -72,6 +72,7 @@ class Attributes:
         self._room = _MOST_BYTES
         own = (random._inst, torch.default_generator, numpy.random.mtrand._rand)
         self._seen = {*known, *map(id, own)}
+        self._classes: set[type] = set()
         model = roots.get("model")
         self._trained = {id(one) for one in model.modules()} if isinstance(model, nn.Module) else set()
         """The modules whose buffers somebody else keeps."""
@@ -105,12 +106,8 @@ class Attributes:
                 self._containers.append((value, value.copy()))
                 yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
         elif isinstance(value, type):
-            self._seen.discard(id(value))  # until its attributes are seen
             yield from self._of_class(name, value, value) if is_user_code(_file_of(value)) else ()
-        elif isinstance(value, ContextVar):
-            self._containers.append((value, value.get(None)))
-            yield name, value.get(None)
-        elif isinstance(value, CellType):
+        elif isinstance(value, CellType | ContextVar):
             self._containers.append((value, _content_of(value)))
             yield name, _content_of(value)
         elif isinstance(value, MethodType):
@@ -150,9 +147,9 @@ class Attributes:
         for key in _slots_of(kind) if value is not kind else ():
             if hasattr(value, key):
                 yield from self._entry(f"{name}.{key}", value, key, getattr(value, key))
-        if id(kind) in self._seen:
+        if kind in self._classes:
             return
-        self._seen.add(id(kind))
+        self._classes.add(kind)
         for key, one in [*vars(kind).items()]:
             function = one.fget if isinstance(one, property) else getattr(one, "__func__", one)
             if isinstance(function, FunctionType | _lru_cache_wrapper):
@@ -286,10 +283,10 @@ def _file_of(kind: type) -> str:
         return "<builtin>"
 
 
-def _content_of(cell: CellType) -> Any:
+def _content_of(cell: CellType | ContextVar[Any]) -> Any:
     try:
-        return cell.cell_contents
-    except ValueError:  # empty
+        return cell.cell_contents if isinstance(cell, CellType) else cell.get()
+    except (ValueError, LookupError):  # empty
         return None
 
 
@@ -298,7 +295,7 @@ def _put_back(container: Any, before: Any) -> None:
         if _content_of(container) is not before:
             container.cell_contents = before
     elif isinstance(container, ContextVar):
-        if container.get(None) is not before:
+        if _content_of(container) is not before:
             container.set(before)
     elif isinstance(container, dict):
         if container.keys() != before.keys() or any(container[key] is not value for key, value in before.items()):

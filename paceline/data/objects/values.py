@@ -1,0 +1,184 @@
+"""The values that objects hold: those that are kept as copies, and marks that tell whether another one has changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from enum import Enum
+from itertools import islice
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+import torch
+from torch import nn
+
+from paceline.data.objects.attributes import PLAIN, Attributes, same
+
+OF_MODULES = {"_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"}
+OF_TORCH = vars(nn.Module()).keys()
+"""What torch keeps in each module; of some of it the loop may change something."""
+_MOST_SEEN = 1000
+_MOST_OWNERS = 200
+_SMALL_BYTES = 4096
+Values: TypeAlias = list[dict[Any, Any]]
+
+
+class PlainValues:
+    """Sees the plain values of an object and of the objects that it holds, and brings earlier ones back for a while.
+
+    A script may change its data set in the loop, as ``train_set.strength = step / 1000``. Microbatches that are loaded
+    later in the step, because they were stolen, audited or left by a lost worker, must be read with the values that the
+    first ones were read with.
+
+    Args:
+        objects: by their names. What they hold is looked for once.
+
+    Attributes:
+        owners: what holds values in them, by names.
+
+    >>> from types import SimpleNamespace
+    >>> noisy = SimpleNamespace(strength=0.5)
+    >>> values = PlainValues(data=noisy)
+    >>> before = values.now()
+    >>> noisy.strength = 0.75
+    >>> with values.set_to(before):
+    ...     print(noisy.strength)
+    0.5
+    >>> noisy.strength
+    0.75
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        found = Attributes(objects, set(), copies=False).owners
+        self.owners = dict(islice(found.items(), _MOST_OWNERS))
+        self._owners = list(self.owners.values())
+
+    def now(self) -> Values:
+        """Return the present values: numbers, text, flags, and copies of small tensors and arrays."""
+        return [
+            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or _is_small(one)}
+            for owner in self._owners
+        ]
+
+    @contextmanager
+    def set_to(self, values: Values) -> Iterator[None]:
+        """Set what has changed since :meth:`now` returned these values to them, and afterwards back."""
+        changed = []
+        for owner, before in zip(self._owners, values, strict=True):
+            for key, value in before.items():
+                now = owner.get(key)
+                if (type(now) in PLAIN or _is_small(now)) and not same(now, value):
+                    changed.append((owner, key, now))
+                    owner[key] = value
+        try:
+            yield
+        finally:
+            for owner, key, now in changed:
+                owner[key] = now
+
+
+def _is_small(value: Any) -> bool:
+    """Whether a value is a tensor or an array of which copies cost nothing."""
+    return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tensor or an array; anything else as it is."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, numpy.ndarray) else value
+
+
+class _Copy:
+    """A copy of a tensor or an array, which equals another one with the same content."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Copy) and same(self.value, other.value)
+
+
+class Mark(NamedTuple):
+    """What is known of a value that is not kept: its identity, and those of what it holds."""
+
+    held: tuple[Any, ...]
+
+
+_EMPTY = Mark(())
+
+
+class Owner:
+    """What one object holds."""
+
+    def __init__(self, name: str, entries: MutableMapping[Any, Any]) -> None:
+        self.name, self.entries = name, entries
+        self._held: list[Any] = []
+        self._empty: list[Any] = []
+        self._mutable: list[tuple[Any, Any, Any]] = []
+        self._values: dict[Any, Any] = {}
+
+    def values(self) -> dict[Any, Any]:
+        """Return the values that are kept, and a mark for each of the others; the same dictionary if none has changed.
+
+        What is the same object as before has not changed, if it cannot change. Thousands of dictionaries of modules are
+        empty, and stay so.
+        """
+        held = [*self.entries.values()]
+        same_objects = len(held) == len(self._held) and all(map(is_, held, self._held)) and not any(self._empty)
+        if same_objects and all(_seen(key, value) == seen for key, value, seen in self._mutable):
+            return self._values
+        found = {
+            key: (value, _seen(key, value))
+            for key, value in self.entries.items()
+            if key in OF_MODULES or key not in OF_TORCH
+        }
+        self._held = held
+        self._values = {key: seen for key, (_, seen) in found.items()}
+        self._empty = [value for value, seen in found.values() if seen is _EMPTY]
+        self._mutable = [
+            (key, value, seen) for key, (value, seen) in found.items() if seen is not value and seen is not _EMPTY
+        ]
+        return self._values
+
+
+def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
+    """A copy of a value that is kept, or a mark."""
+    if isinstance(value, dict):
+        if not value:
+            return _EMPTY
+        return Mark(tuple(map(id, value.values())) if key == "_modules" else (id(value), *value))
+    if value is None or type(value) in PLAIN or isinstance(value, numpy.generic | Enum):
+        return value
+    if isinstance(value, torch.Tensor | numpy.ndarray):
+        if _is_small(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
+            return _Copy(_copied(value))
+        return Mark((id(value), getattr(value, "_version", 0)))
+    if isinstance(value, tuple):
+        seen = tuple(one if type(one) in PLAIN else _seen("", one) for one in value[:_MOST_SEEN])
+        return Mark((len(value), *seen)) if any(isinstance(one, Mark | _Copy) for one in seen) else value
+    if isinstance(value, list | deque):
+        return Mark((id(value), len(value), *map(id, islice(value, _MOST_SEEN))))
+    return Mark((id(value), len(value))) if isinstance(value, set) else Mark((id(value),))
+
+
+def sent(value: Any) -> Any:
+    """Return a value in the form in which a checkpoint can have it."""
+    if isinstance(value, _Copy):
+        return torch.from_numpy(value.value) if isinstance(value.value, numpy.ndarray) else value.value
+    if isinstance(value, numpy.generic):
+        return value.item()
+    return value.name if isinstance(value, Enum) else value
+
+
+def fitted(sent: Any, now: Any) -> Any:
+    """What :func:`sent` has returned, of the type that the value has now."""
+    if isinstance(now, Enum) and isinstance(sent, str):
+        return type(now)[sent]
+    if isinstance(sent, torch.Tensor):
+        return sent.numpy() if isinstance(now, numpy.ndarray) else sent
+    return type(now)(sent) if isinstance(now, numpy.generic) and isinstance(sent, int | float) else sent
