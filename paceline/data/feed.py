@@ -197,9 +197,11 @@ def _next(items: Iterator[Any]) -> Any:
     """
     try:
         return next(items)
-    except (EOFError, ConnectionError) as error:
+    except (EOFError, ConnectionError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
+            raise
         raise RuntimeError(
-            "A loader process (workers_per_loader) ended while it sent samples: it was killed, perhaps by the kernel "
+            "A loader process (workers_per_loader) ended: it was killed, perhaps by the kernel "
             "for lack of memory. Use fewer loader processes, or none (workers_per_loader=0)."
         ) from error
 
