@@ -57,7 +57,7 @@ for batch in session.batches(steps=1):
     session.step(batch)
 before = counts()
 session.save()
-session._checkpointer.finish()
+session._loop._checkpointer.finish()
 saved = [b - a for a, b in zip(before, counts())]
 print(json.dumps({"saved": saved}))
 """

@@ -76,7 +76,7 @@ def stalls(megabytes: float, saves: int, directory: Path) -> None:
     """Print what a save in the background costs, beside one that is waited for."""
     settings = CheckpointSettings(directory=directory)
     session = session_of(megabytes, checkpoint=settings, threads=1)
-    checkpointer, state, facts = session._checkpointer, session._state, Facts()
+    checkpointer, state, facts = session._loop._checkpointer, session._state, Facts()
     checkpointer._events = facts
     times: dict[str, list[float]] = {name: [] for name in ("waited", "stall", "whole", "idle", "saving")}
     batches = session.batches(epochs=1_000_000)
@@ -154,7 +154,7 @@ def train(directory: Path, steps: int, moment: int | None) -> None:
     print("start", session.position, flush=True)
     for batch in session.batches(steps=steps):
         session.step(batch)
-    session._checkpointer.finish()
+    session._loop._checkpointer.finish()
     print("end", session.fingerprint())
 
 

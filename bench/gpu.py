@@ -27,7 +27,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline.strategies.data_parallel.allreduce import AllReduce
-from paceline.training import workers
+from paceline.training import loop
 
 Step = Callable[[], None]
 OPTIMIZER = partial(torch.optim.AdamW, lr=1e-4)
@@ -117,7 +117,7 @@ def main() -> int:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
-    workers.build = AllReduce  # type: ignore[assignment]  # else one worker has nothing to reduce
+    loop.build = AllReduce  # type: ignore[assignment]  # else one worker has nothing to reduce
     for task in options.tasks.split(","):
         measure(TASKS[task], options.rounds, device)
     dist.destroy_process_group()

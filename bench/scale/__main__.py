@@ -43,7 +43,7 @@ def run(machines: int, workers: int, folder: Path) -> float:
             options = ["-n", str(workers), "--nodes", str(machines), "--rendezvous", f"10.77.0.1:{PORT}"]
             options += [
                 "--elastic",
-                f"{size // 2}:{size}",
+                f"{size - 1}:{size}",  # who is a moment late is waited for
                 "--runs-dir",
                 str(folder / "runs"),
                 "--secret-file",

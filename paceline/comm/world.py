@@ -22,6 +22,7 @@ from paceline.comm.shm.arena import Arena, SharedMemory, attach_hosts, attach_me
 from paceline.comm.shm.ring import Rings, can_have
 from paceline.comm.transport.base import Communicator, Message, Transport, TransportError
 from paceline.comm.transport.choice import transport_for
+from paceline.comm.transport.gather import all_gather_bytes
 from paceline.comm.transport.gloo import Gloo
 from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode_call
@@ -43,7 +44,6 @@ _POLL_SECONDS = 0.02
 _PROBE_TAG = (1 << 28) - 8  # the back end for MPI has those above
 _WITHIN = ("start", "step", "audit")
 """Gathers inside something else that is recorded."""
-_LARGEST_MESSAGE = 1 << 32
 
 
 class World(Waiting):
@@ -137,6 +137,7 @@ class World(Waiting):
         """
         assert self.coordinator is not None
         self._group.enter(self.coordinator.open_store(), self.rank, self.size)
+        self._host_transport.open()
         if self.local_size == self.size and not membership.fenced and self.transport.capabilities.same_host:
             self.hosts = (tuple(range(self.size)),)
             self.host_memory = attach_members(self, self._own_arena(), membership.members, membership.generation)
@@ -201,6 +202,7 @@ class World(Waiting):
     def _interrupt(self) -> None:
         """Somebody was lost: end what blocks on the network. In shared memory each wait looks for itself."""
         if self.shared_memory is None or self._in_process_group:
+            self._host_transport.abort()
             self._group.interrupt()
 
     def rings(self, count: int) -> Rings | None:
@@ -272,15 +274,7 @@ class World(Waiting):
     def _exchange(self, own: bytes) -> list[bytes]:
         if self.shared_memory is not None:
             return self.shared_memory.all_gather(own)
-        with self.waiting_in_group(self.others, [], self.purpose):
-            sizes = list(torch.empty(self.size, 1, dtype=torch.int64))
-            dist.all_gather(sizes, torch.tensor([len(own)]))
-            room = max(map(int, sizes))
-            if not 0 < room <= _LARGEST_MESSAGE:
-                raise RuntimeError(f"a message of {room} bytes")
-            messages = list(torch.empty(self.size, room, dtype=torch.uint8))
-            dist.all_gather(messages, torch.frombuffer(bytearray(own.ljust(room, b"\0")), dtype=torch.uint8))
-        return [one.numpy()[: int(size)].tobytes() for one, size in zip(messages, sizes, strict=True)]
+        return all_gather_bytes(self, own)
 
     def start_transfers(
         self,

@@ -34,12 +34,12 @@ else:
     Counting = nullcontext
 if given.pop("group", False):  # of one rank, by the strategy for several
     from paceline.strategies.data_parallel.allreduce import AllReduce
-    from paceline.training import workers
+    from paceline.training import loop
 
     back_end = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group(back_end, store=store, rank=0, world_size=1)
-    workers.build = AllReduce
+    loop.build = AllReduce
 
 dtype = given.pop("dtype")
 counted = given.pop("counted")

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.comm.transport.base import Capabilities, Communicator, Message, Started, TransportError, Work
+from paceline.comm.transport.gloo_waits import CollectiveWork, MessageWork, Waits
 
 
 class Gloo:
@@ -29,34 +30,34 @@ class Gloo:
             ordered=False,
             blocking_wait=True,
         )
+        self._waits = Waits()
 
     def open(self) -> None:
-        """It connects by itself."""
+        """Connects nothing, as gloo does so by itself: waits are possible again after :meth:`abort`."""
+        self._waits.reset()
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
         """None is needed: each tag has an order of its own."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
-        started = [(_begin(dist.irecv, message), [message.peer]) for message in receives]
-        return started + [(_begin(dist.isend, message), [message.peer]) for message in sends]
+        started = [(self._begin(dist.irecv, message), [message.peer]) for message in receives]
+        return started + [(self._begin(dist.isend, message), [message.peer]) for message in sends]
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        work: Work | None = dist.all_reduce(tensor, async_op=True)
-        assert work is not None
-        return work
+        return CollectiveWork(self._waits, dist.all_reduce(tensor, async_op=True))
 
     def synchronize(self, look: Callable[[float], None]) -> None:
         """A wait has done it."""
 
     def abort(self) -> None:
-        """Does nothing: blocked calls end when their sockets are shut down."""
+        """End all waits: gloo does not end each of them when their connections are shut down."""
+        self._waits.interrupt()
 
-
-def _begin(call: Callable[..., Work | None], message: Message) -> Work:
-    """Start one send or receive, so that an error names the one peer that it is about."""
-    try:
-        work = call(message.tensor, message.peer, tag=message.tag)
-    except RuntimeError as error:
-        raise TransportError([message.peer], error) from error
-    assert work is not None
-    return work
+    def _begin(self, call: Callable[..., Work | None], message: Message) -> Work:
+        """Start one send or receive, so that an error names the one peer that it is about."""
+        try:
+            work = call(message.tensor, message.peer, tag=message.tag)
+        except RuntimeError as error:
+            raise TransportError([message.peer], error) from error
+        assert work is not None
+        return MessageWork(self._waits, work)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import torch
+import torch.distributed as dist
+
 from paceline import env
 from paceline.comm.mpi.backend import REGISTERED, abort, register
 from paceline.comm.mpi.library import initialized
+from paceline.comm.transport.base import Work
 from paceline.comm.transport.gloo import Gloo
 from paceline.errors import ConfigError
 
@@ -30,6 +34,11 @@ class Mpi(Gloo):
             )
         initialized()  # before the workers look for each other, who would finalize it
         register()
+
+    def all_reduce(self, tensor: torch.Tensor) -> Work:
+        work: Work | None = dist.all_reduce(tensor, async_op=True)
+        assert work is not None
+        return work
 
     def abort(self) -> None:
         """Revoke the communicators, so that all that waits fails on all workers."""

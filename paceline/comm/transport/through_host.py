@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from paceline.comm.host_copy import HostCopy
 from paceline.comm.transport.base import Communicator, Message, Started, Work
@@ -33,7 +32,8 @@ class ThroughHost:
         self.capabilities = self._gloo.capabilities._replace(device=device, on_host=False)
 
     def open(self) -> None:
-        """gloo connects by itself."""
+        """See :class:`Gloo`."""
+        self._gloo.open()
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
         """None is needed: each tag has an order of its own."""
@@ -55,15 +55,14 @@ class ThroughHost:
     def all_reduce(self, tensor: torch.Tensor) -> Work:
         """See :class:`Transport`; the host waits for the tensor."""
         copy = HostCopy(tensor).wait()
-        work: Work | None = dist.all_reduce(copy, async_op=True)
-        assert work is not None
-        return _Arrival(work, copy, tensor)
+        return _Arrival(self._gloo.all_reduce(copy), copy, tensor)
 
     def synchronize(self, look: Callable[[float], None]) -> None:
         """A wait has done it."""
 
     def abort(self) -> None:
-        """Does nothing: blocked calls end when their sockets are shut down."""
+        """See :class:`Gloo`."""
+        self._gloo.abort()
 
 
 class _Arrival:
