@@ -87,20 +87,7 @@ class Hosts:
         """Let all cables carry no more than that in each direction, as tc writes it."""
         for name in self.names:
             for where, device in ([], f"{name}c"), (["-n", name], "eth0"):
-                shape = [
-                    "qdisc",
-                    "add",
-                    "dev",
-                    device,
-                    "root",
-                    "tbf",
-                    "rate",
-                    rate,
-                    "burst",
-                    "500kb",
-                    "latency",
-                    "500ms",
-                ]
+                shape = f"qdisc add dev {device} root tbf rate {rate} burst 500kb latency 500ms".split()
                 subprocess.run(["tc", *where, *shape], check=True, capture_output=True)
 
     def pull_cable(self, place: int) -> None:

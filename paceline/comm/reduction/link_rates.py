@@ -9,7 +9,7 @@ import torch
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 
-TAG = (1 << 28) - 10
+TAG = (1 << 28) - 10  # below those of the back end for MPI
 _BYTES = 2**21
 """Of a message: more than what is in the buffers on its way, little beside the gradients of a step."""
 _ROUNDS = (1, 2, 1, 2)

@@ -11,7 +11,7 @@ from paceline.comm.transport.base import Message
 from paceline.comm.transport.transfer import Transfer
 from paceline.errors import WorkerLost
 
-_TAG = (1 << 28) - 9
+_TAG = (1 << 28) - 9  # below those of the back end for MPI
 _LENGTH = struct.Struct("=q")
 _FIRST_BYTES = 1024
 """Of a string, sent with its length: most strings need no second message."""

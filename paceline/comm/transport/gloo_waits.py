@@ -7,6 +7,7 @@ thread that waits for such a message waits until the timeout of the process grou
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from pathlib import Path
@@ -27,9 +28,14 @@ class _Wait(Protocol):
 
 
 class Waits:
-    """The waits under way in one process group; once interrupted, every further wait fails until :meth:`reset`."""
+    """The waits under way in one process group; once interrupted, every further wait fails until :meth:`reset`.
+
+    Attributes:
+        collectives: those that were started, and have not been waited for.
+    """
 
     def __init__(self) -> None:
+        self.collectives: set[Any] = set()
         self._current: set[_Wait] = set()
         self._interrupted = False
 
@@ -38,10 +44,17 @@ class Waits:
         self._interrupted = False
 
     def interrupt(self) -> None:
-        """End all waits with a RuntimeError, from any thread."""
+        """End all waits with a RuntimeError, from any thread.
+
+        To destroy the process group takes until its collectives have ended, or gloo gives them up: a thread holds it.
+        """
         self._interrupted = True
         for wait in list(self._current):
             wait.end()
+        works = tuple(self.collectives)
+        self.collectives.clear()
+        if works:
+            threading.Thread(target=_outlive, args=(works, dist.group.WORLD), name="paceline-gloo", daemon=True).start()
 
     @property
     def interrupted(self) -> bool:
@@ -92,16 +105,13 @@ class MessageWork:
 
 
 class CollectiveWork:
-    """A collective of gloo.
-
-    An interrupted collective stays behind in a thread of its own, which holds the process group until gloo gives up: to
-    destroy the group before would take as long.
-    """
+    """A collective of gloo."""
 
     def __init__(self, waits: Waits, work: Any) -> None:
         self._waits = waits
         self._work = work
         self._over = threading.Event()
+        waits.collectives.add(work)
 
     def wait(self) -> None:
         """Wait for the result.
@@ -115,23 +125,20 @@ class CollectiveWork:
             self._over.wait()
         finally:
             self._waits.leave(self)
-            if not self._work.is_completed():
-                left = (self._work, dist.group.WORLD)
-                threading.Thread(target=_outlive, args=left, name="paceline-gloo", daemon=True).start()
         if self._waits.interrupted:
             raise RuntimeError(INTERRUPTED)
+        self._waits.collectives.discard(self._work)
         self._work.wait()
 
     def end(self) -> None:
         self._over.set()
 
 
-def _outlive(work: Any, group: Any) -> None:
-    """Hold a process group until a collective of it has ended."""
-    try:
-        work.wait()
-    except RuntimeError:
-        return
+def _outlive(works: tuple[Any, ...], group: Any) -> None:
+    """Hold a process group until its collectives have ended."""
+    for work in works:
+        with contextlib.suppress(RuntimeError):  # whoever waited for it was told
+            work.wait()
 
 
 def _abort(work: Work) -> None:
