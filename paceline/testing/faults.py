@@ -39,8 +39,8 @@ class Fault:
     Attributes:
         kind: what happens.
         rank: of the worker, when it first reaches the step.
-        step: when; in a save and in evaluate the number of steps done, during recovery
-            the least number of steps done, while sending the state the least step that the worker last began.
+        step: when; in a save and in evaluate the number of steps done, during recovery and while sending the state
+            the least number of steps done.
         point: where in the step.
         seconds: how long a stop or a full disk lasts (none: until the end), or how long a slow worker waits.
         factor: how many times as long a slow worker takes for everything.

@@ -76,6 +76,7 @@ class Sender:
         ledger = Ledger(run.folder / f"{self.name}.json")
         ledger.take(run.folder, run.position if rewinds(self.name) else None)
         tracker = open_tracker(self.name, run)
+        ledger.save(run.folder, tracker.files())  # what is killed in its first write is cut off, too
         self._opened()
         self._hand_over(tracker, ledger, run, before)
         while True:

@@ -6,7 +6,6 @@ import logging
 import platform
 import secrets
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -77,15 +76,15 @@ class Tracking:
         self._feed.begin(tracked, self._events.rank == 0)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Record values of the script: rank 0 as an event; the others keep numbers, in case one of them becomes it.
+        """Record values of the script; ranks above 0 only numbers, for the case that rank 0 is lost before it has.
 
         Raises:
             InputError: a name or a value cannot be recorded.
         """
         logged = media.sort_out(values)
         if self._events.rank != 0:
-            if self._feed is not None:
-                self._feed.offer({"event": "metrics", "time": time.time(), "step": step, "metrics": logged.scalars})
+            if logged.scalars:
+                self._events.mark("metrics", step=step, metrics=logged.scalars)
             return
         paths: dict[str, dict[str, str]] = {}
         if self._media is None:

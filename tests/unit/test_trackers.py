@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import paceline
 from paceline import config
@@ -21,6 +22,7 @@ from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.settings import TRACKERS
 from paceline.trackers import media, png, registry, sender, tracking
+from paceline.trackers.adapters.tensorboard import TensorBoardTracker
 from paceline.trackers.base import TrackedRun, Tracker, Values
 from paceline.trackers.feed import Feed
 from paceline.trackers.values import recorded
@@ -215,6 +217,29 @@ def test_csv_goes_back_to_where_the_workers_recovered(tmp_path: Path, feeds: Any
     assert losses == [(0, 0.0), (1, 0.5), (2, 1.0), (3, 1.5), (4, -1.0), (5, -1.0), (6, -1.0)]
 
 
+def test_what_was_killed_in_its_first_write_is_written_once(
+    tmp_path: Path, feeds: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, again = feeds("tensorboard"), feeds("tensorboard")
+    write = TensorBoardTracker.write
+
+    def die(tracker: TensorBoardTracker, values: Sequence[Values]) -> None:
+        write(tracker, values)
+        raise ConnectionError("killed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorBoardTracker, "write", die)
+        killed.begin(run_in(tmp_path), True)
+        killed.offer(step(0))
+        killed.close()
+    again.begin(run_in(tmp_path, position=1), True)
+    for number in range(2):
+        again.offer(step(number))
+    again.close()
+    read = EventAccumulator(str(tmp_path / "one" / "tensorboard")).Reload()
+    assert [one.step for one in read.Scalars("loss")] == [0, 1]
+
+
 def test_values_of_killed_workers_are_in_the_event_files(tmp_path: Path) -> None:
     lines = [
         step(7, loss=9.0),
@@ -326,6 +351,18 @@ def test_images_and_texts_are_in_the_event_file_at_once(tmp_path: Path, monkeypa
     events.close()
     assert (record["step"], record["metrics"]) == (3, {"a": 1.0})
     assert Path(record["texts"]["said"]).read_text() == "epoch 1"
+
+
+def test_numbers_of_every_rank_are_in_its_event_file(tmp_path: Path) -> None:
+    """For the next rank 0, if this one is lost before it has recorded them."""
+    settings = config.resolve({"batch": 8})
+    events = EventLog(tmp_path / "events", 1)
+    mine = tracking.Tracking(settings.settings, settings.sources, events, tmp_path, 1)
+    mine.log({"said": "epoch 1", "a": 1.0}, 3)
+    mine.log({"said": "epoch 2"}, 4)
+    events.close()
+    (record,) = map(json.loads, (tmp_path / "events" / "rank-1.jsonl").read_text().splitlines())
+    assert (record["event"], record["step"], record["metrics"]) == ("metrics", 3, {"a": 1.0})
 
 
 def test_the_log_and_its_listener(tmp_path: Path, opens: Any, feeds: Any) -> None:

@@ -24,6 +24,7 @@ class TensorBoardTracker(Tracker):
         if not before:
             rows = "".join(f"| {name} | {value} |\n" for name, value in run.about().items())
             self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{rows}", 0)
+        self._writer.flush()
 
     def write(self, values: Sequence[Values]) -> None:
         """Add scalars, texts and images, and wait until they are in the file."""

@@ -173,7 +173,7 @@ class Recovery:
                 snapshot = self._state.snapshot(progress.steps)
         finally:
             self._job.loop.now = False
-        return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not in_step)))
+        return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not in_step)), progress.steps)
 
     def _take_over(self, received: StateBytes) -> Progress:
         progress: Progress

@@ -20,10 +20,11 @@ from paceline.comm.world import World
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What is sent: tensors by name, and everything else."""
+    """What is sent: tensors by name, everything else, and after how many steps that is the state."""
 
     tensors: Mapping[str, torch.Tensor]
     rest: Any
+    steps: int = 0
 
 
 def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> StateBytes | None:
@@ -53,7 +54,7 @@ def transfer(world: World, senders: Sequence[int], state: StateBytes | None) -> 
 
     def fill(chunk: torch.Tensor, start: int) -> None:
         inner(chunk, start)
-        fault_points.reach("sending the state")
+        fault_points.reach("sending the state", 0 if state is None else state.steps)
 
     flat = exchange(world, even_shares(max(1, room_of(kinds)), senders, world.size), behind, fill)
     return None if flat is None else StateBytes(views_of(flat, kinds), rest)
