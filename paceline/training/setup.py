@@ -64,7 +64,10 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     launched = env.launch_info()
     name = launched.name if launched else f"rank-{who.rank}"
     path = folder / "errors" / f"{name}.json" if folder else None
-    excepthook.install(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log), known_errors.explain)
+    coordinator: CoordinatorClient | None = None
+    excepthook.install(
+        *(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log, coordinator), known_errors.explain)
+    )
     number = _count + 1
     resolved = kept_settings.resolve(arguments, folder, number, who.rank)
     if (report_to := env.config_report()) is not None:
@@ -74,7 +77,6 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     if _current is not None:
         _current.close()
         _current = None
-    coordinator = None
     if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
         coordinator = CoordinatorClient(
             launched.coordinator, launched.worker, launched.key, resolved.settings.timeout_seconds, number
@@ -128,7 +130,9 @@ def _position() -> int:
     return 0 if _current is None else _current.position.steps
 
 
-def _close(log: EventLog) -> None:
+def _close(log: EventLog, coordinator: CoordinatorClient | None) -> None:
     """Before a failed process ends: let a save under way end, if that takes not long, and write out the events."""
     join_all(_LAST_SAVE_SECONDS)
     log.close()
+    if coordinator is not None:
+        coordinator.end_script()  # how it ended says who started it, not the end of its connection
