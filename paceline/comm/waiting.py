@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
@@ -14,7 +14,7 @@ from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
 
 
 class Awaited(NamedTuple):
-    """The ranks that a worker waits for, and since when (``time.monotonic``)."""
+    """The ranks that a worker waits for, and since when (``Waiting.clock``)."""
 
     ranks: tuple[int, ...] = ()
     since: float = 0.0
@@ -41,9 +41,11 @@ class Waiting:
         timeout: seconds to wait for another worker.
         awaited: whom this worker waits for now.
         recorder: of the script's own collectives; none in one process.
+        clock: the seconds in which waits are counted.
     """
 
     recorder: Recorder | None = None
+    clock: Callable[[], float] = staticmethod(time.monotonic)
 
     def __init__(self, rank: int, size: int, timeout: float, coordinator: CoordinatorClient | None = None) -> None:
         self.rank = rank
@@ -103,7 +105,7 @@ class Waiting:
     def waits_for(self, ranks: Sequence[int]) -> None:
         """Remember whom this worker waits for; nobody when it goes on."""
         if tuple(ranks) != self.awaited.ranks:
-            self.awaited = Awaited(tuple(ranks), time.monotonic())
+            self.awaited = Awaited(tuple(ranks), self.clock())
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 from paceline.coordinator.machines import AgentClient
@@ -51,12 +52,18 @@ class CoordinatorAgent:
         request: what was asked for.
         coordinator: of the run.
         discovery: says how many workers there may be on this machine now; None: as many as were asked for.
+        clock: the seconds in which delays are counted.
     """
 
     def __init__(
-        self, launch: Launch, request: Request, coordinator: Coordinator, discovery: SlotsHere | None = None
+        self,
+        launch: Launch,
+        request: Request,
+        coordinator: Coordinator,
+        discovery: SlotsHere | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._launch = launch
+        self._launch, self._clock = launch, clock
         self._elastic = request.elastic
         self._coordinator = coordinator
         self._restarts = 0
@@ -78,7 +85,7 @@ class CoordinatorAgent:
         wanted = self._discovery is None or self._running + len(self._due) < self._wanted
         if self._elastic and self._restarts < _RESTARTS and self._coordinator.over is None and wanted:
             self._restarts += 1
-            self._due.append(time.monotonic() + _RESTART_DELAY_SECONDS)
+            self._due.append(self._clock() + _RESTART_DELAY_SECONDS)
             self._coordinator.announce_start()
 
     def _follow(self, slots: int) -> None:
@@ -90,13 +97,13 @@ class CoordinatorAgent:
             self._wanted = wanted
             self._coordinator.want(wanted)
         for _ in range(more):
-            self._due.append(time.monotonic())
+            self._due.append(self._clock())
             self._coordinator.announce_start()
 
     def to_start(self, at_once: bool) -> int:
         if self._discovery is not None:
             self._follow(self._discovery.slots)
-        now = time.monotonic()
+        now = self._clock()
         due = [when for when in self._due if at_once or when <= now or self._coordinator.waiting]
         self._due = self._due[len(due) :]
         return len(due) if self._coordinator.over is None else 0
@@ -110,8 +117,8 @@ class CoordinatorAgent:
     def waits(self) -> bool:
         if self._coordinator.over is None:
             return self._coordinator.has_agents or not self._launch.workers
-        self._last = min(self._last, time.monotonic() + self._launch.grace_seconds + _LAST_SECONDS)
-        return not self._launch.workers and self._coordinator.has_agents and time.monotonic() < self._last
+        self._last = min(self._last, self._clock() + self._launch.grace_seconds + _LAST_SECONDS)
+        return not self._launch.workers and self._coordinator.has_agents and self._clock() < self._last
 
     def interrupted(self) -> None:
         self._coordinator.preempt()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.coordinator.hang_detection import WorkerStatus, deadline, late_workers, statuses_of
@@ -16,15 +17,18 @@ _FIRST_STEP_SECONDS = 600.0
 class LatenessPolicy:
     """Compares the heartbeats of a generation with the deadlines. Called with the coordinator's lock held."""
 
-    def __init__(self, membership: MembershipProtocol, monitor: RunMonitor) -> None:
+    def __init__(
+        self, membership: MembershipProtocol, monitor: RunMonitor, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._membership = membership
         self._monitor = monitor
+        self._clock = clock
         self._heartbeats: dict[int, tuple[float, WorkerStatus]] = {}
-        self._formed_at = time.monotonic()
+        self._formed_at = self._clock()
 
     def heartbeat(self, number: int, status: WorkerStatus) -> None:
         """Take the heartbeat of a worker."""
-        self._heartbeats[number] = time.monotonic(), status
+        self._heartbeats[number] = self._clock(), status
 
     def forget(self, number: int) -> None:
         """Drop the last heartbeat of a worker: it does something else now."""
@@ -32,7 +36,7 @@ class LatenessPolicy:
 
     def reset(self) -> None:
         """Begin anew: a generation has formed."""
-        self._formed_at = time.monotonic()
+        self._formed_at = self._clock()
         self._heartbeats.clear()
 
     def statuses(self, now: float) -> list[WorkerStatus]:

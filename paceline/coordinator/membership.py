@@ -329,9 +329,9 @@ class MembershipProtocol:
         if finished and not any(member.state == "ready" for member in members):
             self._finish(now)
             return
-        if finished:
+        if finished and len(finished) == sum(member.state == "gone" for member in members):
             self._end_early(finished, now)
-            return
+            return  # else the others lost a worker in the last step of these, which is all there is left to do
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]
         spares = [one.number for one in self._spares() if not one.leaving]
@@ -340,7 +340,7 @@ class MembershipProtocol:
         count = largest_fit(self._fits, len(chosen))  # fewer spares if need be
         kept = not holders or any(self.workers[number].progress is not None for number in chosen[:count])
         needed = 0 if leaving else len(left)  # a leaving worker has given its part of the state to the others before
-        if count >= max(self.bounds.least, needed) and kept:
+        if count >= max(1 if finished else self.bounds.least, needed) and kept:
             self._publish(chosen[:count], dismissed=leaving)
         elif leaving:
             self.end(PREEMPTED, "preempted", now, save=True)

@@ -54,7 +54,7 @@ class RunMonitor:
         exit_texts: how lost workers of this machine ended, in words; other workers may notice before that.
     """
 
-    def __init__(self, record: Callable[..., None]) -> None:
+    def __init__(self, record: Callable[..., None], clock: Callable[[], float] = time.monotonic) -> None:
         self.alerts: deque[Alert] = deque(maxlen=1000)
         self.late_workers: tuple[int, ...] = ()
         self.hang_report = ""
@@ -63,7 +63,7 @@ class RunMonitor:
         self.reports: dict[int, Mapping[str, Any]] = {}
         self.exits: list[WorkerExit] = []
         self.exit_texts: dict[int, str] = {}
-        self._record = record
+        self._record, self._clock = record, clock
         self._last_seen: dict[int, LastSeen] = {}
         self._losses: list[LostWorker] = []
         self._joined = 0
@@ -101,7 +101,7 @@ class RunMonitor:
         self, statuses: Sequence[WorkerStatus], members: Sequence[int], late: Sequence[WorkerStatus], limit: float
     ) -> None:
         """Report late workers at once, and again whenever the deadline has passed again."""
-        numbers, now = tuple(members[one.rank] for one in late), time.monotonic()
+        numbers, now = tuple(members[one.rank] for one in late), self._clock()
         self.hang_report = describe(statuses)
         stopped = [number for number in numbers if state_of(self._pids.get(number, 0)) == STOPPED]
         if stopped:

@@ -52,6 +52,21 @@ class Agent:
     end_sent: bool = False
 
 
+@dataclass(frozen=True)
+class System:
+    """What a coordinator uses of its machine; a simulated one has another.
+
+    Attributes:
+        connect: opens the connections.
+        clock: the seconds in which deadlines are counted.
+        is_ending: tells whether a process has ended, or is about to.
+    """
+
+    connect: Callable[..., Connections] = Connections
+    clock: Callable[[], float] = time.monotonic
+    is_ending: Callable[[int], bool] = is_ending
+
+
 class Coordinator:
     """Receives what workers and agents report, and lets :class:`MembershipProtocol` decide.
 
@@ -62,6 +77,7 @@ class Coordinator:
         run: what the launchers of a run have in common.
         local_workers: how many start on this machine.
         show: called with a line that rank 0 prints on another machine.
+        system: what it uses of its machine.
     """
 
     def __init__(
@@ -72,20 +88,24 @@ class Coordinator:
         run: RunInfo,
         local_workers: int = 0,
         show: Show = lambda name, line: None,
+        system: System | None = None,
     ) -> None:
         self._lock = threading.RLock()
         self._record = record
         self._run = run
         self._workers: dict[int, Peer] = {}
+        self._ended: set[int] = set()  # what they said before may still be on its way
         self._agents: dict[int, Agent] = {}
-        self.monitor = RunMonitor(record)
+        system = system or System()
+        self._clock, self._is_ending = system.clock, system.is_ending
+        self.monitor = RunMonitor(record, system.clock)
         self.membership = MembershipProtocol(bounds, self._send, self._record_change)
         self._key_values = KeyValues(lambda number, message: self._send([number], message))
-        self._lateness = LatenessPolicy(self.membership, self.monitor)
+        self._lateness = LatenessPolicy(self.membership, self.monitor, system.clock)
         self._local_workers = local_workers
         self._show = show
         self._agents_seen = 0
-        self._connections = Connections(listener, self._key, self, self._lock, record)
+        self._connections = system.connect(listener, self._key, self, self._lock, record)
         self._connections.start()
 
     def close(self) -> None:
@@ -118,7 +138,8 @@ class Coordinator:
             replace: called before the worker counts as lost.
         """
         with self._lock:
-            now, membership = time.monotonic(), self.membership
+            now, membership = self._clock(), self.membership
+            self._ended.add(number)
             reason = f"{membership.name(number)} {describe_exit(code)}"
             if code == 0:
                 membership.finish(number, now)
@@ -142,7 +163,7 @@ class Coordinator:
 
     def _fail(self, number: int, code: int, reason: str, report: Message) -> bool:
         """Take note that a worker's script has failed; true if that ends the run."""
-        now = time.monotonic()
+        now = self._clock()
         if not self.membership.needs(number):
             self._record("not-joined", worker=number, reason=reason)
             if agent := self._agents.get(number // BLOCK):
@@ -163,7 +184,7 @@ class Coordinator:
     def report(self, elastic: bool) -> CoordinatorReport:
         """Report how the run ended."""
         with self._lock:
-            return self.monitor.report(self.membership, self._lateness.statuses(time.monotonic()), elastic)
+            return self.monitor.report(self.membership, self._lateness.statuses(self._clock()), elastic)
 
     @property
     def members(self) -> list[int]:
@@ -180,7 +201,7 @@ class Coordinator:
         """End the run if it does not end with the workers here: the coordinator goes away with this machine."""
         with self._lock:
             if self._agents or not self._local_workers:
-                self.membership.end(PREEMPTED, "preempted", time.monotonic(), save=True)
+                self.membership.end(PREEMPTED, "preempted", self._clock(), save=True)
 
     @property
     def waiting(self) -> bool:
@@ -201,7 +222,8 @@ class Coordinator:
         """Take a message of a worker or an agent, which has been checked."""
         number, agent = peer.worker, self._agent(peer)
         if number is not None:
-            self._handle_worker(peer, number, message)
+            if number not in self._ended:
+                self._handle_worker(peer, number, message)
         elif agent is not None and message["type"] != "agent":
             self._handle_agent(agent, message)
         elif agent is None and message["type"] == "agent":
@@ -210,7 +232,7 @@ class Coordinator:
             self._connections.refuse(peer, "an agent joins once, and first")
 
     def _handle_worker(self, peer: Peer, number: int, message: Message) -> None:
-        kind, now = message["type"], time.monotonic()
+        kind, now = message["type"], self._clock()
         if kind == "hello":
             self._workers[number] = peer
             self.monitor.hang_seconds = message["hang_seconds"]
@@ -263,7 +285,8 @@ class Coordinator:
         number = peer.worker
         if number is not None and self._workers.get(number) is peer:
             del self._workers[number]
-            if number >= BLOCK and not self.membership.workers[number].ending:
+            told = self.membership.workers[number].ending and number // BLOCK in self._agents
+            if number >= BLOCK and not told:  # else its agent will tell how it ended
                 self._cut_off(number)
         if agent := self._agent(peer):
             del self._agents[agent.number]
@@ -276,7 +299,7 @@ class Coordinator:
     def _cut_off(self, number: int) -> None:
         """Lose a worker of another machine: nobody can say any more how it is."""
         self.membership.fenced = True
-        self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", time.monotonic())
+        self.membership.lose(number, f"{self.membership.name(number)} cannot be reached", self._clock())
 
     def _check_reported_exits(self, ended: list[int], now: float) -> None:
         """Check a worker's word that others have ended; on this machine that shows before their agent sees it."""
@@ -284,7 +307,7 @@ class Coordinator:
             worker = self.membership.workers.get(number)
             if worker is None or worker.ending or number >= BLOCK or not worker.about:
                 continue
-            if is_ending(worker.about["pid"]):
+            if self._is_ending(worker.about["pid"]):
                 self.membership.lose(number, f"{self.membership.name(number)} ended", now, confirmed=False)
 
     def _handle_exit(self, message: Message) -> None:
@@ -316,7 +339,7 @@ class Coordinator:
     def _count_machines(self) -> None:
         bounds = self.membership.bounds
         wanted = self._local_workers + sum(agent.workers for agent in self._agents.values())
-        self.membership.resize(replace(bounds, wanted=max(bounds.least, min(bounds.most, wanted))), time.monotonic())
+        self.membership.resize(replace(bounds, wanted=max(bounds.least, min(bounds.most, wanted))), self._clock())
 
     def _send(self, numbers: Sequence[int], message: Message) -> None:
         self._connections.send([self._workers[number] for number in numbers if number in self._workers], message)
@@ -356,4 +379,4 @@ class Coordinator:
             self._connections.send(peers, {"type": "shown", "worker": self.shown})
             self._lateness.reset()
             self._key_values.clear()
-        self.monitor.record(event, self._lateness.statuses(time.monotonic()), **fields)
+        self.monitor.record(event, self._lateness.statuses(self._clock()), **fields)

@@ -25,7 +25,7 @@ from paceline import fault_points
 from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
-from paceline.step.job import Batch, StepResult
+from paceline.step.job import Batch, Job, StepResult
 from paceline.step.replicas import compare
 from paceline.step.trials.first_step import try_forward_pass
 from paceline.step.trials.trial import warn
@@ -50,6 +50,7 @@ class TrainingLoop:
     Args:
         beginning: what is trained, and with what it begins.
         script: what the script keeps.
+        build: makes the strategy of a job.
 
     Attributes:
         job: what is trained.
@@ -62,10 +63,10 @@ class TrainingLoop:
 
     strategy: Strategy
 
-    def __init__(self, beginning: Beginning, script: ScriptState) -> None:
+    def __init__(self, beginning: Beginning, script: ScriptState, build: Callable[[Job], Strategy] = build) -> None:
         self.job = job = beginning.job
         self._state, self._checkpointer = beginning.state, beginning.checkpointer
-        self._script = script
+        self._script, self._build = script, build
         self._progress: Progress | None = None
         self._strategy_ready = False
         self.records = Records(job, beginning.state)
@@ -139,12 +140,13 @@ class TrainingLoop:
 
     def _conclude(self) -> None:
         """Save if it is time, and follow what was heard in the step."""
-        steps, notice, self._notice = self.position.steps, self._notice, 0
+        steps = self.position.steps
         if steps == self.progress.steps and self._due(steps):
             self._begun = -1
             self._together(lambda: self._meet("synchronizing"))
             if self._begun != steps:  # else it was repeated on the way, and saved then
                 self._begin_save()
+        notice, self._notice = self._notice, 0
         self._follow(notice)
 
     def _take(self, batch: Batch, phase: str, turn: int) -> StepResult:
@@ -337,6 +339,7 @@ class TrainingLoop:
     def _re_form(self, planned: bool = False, lost: WorkerLost | None = None) -> None:
         """Drop what is under way, and go on with the next members."""
         assert self._recovery is not None
+        self._notice = 0  # it was about the workers there were
         while True:
             ended = self.job.world.worker_ids(lost.ranks) if lost is not None else []
             self.activity.begin(RE_FORMING)
@@ -359,7 +362,7 @@ class TrainingLoop:
         world = self.job.world
         trained = requires_grad_flags(self.job.update.parameters.values())
         with trained.set_to((True,) * len(self.job.update.parameters)):  # as each may be, at some step
-            self.strategy = build(self.job)
+            self.strategy = self._build(self.job)
         self.loads_ahead = False  # its first step may change how it cuts a share
         able = capabilities(self.job.settings, world.size)
         if not able.replicated and not able.cuts_model and world.coordinator is not None:

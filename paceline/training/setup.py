@@ -12,7 +12,7 @@ from paceline.agreement import versions
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
-from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
 from paceline.events import EventLog
 from paceline.failure import known_errors
@@ -78,9 +78,9 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
         _current.close()
         _current = None
     if (launched := launched or find_coordinator(resolved.settings.timeout_seconds)) is not None:
-        coordinator = CoordinatorClient(
-            launched.coordinator, launched.worker, launched.key, resolved.settings.timeout_seconds, number
-        )
+        seconds = resolved.settings.timeout_seconds
+        link = SocketLink(launched.coordinator, launched.worker, launched.key, seconds)
+        coordinator = CoordinatorClient(link, launched.worker, seconds, number)
         atexit.register(coordinator.end_script)
     job, facts = build.build(given, resolved, who, log, coordinator, launched.largest if launched else 0)
     atexit.register(log.close)

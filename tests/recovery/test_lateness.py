@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted_membership import ScriptedMembership
 
-from paceline.coordinator import lateness, monitor
+from paceline.coordinator import monitor
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.monitor import Alert, RunMonitor, last_seen_of
@@ -31,19 +31,20 @@ class Run:
     """Three workers that train, with a deadline of 5 s, and a timeout of 60 s."""
 
     def __init__(self, patch: pytest.MonkeyPatch, drops: bool, come: bool = True) -> None:
-        clock = SimpleNamespace(monotonic=lambda: self.now, time=lambda: 1e9 + self.now)
-        for module in (lateness, monitor):
-            patch.setattr(module, "time", clock)
+        patch.setattr(monitor, "time", SimpleNamespace(time=lambda: 1e9 + self.now))
         self.now = 0.0
         self.hand = OneMachine(drops=drops)
         self.of = self.hand.of
         self.events: list[tuple[str, dict[str, Any]]] = []
-        self.monitor = RunMonitor(lambda event, **fields: self.events.append((event, fields)))
+        self.monitor = RunMonitor(lambda event, **fields: self.events.append((event, fields)), self.clock)
         self.monitor.hang_seconds, self.monitor.timeout_seconds = 5.0, 60.0
-        self.policy = LatenessPolicy(self.of, self.monitor)
+        self.policy = LatenessPolicy(self.of, self.monitor, self.clock)
         if come:
             self.hand.come(0, 1, 2)
             self.policy.reset()
+
+    def clock(self) -> float:
+        return self.now
 
     def check_at(self, now: float) -> None:
         self.now = self.hand.now = now

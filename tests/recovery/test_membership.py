@@ -269,6 +269,19 @@ def test_a_script_that_ends_early(three: ScriptedMembership) -> None:
     assert three.last(0)["saver"] == 0
 
 
+@pytest.mark.parametrize("least", [1, 3])
+def test_the_last_one_goes_on_when_others_have_finished_and_one_is_lost(least: int) -> None:
+    """It does the last step alone, whatever the least number is."""
+    three = ScriptedMembership(least=least, drops=True)
+    three.come(0, 1, 2)
+    three.of.finish(1, three.now)
+    three.lose(2)
+    three.ready(0)
+    assert three.of.over is None and three.of.members == [0]
+    three.of.finish(0, three.now)
+    assert three.of.over is not None and three.of.over["code"] == 0
+
+
 def test_one_that_was_dropped_comes_back(three: ScriptedMembership) -> None:
     three.of.lose(1, "rank 1 was late", three.now, may_run=True)
     three.ready(0, 2)

@@ -10,8 +10,8 @@ import pytest
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.member_list import written
-from paceline.coordinator.server import Coordinator
-from paceline.coordinator.types import Departure, Member
+from paceline.coordinator.server import Coordinator, System
+from paceline.coordinator.types import Bounds, Departure, Member, RunInfo
 from paceline.errors import PREEMPTED, StartError, WorkerLost
 
 MEMBERS = (Member(4, "a", 40, "10.0.0.1"), Member(7, "b", 70, "10.0.0.2"))
@@ -19,12 +19,13 @@ MEMBERS = (Member(4, "a", 40, "10.0.0.1"), Member(7, "b", 70, "10.0.0.2"))
 
 def client_of(*messages: dict[str, Any]) -> tuple[Any, list[dict[str, Any]]]:
     """Worker 4 in generation 1, to which the coordinator says this."""
-    client: Any = object.__new__(CoordinatorClient)
-    client.number, client.generation, client._members, client._messages = 4, 1, MEMBERS[:1], queue.Queue()
-    for message in messages:
-        client._messages.put(message)
     sent: list[dict[str, Any]] = []
-    client._send = sent.append
+    kept = queue.Queue[Any]()
+    link: Any = SimpleNamespace(address="", send=sent.append, start=lambda _: None, put=kept.put, get=kept.get_nowait)
+    client: Any = CoordinatorClient(link, 4, 10.0)
+    client.generation, client._members = 1, MEMBERS[:1]
+    for message in messages:
+        client.receive(message)
     return client, sent
 
 
@@ -34,7 +35,9 @@ def membership(generation: int) -> dict[str, Any]:
 
 
 def test_a_worker_waits_for_a_later_generation() -> None:
-    client, sent = client_of({"type": "change"}, membership(1), membership(3))
+    change = {"type": "change", "generation": 3, "urgent": True, "lost": [5]}
+    client, sent = client_of(change, membership(1), membership(3))
+    assert client.alarmed and client.missing == {5}
     found = client.await_membership((5, 1, 0), (3, "00"), True, False, [9])
     assert (found.generation, found.members, found.joined, found.lost) == (3, MEMBERS, (7,), (5,))
     assert (found.fenced, found.fresh, client.generation) == (True, False, 3)
@@ -59,7 +62,10 @@ def test_a_worker_that_does_not_match_or_is_cut_off_ends() -> None:
     with pytest.raises(StartError, match="batch is 8 here and 16 there"):
         client_of(refused)[0].await_membership(None, None)
     with pytest.raises(WorkerLost, match="Worker 4 lost its connection"):
-        client_of({"type": "broken"})[0].await_membership(None, None)
+        client = client_of()[0]
+        client.lose()
+        client.await_membership(None, None)
+    assert client.broken and client.alarmed
 
 
 class Cut:
@@ -72,6 +78,7 @@ class Cut:
         workers = {number: SimpleNamespace(ending=ending) for number in (3, 1001, 1002)}
         self.of: Any = object.__new__(Coordinator)
         self.of._workers, self.of._agents = dict(self.peers), {1: self.agent}
+        self.of._clock = lambda: 0.0
         self.of._agent = lambda peer: peer if peer is self.agent else None
         self.of._record = lambda *_, **__: None
         self.of._count_machines = lambda: None
@@ -91,7 +98,10 @@ def test_workers_of_other_machines_are_lost_with_their_connection() -> None:
     assert len(cut.lost) == 1, "the connection of another one in its place"
     ended = Cut(ending=True)
     ended.of.disconnected(ended.peers[1001])
-    assert ended.lost == []
+    assert ended.lost == [], "its agent will tell how it ended"
+    ended.of.disconnected(ended.agent)
+    ended.of.disconnected(ended.peers[1002])
+    assert [number for number, _ in ended.lost] == [1001, 1002], "nobody will"
 
 
 def test_workers_without_a_connection_are_lost_with_their_agent() -> None:
@@ -99,3 +109,20 @@ def test_workers_without_a_connection_are_lost_with_their_agent() -> None:
     del cut.of._workers[1001]
     cut.of.disconnected(cut.agent)
     assert cut.lost == [(1001, "worker 1001 cannot be reached")] and cut.of._agents == {}
+
+
+def test_what_a_worker_said_before_its_end_comes_too_late() -> None:
+    """Its launcher may see the end before the coordinator has read all that the worker sent."""
+    connections = SimpleNamespace(start=lambda: None, send=lambda peers, message: None)
+    run: Any = RunInfo("id", None, "train.py", "run")  # type: ignore[arg-type]
+    system = System(connect=lambda *_: connections)  # type: ignore[arg-type,return-value]
+    coordinator = Coordinator(None, Bounds(1, 1, 1, drops=True), lambda *_, **__: None, run, 1, system=system)  # type: ignore[arg-type]
+    peer: Any = SimpleNamespace(worker=0)
+    coordinator.started(0, 1)
+    about = {"host": "a", "pid": 1, "address": "10.0.0.1"}
+    hello = {"about": about, "facts": {}, "hang_seconds": None, "timeout_seconds": 30.0, "fits": [], "session": 1}
+    ready = {"progress": None, "arena": None, "leaving": False, "planned": False, "ended": []}
+    coordinator.handle(peer, {"type": "hello", **hello})
+    coordinator.ended(0, -9, {}, coordinator.announce_start)
+    coordinator.handle(peer, {"type": "ready", **ready})
+    assert coordinator.members == [] and coordinator.membership.workers[0].state == "gone"

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.coordinator import member_list
@@ -27,18 +27,44 @@ _AGAIN_SECONDS = 0.5
 _MAIN = threading.main_thread()
 
 
+class Link(Protocol):
+    """Carries the messages between a client and the coordinator, and wakes the client once a second.
+
+    Attributes:
+        address: by which the others reach this machine.
+    """
+
+    @property
+    def address(self) -> str: ...
+
+    def start(self, client: CoordinatorClient) -> None:
+        """Call the client from now on: ``receive`` with each message, ``send_heartbeat`` each second, ``lose`` last."""
+        ...
+
+    def send(self, message: Message) -> None:
+        """Send a message; never wait."""
+        ...
+
+    def put(self, message: Message) -> None:
+        """Keep a message for :meth:`get`."""
+        ...
+
+    def get(self) -> Message:
+        """Wait for the next kept message."""
+        ...
+
+
 class CoordinatorClient:
-    """The connection of one worker.
+    """What one worker says to the coordinator, and hears from it.
 
     Args:
-        address: ``host:port`` of the coordinator.
+        link: to the coordinator.
         number: of this worker process.
-        key: of this worker, from its launcher.
-        seconds: how long to try to connect, and how long this worker waits for others (``timeout_seconds``).
+        seconds: how long this worker waits for others (``timeout_seconds``).
         session: how often the script has called ``paceline.start``.
     """
 
-    def __init__(self, address: str, number: int, key: bytes, seconds: float, session: int = 1) -> None:
+    def __init__(self, link: Link, number: int, seconds: float, session: int = 1) -> None:
         self.number = number
         self._session = session
         self._seconds = seconds
@@ -52,11 +78,13 @@ class CoordinatorClient:
         self.on_change: Callable[[int], None] = lambda generation: None
         self._on_answer: Callable[[Message], None] = lambda answer: None
         self._status: Callable[[], dict[str, Any]] = dict
-        self._messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._connection = _connect(address, number, key, seconds)
-        self.address = str(self._connection.socket.getsockname()[0])
-        threading.Thread(target=self._listen, name="paceline-coordinator-client", daemon=True).start()
+        self._link = link
+        link.start(self)
+
+    @property
+    def address(self) -> str:
+        """Where the others reach this machine."""
+        return self._link.address
 
     @property
     def alarmed(self) -> bool:
@@ -73,7 +101,7 @@ class CoordinatorClient:
         self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, fits: Sequence[int]
     ) -> None:
         """Report that the model is built, what this worker is, and how many workers can train together."""
-        self._send(
+        self._link.send(
             {
                 "type": "hello",
                 "about": about,
@@ -99,7 +127,7 @@ class CoordinatorClient:
             WorkerLost: the coordinator is gone.
             StartError: this worker does not match the others.
         """
-        self._send(
+        self._link.send(
             {
                 "type": "ready",
                 "progress": progress,
@@ -110,7 +138,7 @@ class CoordinatorClient:
             }
         )
         while True:
-            message = self._messages.get()
+            message = self._link.get()
             kind = message["type"]
             if kind == "membership" and message["generation"] > self.generation:
                 return self._enter(message)
@@ -142,7 +170,7 @@ class CoordinatorClient:
 
     def open_store(self) -> CoordinatorStore:
         """Open the store of this generation, instead of that of the one before."""
-        store = CoordinatorStore(self._send, self.generation, self._seconds)
+        store = CoordinatorStore(self._link.send, self.generation, self._seconds)
         self._on_answer = store.answer
         return store
 
@@ -152,44 +180,17 @@ class CoordinatorClient:
 
     def end_script(self) -> None:
         """Report that the script has ended: that this process goes is no loss. How it ended, its exit code says."""
-        self._send({"type": "ending"})
+        self._link.send({"type": "ending"})
 
-    def _send(self, message: Message) -> None:
-        line = encode(message)
-        with self._lock:
-            self._connection.send(line)
-
-    def _listen(self) -> None:
-        sent = 0.0
-        poll = select.poll()
-        while not self._connection.broken:
-            due = sent + _HEARTBEAT_SECONDS - time.monotonic()
-            if due <= 0:
-                sent, due = time.monotonic(), _HEARTBEAT_SECONDS
-                self._send_heartbeat()
-            poll.register(self._connection.socket, select.POLLIN | (select.POLLOUT if self._connection.unsent else 0))
-            if not poll.poll(1000 * due):
-                continue
-            with self._lock:
-                self._connection.flush()
-            try:
-                for line in self._connection.receive():
-                    self._receive(decode(line))
-            except (ValueError, KeyError, TypeError):  # it has proven that it is the coordinator; so it is a broken one
-                break
-        self._break()
-
-    def _send_heartbeat(self) -> None:
+    def send_heartbeat(self) -> None:
+        """Tell what this worker does, if there is anything to tell."""
         status = self._status()
         if status:
-            self._send(
-                {
-                    "type": "heartbeat",
-                    "status": {**status, "line": user_line(sys._current_frames().get(_MAIN.ident or 0))},
-                }
-            )
+            line = user_line(sys._current_frames().get(_MAIN.ident or 0))
+            self._link.send({"type": "heartbeat", "status": {**status, "line": line}})
 
-    def _receive(self, message: Message) -> None:
+    def receive(self, message: Message) -> None:
+        """Take a message of the coordinator."""
         if message["type"] == "change":
             self.pending = max(self.pending, message["generation"])
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
@@ -200,14 +201,67 @@ class CoordinatorClient:
         elif message["type"] == "store":
             self._on_answer(message)
         else:
-            self._messages.put(message)
+            self._link.put(message)
 
-    def _break(self) -> None:
+    def lose(self) -> None:
+        """Take note that the coordinator is gone."""
         if not self.broken:
             self.broken = True
             self.pending = self._alarm = sys.maxsize
-            self._messages.put({"type": "broken"})
+            self._link.put({"type": "broken"})
             self.on_alarm()
+
+
+class SocketLink:
+    """A connection of sockets, and the thread that holds it.
+
+    Args:
+        address: ``host:port`` of the coordinator.
+        number: of this worker process.
+        key: of this worker, from its launcher.
+        seconds: how long to try to connect.
+
+    Raises:
+        StartError: the coordinator cannot be reached, or is that of another run.
+    """
+
+    def __init__(self, address: str, number: int, key: bytes, seconds: float) -> None:
+        self._connection = _connect(address, number, key, seconds)
+        self.address = str(self._connection.socket.getsockname()[0])
+        self._kept: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.put, self.get = self._kept.put, self._kept.get
+        self._lock = threading.Lock()
+
+    def start(self, client: CoordinatorClient) -> None:
+        """See :meth:`Link.start`."""
+        name = "paceline-coordinator-client"
+        threading.Thread(target=self._listen, args=(client,), name=name, daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        """Send a message, or what goes out of it at once; the thread sends the rest."""
+        line = encode(message)
+        with self._lock:
+            self._connection.send(line)
+
+    def _listen(self, client: CoordinatorClient) -> None:
+        sent = 0.0
+        poll = select.poll()
+        while not self._connection.broken:
+            due = sent + _HEARTBEAT_SECONDS - time.monotonic()
+            if due <= 0:
+                sent, due = time.monotonic(), _HEARTBEAT_SECONDS
+                client.send_heartbeat()
+            poll.register(self._connection.socket, select.POLLIN | (select.POLLOUT if self._connection.unsent else 0))
+            if not poll.poll(1000 * due):
+                continue
+            with self._lock:
+                self._connection.flush()
+            try:
+                for line in self._connection.receive():
+                    client.receive(decode(line))
+            except (ValueError, KeyError, TypeError):  # it has proven that it is the coordinator; so it is a broken one
+                break
+        client.lose()
 
 
 def _connect(address: str, number: int, key: bytes, seconds: float) -> Connection:

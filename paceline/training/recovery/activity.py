@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from statistics import median
 from typing import Any
@@ -18,12 +17,12 @@ class Activity:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._now = "starting", time.monotonic(), False
+        self._now = "starting", world.clock(), False
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def begin(self, what: str, busy: bool = False) -> None:
         """Begin something else; ``busy`` if it may well take long."""
-        self._now = what, time.monotonic(), busy
+        self._now = what, self._world.clock(), busy
 
     def step_done(self, seconds: float) -> None:
         """Count a step that took so long."""
@@ -40,6 +39,6 @@ class Activity:
             "doing": what,
             "waiting": bool(awaited.ranks) or what == RE_FORMING,
             "busy": busy,
-            "since": time.monotonic() - since,
+            "since": self._world.clock() - since,
             "step_seconds": median(self._step_seconds) if self._step_seconds else None,
         }

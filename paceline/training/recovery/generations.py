@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline import env
-from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.env_init import reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.transport.gloo import Gloo
@@ -51,7 +51,8 @@ class Generations:
         self.on_lost: Callable[[], None] = lambda: None
         self.on_change: Callable[[int], None] = lambda generation: None
         self.is_waiting: Callable[[], bool] = lambda: False
-        self._client = CoordinatorClient(launched.coordinator, launched.worker, launched.key, seconds)
+        link = SocketLink(launched.coordinator, launched.worker, launched.key, seconds)
+        self._client = CoordinatorClient(link, launched.worker, seconds)
         self._group = ProcessGroup(lambda *at: Gloo(same_host=False), seconds)
         self._began = False
         self._since = time.monotonic(), False
