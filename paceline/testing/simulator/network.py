@@ -1,0 +1,176 @@
+"""The network between simulated processes: delays, lost connections, partitions. Each connection keeps its order."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.coordinator.connections import TICK_SECONDS, Peer, Receiver
+from paceline.coordinator.types import Message
+from paceline.coordinator.validation import check
+from paceline.testing.simulator.hub import Hub, Process
+
+_HEARTBEAT_SECONDS = 1.0
+COORDINATOR = -1
+"""In place of the number of a worker."""
+
+
+class Network:
+    """Carries messages, each after a delay of its own, but those of a connection in their order.
+
+    Args:
+        hub: whose time it is.
+        random: draws the delays.
+        reach: called when a process has said something to the coordinator: a fault may happen there, too.
+    """
+
+    def __init__(self, hub: Hub, random: Random, reach: Callable[[str, int], None]) -> None:
+        self._hub, self._random, self.reach = hub, random, reach
+        self._arrivals: dict[tuple[int, int], float] = defaultdict(float)
+        self._cut: dict[int, float] = {}
+
+    def carry(self, sender: int, receiver: int, deliver: Callable[[], None]) -> None:
+        """Deliver something from one process to another; ``COORDINATOR`` is one, too."""
+        delay = self._random.uniform(0.0005, 0.03) if self._random.random() < 0.9 else self._random.uniform(0.03, 0.6)
+        at = max(self._hub.now + delay, self._cut.get(sender, 0.0), self._cut.get(receiver, 0.0))
+        at = max(at, self._arrivals[sender, receiver])
+        self._arrivals[sender, receiver] = at
+        self._hub.at(at - self._hub.now, deliver)
+
+    def cut(self, number: int, seconds: float) -> None:
+        """Let nothing through from or to a process for some time; it comes later, as with TCP."""
+        self._cut[number] = self._hub.now + seconds
+
+
+class Link:
+    """The connection of a worker to the coordinator: ``comm.rendezvous.coordinator_client.Link``.
+
+    Args:
+        hub: whose time it is.
+        network: carries the messages.
+        number: of the worker.
+        process: it.
+        server: the coordinator's end of all connections.
+    """
+
+    address = "127.0.0.1"
+
+    def __init__(self, hub: Hub, network: Network, number: int, process: Process, server: Server) -> None:
+        self._hub, self._network, self._number, self._process, self._server = hub, network, number, process, server
+        self._kept: deque[Message] = deque()
+        self._client: CoordinatorClient | None = None
+        self.peer = Peer(self, self.address, hub.now, None, f"worker {number}")  # type: ignore[arg-type]
+
+    def start(self, client: CoordinatorClient) -> None:
+        """See the protocol."""
+        self._client = client
+        self._hub.at(_HEARTBEAT_SECONDS, self._beat)
+
+    def _beat(self) -> None:
+        if not self._process.ended:
+            assert self._client is not None
+            if self._hub.now >= self._process.stopped:
+                self._client.send_heartbeat()
+            self._hub.at(_HEARTBEAT_SECONDS, self._beat)
+
+    def send(self, message: Message) -> None:
+        """See the protocol; the coordinator checks it as it does a real one."""
+        if not self._process.ended:
+            text = json.dumps(message)
+            self._network.carry(self._number, COORDINATOR, lambda: self._server.receive(self.peer, json.loads(text)))
+            if self._hub.running is self._process:
+                self._network.reach(f"having said {message['type']}", 0)
+
+    def put(self, message: Message) -> None:
+        """See the protocol."""
+        self._kept.append(message)
+        self._process.wake()
+
+    def get(self) -> Message:
+        """See the protocol."""
+        while not self._kept:
+            self._hub.block()
+        return self._kept.popleft()
+
+    def deliver(self, message: Message) -> None:
+        """Bring a message of the coordinator to the worker: when it is not stopped."""
+        text = json.dumps(message)
+
+        def arrive() -> None:
+            if self._process.ended or self._client is None:
+                return
+            if self._hub.now < self._process.stopped:
+                self._hub.at(self._process.stopped - self._hub.now, arrive)
+            else:
+                self._client.receive(json.loads(text))
+
+        self._network.carry(COORDINATOR, self._number, arrive)
+
+    def close(self) -> None:
+        """Tell the coordinator that the connection has ended; the process has."""
+        self._network.carry(self._number, COORDINATOR, lambda: self._server.disconnected(self.peer))
+
+
+class Server:
+    """The coordinator's end of its connections, in place of ``coordinator.connections.Connections``.
+
+    Args:
+        hub: whose time it is.
+        receiver: the coordinator.
+
+    Attributes:
+        refused: why a connection was refused; none should be.
+    """
+
+    def __init__(self, hub: Hub, receiver: Receiver) -> None:
+        self._hub, self._receiver = hub, receiver
+        self.refused: list[str] = []
+
+    def start(self) -> None:
+        """Let the coordinator do what is due, again and again."""
+
+        def tick() -> None:
+            self._receiver.tick(self._hub.now)
+            self._hub.at(TICK_SECONDS, tick)
+
+        tick()
+
+    def receive(self, peer: Peer, message: Message) -> None:
+        """Let the coordinator take a message, if it is as it should be."""
+        try:
+            check(message, peer.role.partition(" ")[0])
+        except ValueError as error:
+            self.refuse(peer, str(error))
+        else:
+            self._receiver.handle(peer, message)
+
+    def disconnected(self, peer: Peer) -> None:
+        """Let the coordinator know that a connection has ended."""
+        self._receiver.disconnected(peer)
+
+    def send(self, peers: list[Peer], message: Message) -> None:
+        """Send a message to some."""
+        for peer in peers:
+            peer.connection.deliver(message)  # type: ignore[attr-defined]
+
+    def refuse(self, peer: Peer, reason: str) -> None:
+        """Note that a worker was refused."""
+        self.refused.append(f"{peer.role}: {reason}")
+
+
+@dataclass
+class Box:
+    """What other workers have sent to one worker.
+
+    Attributes:
+        messages: that came, by generation, sender and tag.
+        closed: the senders whose connections have ended, by generation.
+    """
+
+    messages: dict[tuple[int, int, Any], deque[Any]] = field(default_factory=lambda: defaultdict(deque))
+    closed: set[tuple[int, int]] = field(default_factory=set)

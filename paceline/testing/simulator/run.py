@@ -1,0 +1,337 @@
+"""One simulated run: a coordinator, the launchers of one or several machines, and what goes wrong, from one seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from paceline import env, fault_points
+from paceline.coordinator.agent import bounds_of
+from paceline.coordinator.server import Coordinator, System
+from paceline.coordinator.types import RunInfo
+from paceline.coordinator.validation import BLOCK
+from paceline.errors import DEADLINE_PASSED, PREEMPTED, CheckpointError, PacelineError, StartError, WorkerLost
+from paceline.launchers.base import Request
+from paceline.testing.simulator.drawing import History
+from paceline.testing.simulator.hub import Hub, Process
+from paceline.testing.simulator.launchers import RemoteLauncher, Slots, first_machine
+from paceline.testing.simulator.network import Link, Network, Server
+from paceline.testing.simulator.plan import Fault, Plan
+from paceline.testing.simulator.worker import EVALUATES, STEPS, Disk, Worker, gather_parts
+from paceline.testing.simulator.world import Broken, Machines
+
+_LONGEST = 1500.0
+"""Virtual seconds; a run that is not over then never will be."""
+_LATE = 10.0
+"""A worker that is stopped for so long may be dropped, and no other takes its place."""
+_STEPS_TO_LEAVE = 2
+_SIGNS = {"stop": "~", "cut": "/"}
+
+
+class Simulation:
+    """Runs a plan, and checks what must hold.
+
+    Args:
+        plan: what to do.
+
+    Attributes:
+        history: what happened.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.history = History()
+        self._hub, self._random = Hub(), Random(plan.seed + 1)
+        self._network = Network(self._hub, self._random, self.reach)
+        self._machines = Machines(self._hub, self._network, self._random, {}, {}, {}, {}, set())
+        self._disk = Disk()
+        self._workers: dict[int, Worker] = {}
+        self._links: dict[int, Link] = {}
+        self._codes: dict[int, int] = {}
+        self._reports: dict[int, dict[str, Any]] = {}
+        self._points = 0
+        self._failed = self._finished = False
+        self._killed: set[int] = set()
+        self._broken: list[str] = []
+        self._server: Server
+        self._most = sum(plan.workers) + sum(fault.kind == "join" for fault in plan.faults)
+
+        def connect(listener: object, key: object, coordinator: Coordinator, *_: object) -> Any:
+            self._server = Server(self._hub, coordinator)
+            return self._server
+
+        nodes = (1, len(plan.workers)) if len(plan.workers) > 1 else None
+        here, *others = (
+            Request(Path("train.py"), workers=workers, least=plan.least, most=self._most, nodes=nodes)
+            for workers in plan.workers
+        )
+        self.coordinator = Coordinator(
+            *(None, bounds_of(here), self._record, RunInfo("id", None, "train.py", "run"), plan.workers[0]),  # type: ignore[arg-type]
+            system=System(connect, self._hub.clock, lambda pid: self._machines.processes[pid - 1].ended),
+        )
+        self._slots = Slots(plan.workers[0])
+        with _surroundings(self):
+            self._first = first_machine(self._hub, self, self.coordinator, here, None if others else self._slots)
+            self._others = [
+                RemoteLauncher(self._hub, self._network, self._server, self, request, -10 - place)
+                for place, request in enumerate(others)
+            ]
+
+    def _record(self, event: str, **fields: Any) -> None:
+        signs = {}
+        if event == "membership":
+            signs = {number: str(rank) for rank, number in enumerate(fields["workers"])}
+            signs = dict.fromkeys(fields["gone"], " ") | signs
+        told = {
+            name: value for name, value in fields.items() if name in ("generation", "reason", "code", "text", "agent")
+        }
+        self._say(f"coordinator: {event} " + ", ".join(f"{name} {value}" for name, value in told.items()), signs)
+
+    def _say(self, text: str, signs: Mapping[int, str] | None = None) -> None:
+        self.history.add(self._hub.now, text, signs)
+
+    def run(self) -> None:
+        """Let the run come to its end.
+
+        Raises:
+            Broken: something that must hold does not; the message says what.
+        """
+        with _surroundings(self):
+            self._expect("time")
+            self._hub.run(self._is_over)
+            try:
+                self._check()
+            finally:
+                for process in self._machines.processes.values():
+                    if not process.ended:
+                        process.kill()
+
+    def _is_over(self) -> bool:
+        if self._broken or self._hub.now > _LONGEST:
+            return True
+        return self.coordinator.over is not None and all(one.ended for one in self._machines.processes.values())
+
+    # What launchers do with processes.
+
+    def begin(self, number: int) -> None:
+        """Start a worker."""
+        self._say(f"worker {number} starts", {number: "+"})
+        self._machines.processes[number] = self._hub.process(str(number), lambda: self._main(number))
+
+    def signal(self, number: int, kill: bool) -> None:
+        """End a worker, as a signal does."""
+        process = self._machines.processes[number]
+        if process.ended:
+            return
+        if kill or number not in self._workers:
+            self._kill(number, -9 if kill else -15)
+        else:
+            self._machines.leaving.add(number)
+            self._workers[number].leave()
+
+    def code_of(self, number: int) -> int | None:
+        """Return the exit code of a worker; None while it runs."""
+        return self._codes.get(number)
+
+    def report_of(self, launch: object, number: int) -> dict[str, Any]:
+        """Return what a worker wrote down of its failure."""
+        return self._reports.get(number, {})
+
+    # What a worker's process does.
+
+    def _main(self, number: int) -> None:
+        process = self._machines.processes[number]
+        code = 0
+        try:
+            self._hub.pause(self._random.uniform(0.05, 3.0))  # it imports and builds its model
+            link = self._links[number] = Link(self._hub, self._network, number, process, self._server)
+            about = self._machines, link, number, self._disk, self._random, self.plan.sharded
+            worker = self._workers[number] = Worker(*about)
+            worker.run()
+        except SystemExit as end:
+            code = int(end.code or 0)
+            self._workers[number].client.end_script()
+        except (PacelineError, _Failure) as error:
+            code = getattr(error, "exit_code", 1)
+            report = {"type": type(error).__name__, "message": str(error), "exit_code": code, "time": self._hub.now}
+            self._reports[number] = {**report, "consequence": isinstance(error, WorkerLost)}
+            self._workers[number].client.end_script()
+        except Exception as error:
+            self._broken.append(f"worker {number}: {type(error).__name__}: {error}")
+            raise
+        self._end(number, code)
+
+    def _end(self, number: int, code: int) -> None:
+        """What others see of the end of a process: first its connections, and its launcher the exit code."""
+        why = self._reports.get(number, {}).get("message", "")
+        self._say(f"worker {number} ends with {code}. {why}", {number: "†" if code < 0 else "."})
+        if code == 0 and not self._finished:
+            self._finished = True
+            self._expect("end")
+        self._codes[number] = code
+        if number in self._workers:
+            self._workers[number].world.leave()
+        if number in self._links:
+            self._links[number].close()
+        for launcher in (self._first, *(one.launcher for one in self._others)):
+            if launcher is not None and number in launcher.running:
+                self._hub.at(self._random.uniform(0.0, 0.03), launcher.collect)
+
+    def _kill(self, number: int, code: int = -9) -> None:
+        if self._machines.processes[number].ended:
+            return
+        self._killed.add(number)
+        self._end(number, code)
+        self._machines.processes[number].kill()
+
+    # What goes wrong.
+
+    def reach(self, point: str, step: int) -> None:
+        """Let the faults happen that are due at the how manieth passing of any point; others may go on meanwhile."""
+        self._points += 1
+        process = self._hub.running
+        assert process is not None
+        for fault in self.plan.faults:
+            if fault.when == "point" and fault.at == self._points:
+                self._strike(fault, process, f", at {point!r} of step {step}")
+        if self._random.random() < 0.3:
+            self._hub.pause(self._random.uniform(0.0, 0.02))
+
+    def _expect(self, when: str) -> None:
+        for fault in self.plan.faults:
+            if fault.when == when:
+                self._hub.at(fault.at, lambda fault=fault: self._strike(fault))  # type: ignore[misc]
+
+    def _strike(self, fault: Fault, process: Process | None = None, where: str = "") -> None:
+        following = self.plan.faults[self.plan.faults.index(fault) + 1 :][:1]
+        if following and following[0].when == "next":
+            self._hub.at(following[0].at, lambda: self._strike(following[0]))
+        running = [one for one in self._machines.processes.values() if not one.ended]
+        if fault.kind == "join":
+            self._slots.slots += 1
+            self._say("there is room for one more worker")
+        elif fault.kind in ("lose machine", "cut machine") and self._others:
+            self._strike_machine(fault, self._others[fault.victim % len(self._others)])
+        elif process is not None or running:
+            self._strike_worker(fault, process or running[fault.victim % len(running)], where)
+
+    def _strike_machine(self, fault: Fault, machine: RemoteLauncher) -> None:
+        self._say(f"machine {1 + self._others.index(machine)}: {fault.kind} {fault.seconds} s")
+        if fault.kind == "lose machine":
+            self._hub.at(0.0, lambda: machine.lose(self._kill))  # not by a process that is itself on it
+            if self._hub.running is not None:
+                self._hub.pause(0.001)
+        else:
+            for number in (machine.address, *machine.running):
+                self._network.cut(number, fault.seconds)
+
+    def _strike_worker(self, fault: Fault, process: Process, where: str) -> None:
+        number = int(process.name)
+        lasts = f" {fault.seconds} s" if fault.kind in _SIGNS else ""
+        signs = {number: _SIGNS[fault.kind]} if lasts else {}
+        self._say(f"worker {number}: {fault.kind}{lasts}{where}", signs)
+        if fault.kind == "stop":
+            process.stopped = self._hub.now + fault.seconds
+            if self._hub.running is process:
+                self._hub.pause(fault.seconds)
+        elif fault.kind == "cut":
+            self._network.cut(number, fault.seconds)
+        elif fault.kind == "leave":
+            self.signal(number, kill=False)
+        elif fault.kind == "fail" and self._hub.running is process:
+            self._failed = True
+            raise _Failure("an error of the script")
+        elif fault.kind == "kill":
+            self._kill(number)
+
+    # What must hold.
+
+    def _check(self) -> None:
+        if self._broken:
+            raise Broken(self._broken[0])
+        if self._server.refused:
+            raise Broken(f"refused: {self._server.refused[0]}")
+        over = self.coordinator.over
+        waiting = [f"worker {number}" for number, one in self._machines.processes.items() if not one.ended]
+        if over is None or waiting:
+            raise Broken(f"after {self._hub.now:.0f} s the run is not over ({over}); there are still {waiting}")
+        if over["code"] not in self._allowed():
+            raise Broken(f"the run ended with {over['code']}: {over['reason']}")
+        for number, worker in self._workers.items():
+            self._check_script(number, worker)
+        if over["code"] == 0 and not any(one.seen and one.seen[-1][0] == STEPS - 1 for one in self._workers.values()):
+            raise Broken("nobody took the last step")
+
+    def _allowed(self) -> set[int]:
+        """The exit codes that the run may have: not 0 where fewer than the least number are left, or all leave."""
+        members = max(map(len, self._machines.memberships.values()), default=0)
+        gone = len(self._machines.leaving)
+        for fault in self.plan.faults:
+            if fault.kind == "lose machine" or (fault.kind in ("stop", "cut", "cut machine") and fault.seconds > _LATE):
+                gone += max(self.plan.workers[1:], default=1) if "machine" in fault.kind else 1
+        codes = {0}
+        if gone and members - gone < self.plan.least:
+            codes |= {DEADLINE_PASSED, WorkerLost.exit_code, StartError.exit_code}
+        if self._finished and self._killed.intersection(self.coordinator.members[:1]):
+            codes.add(WorkerLost.exit_code)  # it may have had results to write
+        if self.plan.sharded and not self._disk.saved:
+            codes.add(CheckpointError.exit_code)  # nobody has the parts of those that were lost
+        if self._machines.leaving:
+            codes.add(PREEMPTED)
+        ended_late = self._finished and any(fault.kind in ("stop", "cut", "cut machine") for fault in self.plan.faults)
+        return codes | ({1} if self._failed or ended_late else set())
+
+    def _check_script(self, number: int, worker: Worker) -> None:
+        """A script gets each step once, with the loss of that step; that of one which was dropped and is back leaves
+        some out, and gets the loss of the last one.
+        """
+        steps = [step for step, _ in worker.seen]
+        if steps != sorted(set(steps)):
+            raise Broken(f"the script of worker {number} took the steps {steps}")
+        wrong = [(step, loss) for step, loss in worker.seen if loss < step]
+        if wrong:
+            raise Broken(f"the script of worker {number} was given the losses {wrong}")
+        if worker.left_at is not None and len(steps) - worker.left_at > _STEPS_TO_LEAVE:
+            raise Broken(f"worker {number} was to leave after {worker.left_at} of its steps, and took {len(steps)}")
+        if any(value != EVALUATES + 1 for value in worker.evaluated):
+            raise Broken(f"the script of worker {number} got {worker.evaluated} from its evaluation")
+
+    def launched(self) -> env.LaunchInfo:
+        """Return how the running worker was launched."""
+        running = self._hub.running
+        assert running is not None
+        return env.LaunchInfo("", int(running.name), False, self._most, True, running.name, b"")
+
+    def process_id(self) -> int:
+        """Return the number that the running worker has among processes."""
+        return 1 if self._hub.running is None else int(self._hub.running.name) + 1
+
+    def machine(self) -> str:
+        """Return the name of the machine on which the running worker is."""
+        return "first" if self._hub.running is None else f"machine {int(self._hub.running.name) // BLOCK}"
+
+
+class _Failure(RuntimeError):
+    """An error of the script."""
+
+
+@contextmanager
+def _surroundings(simulation: Simulation) -> Iterator[None]:
+    """What a worker finds around it as one of many processes is given here to the one that runs."""
+    with (
+        mock.patch.object(env, "launch_info", simulation.launched),
+        mock.patch.object(env, "set_identity", lambda *_: None),
+        mock.patch.object(fault_points, "_ordered", simulation),
+        mock.patch("paceline.training.position.seed_all", lambda seed: None),
+        mock.patch("paceline.comm.rendezvous.coordinator_client.user_line", lambda frame: ""),
+        mock.patch("paceline.training.recovery.recovery.platform", SimpleNamespace(node=simulation.machine)),
+        mock.patch("paceline.training.recovery.state_shards.gather_state", gather_parts),
+        mock.patch("paceline.coordinator.agent.record_of", simulation.report_of),
+        mock.patch("os.getpid", simulation.process_id),
+    ):
+        yield

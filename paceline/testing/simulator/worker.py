@@ -1,0 +1,322 @@
+"""A simulated worker: Paceline's own loop, recovery and batches, around a model that is a number.
+
+The number tells which steps it has seen, in their order. So a step that is lost, done twice or computed from samples
+that are not those of the batch shows in every worker that has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from paceline import config, fault_points
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.data.order import UNKNOWN
+from paceline.events import EventLog
+from paceline.schedule.audits import AuditSchedule
+from paceline.step.job import Learned, StepResult
+from paceline.strategies.base import Strategy
+from paceline.testing.simulator.network import Link
+from paceline.testing.simulator.world import Broken, Machines, SimulatedWorld
+from paceline.training.batches import Batches
+from paceline.training.loop import TrainingLoop
+from paceline.training.progress import EVALUATE
+from paceline.training.recovery.beginning import Beginning
+from paceline.training.script_state import ScriptState
+
+STEPS, MICROBATCHES = 8, 8
+SAVES, EVALUATES = 2, 4
+"""After how many steps a checkpoint is due; after which step the script evaluates."""
+_TIMEOUT = 30.0
+_MODULUS = (1 << 61) - 1
+SETTINGS = config.resolve({"batch": MICROBATCHES, "timeout_seconds": _TIMEOUT, "checkpoint.every": SAVES}).settings
+
+
+def value_after(steps: int) -> int:
+    """Return the number that the model is after so many steps."""
+    value = 1
+    for step in range(steps):
+        value = stepped(value, step)
+    return value
+
+
+def stepped(value: int, step: int) -> int:
+    """Return the number that the model is after one more step."""
+    return (value * 1_000_003 + step + 1) % _MODULUS
+
+
+@dataclass
+class Disk:
+    """The checkpoints, by steps: the state, and what the script was told."""
+
+    saved: dict[int, tuple[torch.Tensor, Any]] = field(default_factory=dict)
+
+
+class State:
+    """The state of training, in place of ``checkpoint.training_state.TrainingState``.
+
+    Args:
+        script: what the script keeps.
+        parts: how many parts it has; each is such a number.
+    """
+
+    run = "simulated"
+
+    def __init__(self, script: ScriptState, parts: int) -> None:
+        self.parts = [(1, 0)] * parts  # the number, and after how many steps
+        self.keeps_script = False
+        self.loaded_script: dict[str, Any] = {}
+        self._script = script
+        self.tensors = dict
+
+    def take(self, step: int, parts: Sequence[int]) -> None:
+        """Update some parts of the model by a step."""
+        for part in parts:
+            value, steps = self.parts[part]
+            if step != steps:
+                raise Broken(f"the update of step {step} on a model after {steps} steps")
+            self.parts[part] = stepped(value, step), step + 1
+
+    def script_of_now(self) -> Any:
+        """See ``TrainingState``."""
+        return self._script.of_now()
+
+    def snapshot(self, steps: int) -> SimpleNamespace:
+        """See ``TrainingState``."""
+        self.check(steps)
+        return SimpleNamespace(tensors={"parts": torch.tensor(self.parts)}, state=self._script.saved(), step=steps)
+
+    def check(self, steps: int) -> None:
+        """Make sure that this is the whole state after so many steps."""
+        if self.parts != [(value_after(steps), steps)] * len(self.parts):
+            raise Broken(f"a state after {[steps for _, steps in self.parts]} steps that is to be one after {steps}")
+
+    def load(self, tensors: dict[str, torch.Tensor], state: Any) -> None:
+        """See ``TrainingState``."""
+        self.parts = [(value, steps) for value, steps in tensors["parts"].tolist()]
+        self.loaded_script = state
+        if not self.keeps_script:
+            self._script.load(state)
+
+
+class Checkpointer:
+    """Writes to and reads from the disk that all share, in place of ``checkpoint.checkpointer.Checkpointer``."""
+
+    enabled, launch, last = True, None, None
+
+    def __init__(self, world: SimulatedWorld, disk: Disk) -> None:
+        self._world, self._disk = world, disk
+
+    def due(self, steps: int) -> bool:
+        """See ``Checkpointer``."""
+        return steps % SAVES == 0
+
+    def save(self, state: State, steps: int) -> str:
+        """See ``Checkpointer``."""
+        if self._world.rank == 0:
+            snapshot = state.snapshot(steps)
+            fault_points.reach("inside a save", steps)
+            self._disk.saved[steps] = snapshot.tensors["parts"], snapshot.state
+        return "there"
+
+    begin_save = save
+
+    def finish(self) -> None:
+        """Nothing is written in the background."""
+
+    def resume(self, state: State, source: str | None) -> int:
+        """See ``Checkpointer``."""
+        newest = max(self._disk.saved, default=0) if source == "auto" else 0
+        steps: int = self._world.gather(newest, "start")[0]
+        if steps:
+            parts, script = self._disk.saved[steps]
+            state.load({"parts": parts}, script)
+        return steps
+
+
+class LoopChanges:
+    """What the script changes between steps: nothing."""
+
+    parameter, lacks_copies, now = "", False, False
+
+    def __init__(self) -> None:
+        self.needed: list[str] = []
+        self.not_watched = nullcontext
+
+    def look(self, begins: bool = False) -> None:
+        """See ``data.objects.loop_changes``."""
+
+    def not_restored(self) -> str:
+        """See there."""
+        return ""
+
+    def end_step(self, step: int) -> None:
+        """See there."""
+
+    def refresh(self) -> None:
+        """See there."""
+
+
+class Feed:
+    """Loads nothing: a piece is the numbers of its microbatches."""
+
+    def load(self, step: int, pieces: list[range]) -> list[range]:
+        """See ``data.feed.Feed``."""
+        return pieces
+
+    def steps(self, start: int, stop: int, pieces: Callable[[int], list[range]]) -> Iterator[list[range]]:
+        """See there."""
+        for step in range(start, stop):
+            yield pieces(step)
+
+
+class Simulated(Strategy):
+    """All tell all which microbatches they have; then each makes the update, of its own parts if they are divided.
+
+    Args:
+        job: what is trained, with whom.
+        state: of the training.
+        pause: lets time pass.
+        random: draws how long.
+    """
+
+    def __init__(self, job: Any, state: State, pause: Callable[[float], None], random: Random) -> None:
+        self._world, self._state, self._pause, self._random = job.world, state, pause, random
+        every = range(len(state.parts))
+        self._divides = len(every) > 1 and self._world.size > 1
+        self._own = [part for part in every if part % self._world.size == self._world.rank or not self._divides]
+        self._synchronized = True
+
+    def pieces(self, step: int) -> list[range]:
+        """See ``Strategy``."""
+        rank, size = self._world.rank, self._world.size
+        return [range(rank * MICROBATCHES // size, (rank + 1) * MICROBATCHES // size)]
+
+    def step(self, step: int, pieces: list[Any]) -> StepResult:
+        """See ``Strategy``."""
+        self._pause(self._random.uniform(0.01, 0.3))
+        own = [number for piece in pieces for number in piece]
+        self._synchronized = False
+        everyone = self._world.gather([step, own, self._world.notice()], "step")
+        fault_points.reach("inside the collective")
+        if any(found != step for found, *_ in everyone):
+            raise Broken(f"steps {[one[0] for one in everyone]} at once")
+        samples = sorted(number for _, numbers, _ in everyone for number in numbers)
+        if samples != list(range(MICROBATCHES)):
+            raise Broken(f"step {step} was computed from the microbatches {samples}")
+        fault_points.reach("between reduction and update", step)
+        self._state.take(step, self._own)
+        fault_points.reach("after update", step)
+        return StepResult(float(step), 1.0, 0.1, notice=max(notice for *_, notice in everyone))
+
+    def synchronize(self, steps: int) -> None:
+        """See ``Strategy``."""
+        if self._divides and not self._synchronized:
+            _gather(self._world, self._state, self._own)
+            self._synchronized = True
+
+    def close(self) -> frozenset[str] | None:
+        """See ``Strategy``."""
+        return frozenset(map(str, self._own)) if self._divides else None
+
+
+def _gather(world: SimulatedWorld, state: State, own: Sequence[int]) -> None:
+    everyone = world.gather([[part, *state.parts[part]] for part in own], "synchronizing")
+    for part, value, steps in (one for parts in everyone for one in parts):
+        state.parts[part] = value, steps
+
+
+def gather_parts(job: Any, holds: Sequence[frozenset[str] | None]) -> None:
+    """Give all workers all parts, in place of ``step.gather_state.gather_state``."""
+    held = [job.every if part is None else part for part in holds]
+    own = held[job.world.rank].difference(*held[: job.world.rank])
+    _gather(job.world, job.state, sorted(map(int, own)))
+
+
+@contextmanager
+def _span(*_: object, **__: object) -> Iterator[None]:
+    yield
+
+
+class Worker:
+    """One worker of a simulated run.
+
+    Args:
+        machines: what all workers have in common.
+        link: to the coordinator.
+        number: of the worker.
+        disk: the checkpoints.
+        random: draws how long it computes.
+        sharded: whether each worker holds a part of the state only.
+
+    Attributes:
+        world: as this worker sees it.
+        seen: the steps that its script took, and the losses that it was told.
+        evaluated: what its evaluation returned.
+        left_at: how many steps its script had taken when it was told to leave; none: it was not.
+    """
+
+    def __init__(self, machines: Machines, link: Link, number: int, disk: Disk, random: Random, sharded: bool) -> None:
+        self.client = CoordinatorClient(link, number, _TIMEOUT)
+        self.world = SimulatedWorld(machines, self.client, _TIMEOUT)
+        self.seen: list[tuple[int, float]] = []
+        self.evaluated: list[float] = []
+        self.left_at: int | None = None
+        self._hub, self._disk, self._random = machines.hub, disk, random
+        self._parts = 3 if sharded else 1
+
+    def run(self) -> None:
+        """Do what a script does, from ``paceline.start`` to its last line."""
+        script = ScriptState()
+        state = State(script, self._parts)
+        job = self._job(state)
+        checkpointer = Checkpointer(self.world, self._disk)
+        beginning: Any = Beginning(job, {}, state, checkpointer, None)  # type: ignore[arg-type]
+
+        def build(job: Any) -> Simulated:
+            return Simulated(job, state, self._hub.pause, self._random)
+
+        loop = TrainingLoop(beginning, script, build)
+        for batch in Batches(loop).batches(STEPS):
+            result, _ = loop.step(batch)
+            self.seen.append((batch.step, result.loss))
+            self._hub.pause(self._random.uniform(0.0, 0.05))
+            if batch.step == EVALUATES:
+                self.evaluated.append(loop.make(EVALUATE, "evaluating", self._evaluate))
+        state.check(STEPS)
+        self.client.end_script()
+
+    def leave(self) -> None:
+        """Do what a worker does about a signal."""
+        if self.left_at is None:
+            self.left_at = len(self.seen)
+        self.world.request_leave()
+
+    def _evaluate(self, call: Any) -> tuple[float, int]:
+        fault_points.reach("in evaluate", call[0])
+        everyone = self.world.gather([call[0], self.world.notice()], "evaluate")
+        return float(sum(steps for steps, _ in everyone) / len(everyone)), max(notice for _, notice in everyone)
+
+    def _job(self, state: State) -> Any:
+        names = [(str(part), None) for part in range(self._parts)]
+        model = SimpleNamespace(
+            modules=list, parameters=list, named_buffers=list, named_parameters=lambda: names,
+        )  # fmt: skip
+        buffers = SimpleNamespace(fixed=False, agreed=(), added=set(), reset=lambda: None, fix=lambda names: None)
+        order = SimpleNamespace(
+            batch=MICROBATCHES, microbatches=MICROBATCHES, samples_of=lambda step: MICROBATCHES,
+            samples_before=lambda step: step * MICROBATCHES, epoch_of=lambda step: 0, is_last=lambda step: False,
+            first_of=lambda epoch: UNKNOWN if epoch else 0,
+        )  # fmt: skip
+        return SimpleNamespace(
+            world=self.world, settings=SETTINGS, order=order, loop=LoopChanges(), feed=Feed(), phases={},
+            learned=Learned(repeatable=True), audits=AuditSchedule(off=True), events=EventLog(None, -1), warnings=[],
+            compute=SimpleNamespace(buffers=buffers, model=model), state=state,
+            update=SimpleNamespace(parameters={}), every=frozenset(name for name, _ in names),
+        )  # fmt: skip

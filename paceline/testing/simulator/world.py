@@ -1,0 +1,209 @@
+"""The workers of a simulated run, as one of them sees them: the part of ``comm.world.World`` that training needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import torch
+
+from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
+from paceline.comm.transport.base import Message
+from paceline.comm.values import decode, encode_call
+from paceline.comm.waiting import Waiting
+from paceline.comm.world import LEAVING, PENDING
+from paceline.coordinator.types import Membership
+from paceline.errors import DisagreementError, WorkerLost, name_ranks
+from paceline.testing.simulator.hub import Hub, Process
+from paceline.testing.simulator.network import Box, Network
+
+
+@dataclass
+class Machines:
+    """What the workers of a run have in common.
+
+    Attributes:
+        hub: whose time it is.
+        network: between them.
+        random: draws what a worker notices.
+        boxes: of the workers, by their numbers.
+        processes: they, by their numbers.
+        memberships: the workers of each generation, as somebody has entered it.
+        arenas: which shared memory each worker had in which generation.
+        leaving: the workers that leave the run by themselves.
+    """
+
+    hub: Hub
+    network: Network
+    random: Random
+    boxes: dict[int, Box]
+    processes: dict[int, Process]
+    memberships: dict[int, tuple[int, ...]]
+    arenas: dict[int, dict[int, int]]
+    leaving: set[int]
+
+
+class Broken(AssertionError):
+    """Something that must hold does not."""
+
+
+class SimulatedWorld(Waiting):
+    """Gathers values and sends tensors over the simulated network; a lost worker ends what waits for it.
+
+    Args:
+        machines: what all workers have in common.
+        coordinator: the client of this worker.
+        timeout: seconds to wait for another worker.
+    """
+
+    device = torch.device("cpu")
+    shared_memory = host_memory = None
+    leaving = False
+
+    def __init__(self, machines: Machines, coordinator: CoordinatorClient, timeout: float) -> None:
+        super().__init__(-1, 0, timeout, coordinator)
+        self._all, self._number = machines, coordinator.number
+        self.clock = machines.hub.clock
+        self.generation = -1
+        self.local_rank, self.local_size = 0, 1
+        self._gathers = 0
+        self._arena = self._arenas = 0
+        self._box = machines.boxes.setdefault(self._number, Box())
+        coordinator.on_alarm = machines.processes[self._number].wake
+
+    def arena_handle(self) -> tuple[int, str]:
+        """Return by what others find the memory of this worker."""
+        return self._arena, "00"
+
+    def join(self, membership: Membership) -> None:
+        """Come together with the members of a generation."""
+        if membership.generation <= self.generation:
+            raise Broken(f"worker {self._number} entered {membership.generation} after {self.generation}")
+        self._members, self.generation, self._gathers = membership.members, membership.generation, 0
+        self.rank, self.size = membership.rank_of(self._number), len(self._members)
+        if membership.fenced:
+            self._arenas += 1
+            self._arena = self._arenas
+        self._check_members(membership)
+        if self.size > 1:
+            self.check()
+            self.gather(None, "start")
+            if self.alarmed:
+                raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
+
+    def _check_members(self, membership: Membership) -> None:
+        """All who enter a generation have the same members, and no memory that one who was dropped may write to."""
+        numbers = tuple(one.worker for one in membership.members)
+        known = self._all.memberships.setdefault(membership.generation, numbers)
+        if known != numbers:
+            raise Broken(f"generation {membership.generation} has the members {known} and {numbers}")
+        self._all.arenas.setdefault(membership.generation, {})[self._number] = self._arena
+        for generation, members in self._all.memberships.items():
+            for other in members:
+                dropped = other not in numbers and other not in self._all.leaving
+                alive = dropped and not self._all.processes[other].ended
+                if alive and self._all.arenas.get(generation, {}).get(self._number) == self._arena:
+                    raise Broken(f"worker {other} was dropped, runs, and knows the memory of worker {self._number}")
+
+    def leave(self) -> None:
+        """Close the connections of this generation."""
+        self.waits_for(())
+        generation, number = self.generation, self._number
+        for member in self._members:
+            if (other := member.worker) != number:
+                self._all.network.carry(number, other, lambda other=other: self._close(other, generation))  # type: ignore[misc]
+
+    def _close(self, other: int, generation: int) -> None:
+        self._all.boxes.setdefault(other, Box()).closed.add((generation, self._number))
+        self._all.processes[other].wake()
+
+    def worker_ids(self, ranks: Sequence[int]) -> list[int]:
+        """See ``World.worker_ids``."""
+        return [self._members[rank].worker for rank in ranks]
+
+    def notice(self) -> int:
+        """See ``World.notice``."""
+        assert self.coordinator is not None
+        return LEAVING if self.leaving else PENDING if self.coordinator.pending > self.generation else 0
+
+    def request_leave(self) -> None:
+        """See ``World.request_leave``."""
+        self.leaving = True
+
+    def become_single(self) -> None:
+        """See ``World.become_single``."""
+        self.rank, self.size = 0, 1
+
+    def await_process_group(self) -> None:
+        """There is none."""
+
+    def synchronize(self) -> None:
+        """What came is there."""
+
+    def end_servers(self) -> None:
+        """There are none."""
+
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """See ``World.gather``."""
+        if self.size == 1:
+            return [value]
+        self._gathers += 1
+        tag, own = self._gathers, encode_call(what, value, (0.0, 0.0))
+        for rank in self.others:
+            self._send(rank, tag, own)
+        with self.awaiting(f"in a gather of all workers ({what})"):
+            found = [own if rank == self.rank else self._receive(rank, tag) for rank in range(self.size)]
+        values = [decode(one) for one in found]
+        if any(call != what for call, *_ in values):
+            raise DisagreementError(f"The workers are at different places: {[call for call, *_ in values]}.")
+        return [one for _, one, _ in values]
+
+    def start_transfers(
+        self, sends: list[Message], receives: list[Message], where: str = "", over: Any = None, host: bool = False
+    ) -> list[Any]:
+        """See ``World.start_transfers``."""
+        for one in sends:
+            self._send(one.peer, f"tensor {one.tag}", one.tensor.clone())
+        return [_Receive(self, one) for one in receives]
+
+    def _send(self, rank: int, tag: Any, value: Any) -> None:
+        if self._all.processes[self._number].ended:
+            return
+        other, key = self._members[rank].worker, (self.generation, self._number, tag)
+
+        def arrive() -> None:
+            self._all.boxes.setdefault(other, Box()).messages[key].append(value)
+            self._all.processes[other].wake()
+
+        self._all.network.carry(self._number, other, arrive)
+
+    def _receive(self, rank: int, tag: Any) -> Any:
+        """Wait for a message; the loss of a worker ends the wait."""
+        hub, other = self._all.hub, self._members[rank].worker
+        begin, came = hub.now, self._box.messages[self.generation, other, tag]
+        self.waits_for([rank])
+        try:
+            while not came:
+                self.check()
+                if (self.generation, other) in self._box.closed:
+                    ended = self._all.processes[other].ended and self._all.random.random() < 0.5
+                    raise WorkerLost(f"Rank {self.rank}: lost {name_ranks([rank])}.", (rank,) if ended else ())
+                self.check_silence([rank], hub.now - begin)
+                hub.block(begin + self.timeout + 1e-6)
+        finally:
+            self.waits_for(())
+        return came.popleft()
+
+
+class _Receive:
+    """A receive under way."""
+
+    def __init__(self, world: SimulatedWorld, message: Message) -> None:
+        self._world, self._message = world, message
+
+    def wait(self) -> None:
+        """Wait for the tensor."""
+        tensor = self._world._receive(self._message.peer, f"tensor {self._message.tag}")
+        self._message.tensor.copy_(tensor)

@@ -1,0 +1,120 @@
+"""Simulated runs: what must hold in thousands of histories, and the bugs that are found when they are planted."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from paceline.coordinator.agent import RemoteAgent
+from paceline.coordinator.membership import MembershipProtocol
+from paceline.coordinator.server import Coordinator
+from paceline.testing.simulator.drawing import History
+from paceline.testing.simulator.plan import Plan
+from paceline.testing.simulator.run import Simulation
+from paceline.testing.simulator.world import Broken
+from paceline.training import loop, progress
+from paceline.training.loop import TrainingLoop
+from paceline.training.progress import Progress
+from paceline.training.recovery import recovery, state_shards
+from paceline.training.recovery.recovery import Recovery
+
+HISTORIES = 2000
+PARTS = 4
+"""Tests that share them."""
+
+
+def simulate(seeds: range) -> str | None:
+    """What is broken in the first history in which something is, with its drawing."""
+    for seed in seeds:
+        simulation = Simulation(Plan.of(seed))
+        try:
+            simulation.run()
+        except Broken as error:
+            return f"{error}\n\n{simulation.plan}\n\n{simulation.history.draw()}"
+    return None
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_must_hold(part: int) -> None:
+    count = HISTORIES // PARTS
+    broken = simulate(range(part * count, (part + 1) * count))
+    assert broken is None, broken
+
+
+def test_a_seed_is_always_the_same_history() -> None:
+    plan = Plan.of(101)
+    drawn = []
+    for _ in range(2):
+        simulation = Simulation(plan)
+        simulation.run()
+        drawn.append(simulation.history.draw())
+    assert drawn[0] == drawn[1]
+    assert "lose machine" in drawn[0] and "membership generation 1" in drawn[0]
+
+
+def test_a_drawing() -> None:
+    history = History()
+    history.add(0.0, "worker 0 starts", {0: "+"})
+    history.add(0.5, "worker 12 starts", {12: "+"})
+    history.add(2.0, "membership 0", {0: "0", 12: "1"})
+    history.add(3.25, "worker 12 is killed", {12: "†"})
+    history.add(4.0, "membership 1")
+    assert history.draw(40).splitlines() == [
+        "     time  0 12",
+        "    0.000  +     worker 0 starts",
+        "    0.500  + +   worker 12 starts",
+        "    2.000  0 1   membership 0",
+        "    3.250  0 †   worker 12 is killed",
+        "    4.000  0     membership 1",
+    ]
+
+
+BUGS: dict[str, tuple[object, str, str, str]] = {
+    "a fence is skipped": (MembershipProtocol, "_publish", '"fenced": self.fenced', '"fenced": False'),
+    "a late word revives a worker": (Coordinator, "handle", "if number not in self._ended:", "if True:"),
+    "the others are not told of a loss": (
+        MembershipProtocol, "lose", "self._announce_change(urgent=True, now=now, why=reason)", "pass"),
+    "a membership forms before all are ready": (
+        MembershipProtocol, "_form_next", 'any(member.state == "training" for member in members)', "False"),
+    "who finished is blamed for a loss": (
+        MembershipProtocol, "_form_next", 'len(finished) == sum(member.state == "gone" for member in members)', "True"),
+    "a joiner is not sent the state": (progress, "plan_catch_up", "if key == furthest", "if key is not None"),
+    "a step that others did is done again": (
+        Progress, "has_received",
+        "step < self.received - 1 or (step == self.received - 1 and turn < max(self.received_turns, 1))", "False"),
+    "lost steps are not repeated": (Progress, "to_repeat", "return self", "return False and self"),
+    "the shares of the workers before are computed": (
+        TrainingLoop, "_take", "batch.generation != self.job.world.generation", "False"),
+    "a notice outlives its workers": (TrainingLoop, "_re_form", "self._notice = 0", "pass"),
+    "a notice is overheard": (loop, "decide", "Action.RE_FORM if elastic", "Action.GO_ON if elastic"),
+    "a part of the state is thought whole": (Recovery, "_same_state", "if assemble(self._job, everyone):", "if True:"),
+    "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
+    "a replay is forgotten": (progress, "gone_back", "max(furthest.repeat_until, furthest.steps)", "steps"),
+}  # fmt: skip
+
+
+@contextmanager
+def planted(place: Any, name: str, old: str, new: str) -> Iterator[None]:
+    """A function of a class or module with another text in one place."""
+    function: Callable[..., Any] = inspect.unwrap(getattr(place, name))
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(old) == 1, f"{old!r} is {source.count(old)} times in {name}"
+    made: dict[str, Any] = {}
+    exec(compile(source.replace(old, new), f"<{name}>", "exec"), function.__globals__, made)
+    with ExitStack() as stack:
+        for user in {place, *(one for one in (loop, recovery, state_shards) if getattr(one, name, None) is function)}:
+            stack.enter_context(mock.patch.object(user, name, made[name]))
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", BUGS)
+def test_bugs_that_are_planted_are_found(bug: str) -> None:
+    with planted(*BUGS[bug]):
+        assert simulate(range(1500)) is not None
