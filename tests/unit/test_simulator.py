@@ -55,7 +55,7 @@ def test_a_seed_is_always_the_same_history() -> None:
         simulation.run()
         drawn.append(simulation.history.draw())
     assert drawn[0] == drawn[1]
-    assert "lose machine" in drawn[0] and "membership generation 1" in drawn[0]
+    assert "machine 1 is lost" in drawn[0] and "membership generation 1" in drawn[0]
 
 
 def test_a_drawing() -> None:

@@ -221,7 +221,8 @@ class Simulation:
             self._strike_worker(fault, process or running[fault.victim % len(running)], where)
 
     def _strike_machine(self, fault: Fault, machine: RemoteLauncher) -> None:
-        self._say(f"machine {1 + self._others.index(machine)}: {fault.kind} {fault.seconds} s")
+        what = "is lost" if fault.kind == "lose machine" else f"is cut off for {fault.seconds} s"
+        self._say(f"machine {1 + self._others.index(machine)} {what}")
         if fault.kind == "lose machine":
             self._hub.at(0.0, lambda: machine.lose(self._kill))  # not by a process that is itself on it
             if self._hub.running is not None:
