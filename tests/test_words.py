@@ -31,7 +31,7 @@ ALLOWED_NAMES = {
     *("getGroupName", "setGroupName", "getGroupDesc", "setGroupDesc", "group_name", "group_desc"),  # torch calls them
     "open_group",  # of microbatches
     # the operating system: shared memory, a process group, what a script prints, what is typed
-    *("SharedMemory", "shared_memory", "SharedMemoryQuorum", "SharedMemoryBoard", "SharedMemoryReduction"),
+    *("SharedMemory", "shared_memory", "SharedMemoryQuorum", "SharedMemoryBoard", "SharedMemoryExchange"),
     *("shared_memory_of", "OutOfMemory", "ran_out_of_memory", "kill_group", "check_memory", "memory"),
     *(
         "LineDisplay",

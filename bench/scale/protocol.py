@@ -18,8 +18,10 @@ from typing import Any, cast
 
 import torch
 
-from paceline.comm.reduction.bucketed import BucketedReduction
-from paceline.comm.reduction.hierarchical import HierarchicalReduction
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.exchange import Exchange
+from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.hierarchical import HierarchicalExchange
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.step_header import header_bytes
 from paceline.comm.transport.base import Message as TensorMessage
@@ -166,32 +168,26 @@ class Memory:
         pass
 
 
-def step(size: int, make: Callable[[Any, list[torch.Tensor]], BucketedReduction]) -> tuple[int, int]:
+def step(size: int, make: Callable[[World], Exchange]) -> tuple[int, int]:
     """The messages and bytes that rank 0 sends in a step, each worker with one node of the tree."""
-    world = CountingWorld(size)
-    reduction = make(world, [torch.zeros(GRADIENT_BYTES // 4)])
+    counting = CountingWorld(size)
+    world, tensors = cast(World, counting), [torch.zeros(GRADIENT_BYTES // 4)]
+    reduction = Reduction(world, make(world), tensors, EventLog(None, 0), "gradients", GRADIENT_BYTES)
     reduction.begin([[Node(0, rank)] for rank in range(size)], lambda: 1.0)
     reduction.written(0)
     reduction.finish()
-    return world.messages, world.bytes
+    return counting.messages, counting.bytes
 
 
 def steps(size: int) -> list[Row]:
     """What a worker sends in a step."""
-    quiet = EventLog(None, 0)
 
-    def tree(world: Any, tensors: list[torch.Tensor]) -> BucketedReduction:
-        return BucketedReduction(world, tensors, quiet, "gradients", bucket_bytes=GRADIENT_BYTES)
-
-    def hierarchical(world: Any, tensors: list[torch.Tensor]) -> BucketedReduction:
-        memory = cast(SharedMemory, Memory())
-        return HierarchicalReduction(
-            cast(World, world), memory, tensors, quiet, "gradients", bucket_bytes=GRADIENT_BYTES
-        )
+    def hierarchical(world: World) -> Exchange:
+        return HierarchicalExchange(world, cast(SharedMemory, Memory()))
 
     return [
         ("step header", 0.0, size - 1, (size - 1) * header_bytes(1)),
-        ("tree, a bucket", 0.0, *step(size, tree)),
+        ("tree, a bucket", 0.0, *step(size, DirectExchange)),
         ("hierarchical, a bucket", 0.0, *step(size, hierarchical)),
     ]
 

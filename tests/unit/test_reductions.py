@@ -12,13 +12,15 @@ import torch
 from thread_world import ThreadWorld, run
 
 from paceline.comm.reduction import choice, collective, link_rates
-from paceline.comm.reduction.bucketed import TAGS, BucketedReduction, cut, split
+from paceline.comm.reduction.buckets import Layout, cut, pack, split
 from paceline.comm.reduction.choice import Wanted, reduction_for
-from paceline.comm.reduction.collective import CollectiveReduction
+from paceline.comm.reduction.collective import CollectiveExchange
+from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.division import divide, divide_all
-from paceline.comm.reduction.hierarchical import HierarchicalReduction
-from paceline.comm.reduction.shared_memory import SharedMemoryReduction
-from paceline.comm.reduction.to_servers import NetworkPushReduction, PushReduction
+from paceline.comm.reduction.exchange import TAGS, Exchange
+from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.hierarchical import HierarchicalExchange
+from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.events import EventLog
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, push, total
@@ -75,7 +77,7 @@ def shares_of(step: int, size: int) -> list[range]:
     return most if step else [range(0)] * (size - 2) + [range(0, 2), range(2, LEAVES)]
 
 
-Make = Callable[[ThreadWorld, Facts], BucketedReduction]
+Make = Callable[[ThreadWorld, Facts], Reduction]
 
 
 def reduce(world: ThreadWorld, make: Make, members: Sequence[int] = range(len(EXAMPLES))) -> dict[str, Any]:
@@ -113,16 +115,20 @@ def assert_means(found: list[dict[str, Any]], ranks: Sequence[int] | None = None
                 assert torch.equal(value, mean(step, member)), (rank, step, member)
 
 
-def plain(world: Any, facts: Facts) -> BucketedReduction:
-    return BucketedReduction(world, EXAMPLES, facts, "gradients", tags=3 * TAGS, bucket_bytes=600)
+def over(exchange: Exchange, world: Any, facts: Facts, name: str = "gradients", size: int | None = 600) -> Reduction:
+    return Reduction(world, exchange, EXAMPLES, facts, name, size)
 
 
-def in_memory(world: Any, facts: Facts) -> BucketedReduction:
-    return SharedMemoryReduction(world, world.shared_memory, EXAMPLES, facts, "gradients", bucket_bytes=600)
+def plain(world: Any, facts: Facts) -> Reduction:
+    return over(DirectExchange(world, tags=3 * TAGS), world, facts)
 
 
-def hierarchical(world: Any, facts: Facts) -> BucketedReduction:
-    return HierarchicalReduction(world, world.host_memory, EXAMPLES, facts, "gradients", bucket_bytes=600)
+def in_memory(world: Any, facts: Facts) -> Reduction:
+    return over(SharedMemoryExchange(world.shared_memory), world, facts)
+
+
+def hierarchical(world: Any, facts: Facts) -> Reduction:
+    return over(HierarchicalExchange(world, world.host_memory), world, facts)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -146,34 +152,34 @@ def test_on_several_machines(machines: list[tuple[int, ...]]) -> None:
     assert all(one["said"] == one["sent"] for one in found)
 
 
-def test_machines_with_slow_links_add_up_less() -> None:
-    def unequal(world: Any, facts: Facts) -> BucketedReduction:
-        reduction = plain(world, facts)
-        reduction.cut_by([(0,), (1, 2), (3,)], [0.6, 0.4, 0.0])
-        return reduction
+def test_machines_with_slow_links_add_up_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "_link_shares", lambda *_: [0.6, 0.4, 0.0])
+
+    def unequal(world: Any, facts: Facts) -> Reduction:
+        world.hosts = [(0,), (1, 3), (2,)]
+        return reduction_for(world, EXAMPLES, facts, "gradients", wanted=Wanted(megabytes=0.0006))
 
     found = run(4, lambda world: reduce(world, unequal))
     assert_means(found)
     assert all(one["said"] == one["sent"] for one in found)
-    reduction = run(1, lambda world: BucketedReduction(world, [torch.zeros(1600)], Facts(), ""))[0]
-    reduction._world = SimpleNamespace(size=4)  # type: ignore[assignment]
-    reduction.cut_by([(0,), (1, 2), (3,)], [0.5, 0.4, 0.1])
-    assert reduction._buckets[0].cuts == [0, 800, 1120, 1440, 1600]
+
+    def cuts(world: Any) -> list[int]:
+        world.hosts = [(0,), (1, 3), (2,)]
+        return reduction_for(world, [torch.zeros(1600)], Facts(), "")._buckets[0].cuts
+
+    assert run(4, cuts) == [[0, 960, 1280, 1280, 1600]] * 4
 
 
 def test_machines_cut_unequally() -> None:
-    def unequal(world: Any, facts: Facts) -> BucketedReduction:
-        reduction = hierarchical(world, facts)
-        reduction.cut_by(world.hosts, [0.25, 0.75])
-        return reduction
+    def unequal(world: Any, facts: Facts) -> Reduction:
+        return over(HierarchicalExchange(world, world.host_memory, shares=[0.25, 0.75]), world, facts)
 
     assert_means(run(3, lambda world: reduce(world, unequal), hosts=[(0, 1), (2,)]))
 
 
 def test_the_back_end_adds_up_by_itself() -> None:
     def act(world: Any) -> list[list[torch.Tensor]]:
-        reduction = CollectiveReduction(world, EXAMPLES, Facts(), "gradients", bucket_bytes=600)
-        means = []
+        reduction, means = over(CollectiveExchange(world), world, facts := Facts()), []
         for step in range(2):
             nodes = [[Node(0, 0)], [Node(0, 1)], []]
             reduction.begin(nodes, lambda: COUNT)
@@ -183,7 +189,7 @@ def test_the_back_end_adds_up_by_itself() -> None:
                 reduction.written(member)
             reduction.finish()
             means.append([reduction.mean(member).clone() for member in range(len(EXAMPLES))])
-        assert reduction._bytes_sent(reduction._buckets[0]) == 2 * 2 * reduction._buckets[0].flats[0].nbytes // 3
+        assert facts.all[0]["bytes"] == 2 * 2 * reduction._buckets[0].flats[0].nbytes // 3
         return means
 
     for means in run(3, act):
@@ -196,8 +202,8 @@ HOMES = [0, 1, 1, 0, 2, 1, 0]
 
 
 def test_pushes_through_memory_have_their_mean_at_the_server() -> None:
-    def pushes(world: Any, facts: Facts) -> BucketedReduction:
-        return PushReduction(world, world.shared_memory, EXAMPLES, HOMES, facts)
+    def pushes(world: Any, facts: Facts) -> Reduction:
+        return over(SharedMemoryExchange(world.shared_memory, HOMES), world, facts, "pushes", None)
 
     for rank, one in enumerate(run(3, lambda world: reduce(world, pushes), hosts=[(0, 1, 2)])):
         for step, means in enumerate(one["means"]):
@@ -207,8 +213,8 @@ def test_pushes_through_memory_have_their_mean_at_the_server() -> None:
 def test_pushes_over_the_network_have_their_mean_at_the_server_and_its_copy() -> None:
     copies = {0: 1, 1: 2}
 
-    def pushes(world: Any, facts: Facts) -> BucketedReduction:
-        return NetworkPushReduction(world, EXAMPLES, HOMES, copies, facts, 5 * TAGS)
+    def pushes(world: Any, facts: Facts) -> Reduction:
+        return over(DirectExchange(world, 5 * TAGS, homes=HOMES, copies=copies), world, facts, "pushes", None)
 
     for rank, one in enumerate(run(4, lambda world: reduce(world, pushes))):
         for step, means in enumerate(one["means"]):
@@ -304,20 +310,27 @@ def test_tensors_are_packed_by_type_and_size() -> None:
     assert cut(30, [0.9, 0.05, 0.05]) == [0, 30, 30, 30]
 
 
+def test_a_bucket_for_a_server_is_one_chunk() -> None:
+    tensors = [torch.zeros(8, dtype=torch.float64), torch.zeros(24), torch.zeros(1), torch.zeros(20)]
+    packed = pack(tensors, Layout(600, [0.25] * 4, homes=[1, 3, 0, 3]), 600)
+    assert [(bucket.members, bucket.home) for bucket in packed] == [([0], 1), ([2], 0), ([1, 3], 3)]
+    assert [bucket.cuts for bucket in packed] == [[0, 0, 8, 8, 8], [0, 16, 16, 16, 16], [0, 0, 0, 0, 64]]
+
+
 def test_buckets_of_the_back_end_begin_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "FIRST_BUCKET", 400)
     tensors = [torch.zeros(100) for _ in range(8)]
-    reduction = run(1, lambda world: CollectiveReduction(world, tensors, Facts(), "", bucket_bytes=1200))[0]
-    assert [bucket.members for bucket in reduction._buckets] == [[0], [1, 2, 3], [4, 5, 6], [7]]
+    (layout,) = run(1, lambda world: CollectiveExchange(world).layout)
+    assert [bucket.members for bucket in pack(tensors, layout, 1200)] == [[0], [1, 2, 3], [4, 5, 6], [7]]
 
 
 def test_buckets_are_larger_with_many_workers() -> None:
     def full(size: int) -> int:
-        def act(world: Any) -> BucketedReduction:
+        def act(world: Any) -> int:
             world.size = size
-            return BucketedReduction(world, EXAMPLES, Facts(), "")
+            return DirectExchange(world).layout.bucket_bytes
 
-        return int(run(1, act)[0].describe()["bucket_bytes"])
+        return run(1, act)[0]
 
     assert [full(size) for size in (1, 10, 11, 50, 51)] == [5 * 2**20, 5 * 2**20, 11 * 2**19, 25 * 2**20, 25 * 2**20]
 

@@ -6,11 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.comm.reduction.bucketed import SMALLEST_BUCKET, BucketedReduction
-from paceline.comm.reduction.collective import CollectiveReduction
-from paceline.comm.reduction.hierarchical import HierarchicalReduction
+from paceline.comm.reduction.buckets import SMALLEST_BUCKET
+from paceline.comm.reduction.collective import CollectiveExchange
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.exchange import Exchange
+from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.hierarchical import HierarchicalExchange
 from paceline.comm.reduction.link_rates import measure_links
-from paceline.comm.reduction.shared_memory import SharedMemoryReduction
+from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.link_shares import bucket_bytes, of_links
@@ -35,8 +38,8 @@ class Wanted(NamedTuple):
 
 def reduction_for(
     world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0, wanted: Wanted | None = None
-) -> BucketedReduction:
-    """The fastest reduction on these machines that does what is wanted.
+) -> Reduction:
+    """Return the fastest reduction on these machines that does what is wanted.
 
     The tree sends the fewest bytes between machines that can be, and none inside of one: what the workers of a machine
     can share goes through memory. A machine with a slow link adds up less. Where memory cannot be shared, as on GPUs,
@@ -44,26 +47,30 @@ def reduction_for(
     """
     kind, megabytes = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
+    exchange: Exchange
     if kind == "collective" or (kind == "auto" and world.transport.capabilities.ordered):
-        return CollectiveReduction(world, tensors, events, name, bucket_bytes=size)
-    if world.shared_memory is not None:
-        return SharedMemoryReduction(world, world.shared_memory, tensors, events, name, bucket_bytes=size)
-    shares = _link_shares(world, sum(one.nbytes for one in tensors), events)
-    if shares and size is None:
-        size = min(SMALLEST_BUCKET, bucket_bytes(sum(one.nbytes for one in tensors), len(world.hosts)))
-    if world.host_memory is not None:
-        chosen: BucketedReduction = HierarchicalReduction(
-            world, world.host_memory, tensors, events, name, tags, bucket_bytes=size
-        )
+        exchange = CollectiveExchange(world)
+    elif world.shared_memory is not None:
+        exchange = SharedMemoryExchange(world.shared_memory)
     else:
-        chosen = BucketedReduction(world, tensors, events, name, tags, bucket_bytes=size)
-    if shares:
-        chosen.cut_by(world.hosts, shares)
-    return chosen
+        nbytes = sum(one.nbytes for one in tensors)
+        shares = _link_shares(world, nbytes, events)
+        if shares and size is None:
+            size = min(SMALLEST_BUCKET, bucket_bytes(nbytes, len(world.hosts)))
+        if world.host_memory is not None:
+            exchange = HierarchicalExchange(world, world.host_memory, tags, shares)
+        else:
+            ranks_of = world.hosts  # the workers of a machine add up alike
+            of_rank = {rank: share / len(ranks_of[at]) for at, share in enumerate(shares) for rank in ranks_of[at]}
+            exchange = DirectExchange(world, tags, [of_rank[rank] for rank in sorted(of_rank)])
+    return Reduction(world, exchange, tensors, events, name, size)
 
 
 def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
-    """How much each machine adds up, where one has a slow link; else none. Of two machines both send all they have."""
+    """Return the share that each machine adds up if a link is slow, else an empty list.
+
+    Of two machines both send all they have, whatever their shares.
+    """
     if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.transport.capabilities.ordered:
         return []
     rates = [0.0] * len(world.hosts)

@@ -13,83 +13,58 @@ added (``step.fixed_point``).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
-from paceline.comm.reduction.bucketed import (
-    LARGEST_BUCKET,
-    SMALLEST_BUCKET,
-    Bucket,
-    BucketedReduction,
-    Divisor,
-    split,
-)
-from paceline.comm.reduction.division import divide
+from paceline.comm.reduction.buckets import LARGEST_BUCKET, SMALLEST_BUCKET, Bucket, Layout
+from paceline.comm.reduction.exchange import Parts, Phase, nothing
 from paceline.comm.world import World
-from paceline.events import EventLog
 from paceline.schedule.tree import Node
 
 FIRST_BUCKET = 2**20
+"""Bytes of a small bucket before the others: the wire is idle until the first one leaves."""
+
+_ALL = Node(0, 0)
+"""In place of the node of a sum over all workers, which nothing is added to."""
 
 
-class CollectiveReduction(BucketedReduction):
-    """Averages tensors over all workers, each of which has one running sum, or none.
+class CollectiveExchange:
+    """The back end adds up the running sums of all workers, each of which has one or none.
+
+    There is no phase after the sums: the back end leaves each bucket where it was.
 
     Args:
-        world, tensors, events, name, bucket_bytes: see :class:`BucketedReduction`.
+        world: all workers.
     """
 
     kind = "collective"
 
-    def __init__(
-        self,
-        world: World,
-        tensors: list[torch.Tensor],
-        events: EventLog,
-        name: str,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        self._workers = world
-        super().__init__(world, tensors, events, name, bucket_bytes=bucket_bytes)
-        self._phases = (self._start, self._finish)
+    def __init__(self, world: World) -> None:
+        self._world = world
+        # On GPUs as in DistributedDataParallel, as each operation has a cost of its own; gloo has a smaller one.
+        size = SMALLEST_BUCKET if world.transport.capabilities.blocking_wait else LARGEST_BUCKET
+        self.layout = Layout(size, first_bytes=FIRST_BUCKET)
+        self.deliver = nothing
+        self.before: tuple[Phase, ...] = (self._start,)
+        self.after: tuple[Phase, ...] = ()
 
-    def _full(self) -> int:
-        """On GPUs as in DistributedDataParallel, as each operation has a cost of its own; gloo has a smaller one."""
-        return SMALLEST_BUCKET if self._workers.transport.capabilities.blocking_wait else LARGEST_BUCKET
+    def open(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
 
-    def _split(self) -> list[list[int]]:
-        """A small bucket before the others: the wire is idle until the first one leaves."""
-        first = split(self._tensors, min(FIRST_BUCKET, self._bucket_bytes))[0]
-        rest = split(self._tensors[len(first) :], self._bucket_bytes)
-        return [first, *([len(first) + member for member in members] for members in rest)]
-
-    @property
-    def _chunks(self) -> int:
-        return 1
-
-    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
+    def begin(self, nodes: list[list[Node]]) -> None:
         assert all(len(held) <= 1 for held in nodes), "only running sums can be added in any order"
-        super().begin(nodes, divisor, check)
-        if not nodes[self._world.rank]:
-            for bucket in self._buckets:
-                bucket.flats[0].zero_()
-
-    def _add_flats(self, count: int) -> None:
         for bucket in self._buckets:
             if not bucket.flats:
-                example = self._example(bucket)
-                self._add_flat(bucket, torch.zeros(bucket.cuts[-1], dtype=example.dtype, device=example.device))
+                bucket.add_flat()
+            elif not nodes[self._world.rank]:
+                bucket.flats[0].zero_()
 
     def _start(self, bucket: Bucket) -> None:
-        bucket.sends = [self._workers.start_all_reduce(bucket.flats[0])]
-
-    def _finish(self, bucket: Bucket) -> None:
-        divisor = self._agree(bucket)
-        bucket.sends.pop().wait()
-        divide(bucket.flats[0], divisor, out=bucket.flats[0])
-
-    def _bytes_sent(self, bucket: Bucket) -> int:
-        """What a ring sends, the least possible."""
+        bucket.receives.append(self._world.start_all_reduce(bucket.flats[0]))
         size = self._world.size
-        return 2 * (size - 1) * bucket.flats[0].nbytes // size
+        bucket.sent = 2 * (size - 1) * bucket.flats[0].nbytes // size  # a ring's, the least possible
+
+    def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
+        """Yield the bucket, whose only part is the sum over all workers."""
+        yield bucket.flats[0], [(_ALL, bucket.flats[0])]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+Divisor = Callable[[], "torch.Tensor | float"]
 
 
 def divide(value: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:

@@ -19,163 +19,121 @@ The sums are those of the tree, so the bits are those of all other ways.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from paceline.comm.reduction.bucketed import TAGS, Bucket, BucketedReduction, Divisor
-from paceline.comm.reduction.division import divide
-from paceline.comm.reduction.shared_memory import SharedMemoryReduction
+from paceline.comm.reduction.buckets import Bucket, Layout, full
+from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order
+from paceline.comm.reduction.shared_memory import SharedBuckets
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
-from paceline.events import EventLog
-from paceline.schedule.tree import Node, first_of, fold, total
-
-Sums = list[tuple[Node, torch.Tensor]]
+from paceline.schedule.tree import Node, first_of, fold
 
 
-class HierarchicalReduction(SharedMemoryReduction):
-    """The same sums over several machines, each of which sends the nodes of all its workers together.
+class HierarchicalExchange:
+    """Each machine sends the nodes of all its workers together.
 
     Args:
         world: the workers, on the machines ``world.hosts``.
-        memory: that those of this machine share.
-        tensors, events, name, tags, bucket_bytes: see :class:`BucketedReduction`.
+        memory: shared by those of this machine.
+        tags: the first tag to use; each bucket takes :data:`TAGS`.
+        shares: of a bucket that each machine adds up. Defaults to equal shares.
     """
 
     kind = "hierarchical tree"
 
     def __init__(
-        self,
-        world: World,
-        memory: SharedMemory,
-        tensors: list[torch.Tensor],
-        events: EventLog,
-        name: str,
-        tags: int = 0,
-        bucket_bytes: int | None = None,
+        self, world: World, memory: SharedMemory, tags: int = 0, shares: Sequence[float] | None = None
     ) -> None:
-        self._hosts = world.hosts
-        self._host = world.hosts.index(memory.ranks)
-        self._columns = max(map(len, world.hosts))
-        self._served = [column for column in range(self._columns) if self._server(self._host, column) == world.rank]
+        self._tags, self._place, self._shared = tags, memory.place, SharedBuckets(memory)
+        self._hosts, self._host = world.hosts, world.hosts.index(memory.ranks)
+        self._columns = columns = max(map(len, world.hosts))
+        self._served = [column for column in range(columns) if self._server(self._host, column) == world.rank]
         self._others = [host for host in range(len(world.hosts)) if host != self._host]
-        super().__init__(world, memory, tensors, events, name, tags, bucket_bytes)
-        self._sums: dict[tuple[int, int], Sums] = {}
-        self._phases = (self._scatter, self._send_sums, self._reduce, self._spread, self._await_means)
+        self._sums: dict[tuple[int, int], Parts] = {}
+        """For each bucket and column on its way, what this machine adds to its own chunk."""
+        chunks = len(world.hosts) * columns
+        of_columns = [share / columns for share in shares or () for _ in range(columns)]
+        self.layout = Layout(full(chunks), of_columns or [1 / chunks] * chunks)
+        self.before: tuple[Phase, ...] = (self._shared.announce_parts, self._send_sums)
+        self.after: tuple[Phase, ...] = (self._spread, self._shared.await_means)
 
-    def _server(self, host: int, column: int) -> int:
-        """The rank that serves a column of a machine."""
-        return self._hosts[host][column % len(self._hosts[host])]
+    def open(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+        self._shared.open(buckets)
 
-    @property
-    def _chunks(self) -> int:
-        return len(self._hosts) * self._columns
-
-    def _full(self) -> int:
-        return BucketedReduction._full(self)
-
-    def _chunk_shares(self, hosts: Sequence[tuple[int, ...]], shares: list[float]) -> list[float]:
-        return [share / self._columns for share in shares for _ in range(self._columns)]
-
-    def _piece(self, bucket: Bucket, host: int, column: int) -> slice:
-        place = host * self._columns + column
-        return slice(*bucket.cuts[place : place + 2])
-
-    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
+    def begin(self, nodes: list[list[Node]]) -> None:
+        ranks = self._hosts[self._host]
+        self._order = [(node, ranks.index(rank), index) for node, rank, index in in_order(nodes, ranks)]
         self._host_nodes = [
-            [node for node, _ in fold([(node, None) for node in _in_order(nodes, ranks)], lambda *_: None)]
+            [node for node, _ in fold([(node, None) for node, *_ in in_order(nodes, ranks)], lambda *_: None)]
             for ranks in self._hosts
         ]
-        super().begin(nodes, divisor, check)
+        self._shared.begin(max(map(len, nodes)))
         room = max(map(len, self._host_nodes)) * self._columns * len(self._hosts)
         for bucket in self._buckets:
             while len(bucket.inbox) < room:
-                piece = self._piece(bucket, self._host, len(bucket.inbox) % self._columns)
-                bucket.inbox.append(torch.empty_like(bucket.flats[0][piece]))
+                column = len(bucket.inbox) % self._columns
+                bucket.inbox.append(torch.empty_like(self._chunk(bucket, self._host, column)))
 
-    def _send_sums(self, bucket: Bucket) -> None:
-        """Add up what this machine has, and send each machine the sums of its chunks."""
-        self._await_parts(bucket)
+    def _send_sums(self, bucket: Bucket) -> Iterator[Messages]:
+        """Add up what this machine has, and send each machine the sums of its chunks as soon as they are there."""
+        self._shared.await_parts(bucket)
+        flats = self._shared.flats[bucket.index]
         for column in self._served:
-            for host in range(len(self._hosts)):
-                sums = self._sums_here(bucket, self._piece(bucket, host, column))
+            tag = self._tags + bucket.index * TAGS + column
+            for host, nodes in enumerate(self._host_nodes):
+                chunk, peer = bucket.chunk(host * self._columns + column), self._server(host, column)
+                held = ((node, flats[index][place][chunk]) for node, place, index in self._order)
+                sums = fold(held, torch.Tensor.add_)
                 if host == self._host:
                     self._sums[bucket.index, column] = sums
-                else:
-                    self._exchange_sums(bucket, host, column, sums)
+                    continue
+                inbox = [self._received(bucket, host, column, index) for index in range(len(nodes))]
+                yield (
+                    [Message(value, peer, tag + index * self._columns) for index, (_, value) in enumerate(sums)],
+                    [Message(value, peer, tag + index * self._columns) for index, value in enumerate(inbox)],
+                )
 
-    def _sums_here(self, bucket: Bucket, piece: slice) -> Sums:
-        ranks = self._hosts[self._host]
-        parts = {
-            node: self._seen[bucket.index][index][place][piece]
-            for place, rank in enumerate(ranks)
-            for index, node in enumerate(self._nodes[rank])
-        }
-        return fold([(node, parts[node]) for node in _in_order(self._nodes, ranks)], torch.Tensor.add_)
+    def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
+        """Yield this machine's chunk of each column that this worker serves, with the sums of all machines."""
+        for column in self._served:
+            sums = self._sums.pop((bucket.index, column))
+            for host in self._others:
+                for index, node in enumerate(self._host_nodes[host]):
+                    sums.append((node, self._received(bucket, host, column, index)))
+            yield self._chunk(bucket, self._host, column), sorted(sums, key=lambda one: first_of(one[0]))
 
-    def _exchange_sums(self, bucket: Bucket, host: int, column: int, sums: Sums) -> None:
-        peer = self._server(host, column)
-        sends = [Message(value, peer, self._sum_tag(bucket, index, column)) for index, (_, value) in enumerate(sums)]
-        receives = [
-            Message(self._received(bucket, host, column, index), peer, self._sum_tag(bucket, index, column))
-            for index in range(len(self._host_nodes[host]))
-        ]
-        self._start_transfers(bucket, sends, receives)
-
-    def _sum_tag(self, bucket: Bucket, index: int, column: int) -> int:
-        return self._tag(bucket) + index * self._columns + column
-
-    def _received(self, bucket: Bucket, host: int, column: int, index: int) -> torch.Tensor:
-        """Where a sum of another machine goes."""
-        return bucket.inbox[(index * len(self._hosts) + host) * self._columns + column]
-
-    def _reduce(self, bucket: Bucket) -> None:
-        """Add up this worker's chunks along the tree, divide, and give them to all machines."""
-        divisor = self._agree(bucket)
-        BucketedReduction._await_parts(self, bucket)
+    def deliver(self, bucket: Bucket) -> Iterable[Messages]:
+        """Send the means of this worker's chunks to all other machines, and receive theirs."""
         sends, receives = [], []
         for column in self._served:
-            mean = self._mean_of(bucket, column, divisor)
-            tag = self._tag(bucket) + TAGS - 1 - column
+            mean, tag = self._chunk(bucket, self._host, column), self._tags + bucket.index * TAGS + TAGS - 1 - column
             for host in self._others:
                 peer = self._server(host, column)
                 sends.append(Message(mean, peer, tag))
-                receives.append(Message(bucket.flats[0][self._piece(bucket, host, column)], peer, tag))
-        self._start_transfers(bucket, sends, receives)
-
-    def _mean_of(self, bucket: Bucket, column: int, divisor: torch.Tensor | float) -> torch.Tensor:
-        sums = self._sums.pop((bucket.index, column))
-        for host in self._others:
-            for index, node in enumerate(self._host_nodes[host]):
-                sums.append((node, self._received(bucket, host, column, index)))
-        sums.sort(key=lambda one: first_of(one[0]))
-        piece = self._piece(bucket, self._host, column)
-        return divide(total(sums, torch.Tensor.add_), divisor, out=bucket.flats[0][piece])
+                receives.append(Message(self._chunk(bucket, host, column), peer, tag))
+        return [(sends, receives)]
 
     def _spread(self, bucket: Bucket) -> None:
-        """Give the means of this worker's columns to the others of its machine."""
-        BucketedReduction._await_means(self, bucket)
-        for place, flat in enumerate(self._seen[bucket.index][0]):
-            if place != self._shared_memory.place:
-                for column in self._served:
-                    for host in range(len(self._hosts)):
-                        piece = self._piece(bucket, host, column)
-                        flat[piece].copy_(bucket.flats[0][piece])
-        self._announce_means(bucket)
+        """Write the means of this worker's columns into the flats of the others of its machine."""
+        chunks = [host * self._columns + column for column in self._served for host in range(len(self._hosts))]
+        for place, flat in enumerate(self._shared.flats[bucket.index][0]):
+            if place != self._place:
+                for chunk in map(bucket.chunk, chunks):
+                    flat[chunk].copy_(bucket.flats[0][chunk])
+        self._shared.announce_means(bucket)
 
-    def _bytes_sent(self, bucket: Bucket) -> int:
-        """To other machines."""
-        sums, sent = len(self._host_nodes[self._host]), 0
-        for column in self._served:
-            pieces = [bucket.flats[0][self._piece(bucket, host, column)].nbytes for host in range(len(self._hosts))]
-            mine = pieces.pop(self._host)
-            sent += sums * sum(pieces) + len(self._others) * mine
-        return sent
+    def _server(self, host: int, column: int) -> int:
+        """Return the rank that serves a column of a machine."""
+        return self._hosts[host][column % len(self._hosts[host])]
 
+    def _chunk(self, bucket: Bucket, host: int, column: int) -> torch.Tensor:
+        """Return a machine's chunk of a column, in this worker's first flat."""
+        return bucket.flats[0][bucket.chunk(host * self._columns + column)]
 
-def _in_order(nodes: list[list[Node]], ranks: tuple[int, ...]) -> list[Node]:
-    """The nodes that these ranks hold, from left to right."""
-    return sorted(chain.from_iterable(nodes[rank] for rank in ranks), key=first_of)
+    def _received(self, bucket: Bucket, host: int, column: int, index: int) -> torch.Tensor:
+        """Return the buffer for a sum of another machine."""
+        return bucket.inbox[(index * len(self._hosts) + host) * self._columns + column]

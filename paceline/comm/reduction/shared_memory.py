@@ -1,82 +1,108 @@
-"""The exchange of workers on one machine: gradients need no copy through a socket."""
+"""Exchange between the workers of one machine: gradients need no copy through a socket."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from paceline.comm.reduction.bucketed import SMALLEST_BUCKET, Bucket, BucketedReduction, Divisor
+from paceline.comm.reduction.buckets import SMALLEST_BUCKET, Bucket, Layout
+from paceline.comm.reduction.exchange import Parts, Phase, in_order
 from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.shm.tensors import aligned
-from paceline.comm.world import World
-from paceline.events import EventLog
 from paceline.schedule.tree import Node
 
 
-class SharedMemoryReduction(BucketedReduction):
-    """The same sums through shared memory: a worker reads the others' nodes and writes the mean where they want it.
+class SharedBuckets:
+    """Buckets in memory that the workers of a machine share, with two flags for each: its sums and its means are there.
 
-    Chunk q of every buffer belongs to worker q from the moment the buffer's owner has announced the bucket until
-    worker q has announced the mean.
+    Args:
+        memory: shared by the workers of this machine.
+
+    Attributes:
+        flats: by bucket and node, the flat of every worker of this machine.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._memory = memory
+        self._steps = 0
+
+    def open(self, buckets: list[Bucket]) -> None:
+        """Reserve the flags of the buckets. All workers call this in one order."""
+        self._buckets = buckets
+        self._flag = self._memory.reserve(2 * len(buckets))
+        self.flats: list[list[list[torch.Tensor]]] = [[] for _ in buckets]
+
+    def begin(self, count: int) -> None:
+        """Start a step: make room in each bucket for ``count`` nodes of each worker."""
+        self._steps += 1
+        while len(self._buckets[0].flats) < count:
+            sizes = [bucket.cuts[-1] * bucket.examples[0].element_size() for bucket in self._buckets]
+            blocks = self._memory.share(sum(map(aligned, sizes)))
+            start = 0
+            for bucket, size in zip(self._buckets, sizes, strict=True):
+                dtype, elements = bucket.examples[0].dtype, bucket.cuts[-1]
+                flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
+                self.flats[bucket.index].append(flats)
+                bucket.add_flat(flats[self._memory.place])
+                start += aligned(size)
+
+    def announce_parts(self, bucket: Bucket) -> None:
+        """Announce that this worker's flats of a bucket are written."""
+        self._memory.announce(self._flag + 2 * bucket.index, self._steps)
+
+    def await_parts(self, bucket: Bucket) -> None:
+        """Wait until all workers of this machine have announced their sums."""
+        self._memory.wait(self._flag + 2 * bucket.index, self._steps)
+
+    def announce_means(self, bucket: Bucket) -> None:
+        """Announce that this worker has read what it adds up, and written the means that it gives to others."""
+        self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
+
+    def await_means(self, bucket: Bucket) -> None:
+        """Wait until all workers of this machine, or the bucket's server alone, have announced the means."""
+        places = None if bucket.home is None else (bucket.home,)
+        self._memory.wait(self._flag + 2 * bucket.index + 1, self._steps, places)
+
+
+class SharedMemoryExchange:
+    """Each worker reads its chunk of the others' nodes, and writes the mean into the others' flats.
+
+    Chunk q of every flat belongs to worker q from the moment the flat's owner has announced the bucket until worker q
+    has announced the mean. With parameter servers a bucket is one chunk, of its server, which keeps the mean.
+
+    Args:
+        memory: shared by all workers.
+        homes: for each tensor, the rank of its server. Defaults to no servers.
     """
 
     kind = "tree in shared memory"
 
-    def __init__(
-        self,
-        world: World,
-        shared_memory: SharedMemory,
-        tensors: list[torch.Tensor],
-        events: EventLog,
-        name: str,
-        tags: int = 0,
-        bucket_bytes: int | None = None,
-    ) -> None:
-        super().__init__(world, tensors, events, name, tags, bucket_bytes)
-        self._shared_memory = shared_memory
-        self._flag = shared_memory.reserve(2 * len(self._buckets))
-        self._steps = 0
-        self._seen: list[list[list[torch.Tensor]]] = [[] for _ in self._buckets]
-        """For each bucket and each of its flats, that flat of every worker of this machine."""
+    def __init__(self, memory: SharedMemory, homes: Sequence[int] | None = None) -> None:
+        self._rank, self._size = memory.place, len(memory.ranks)
+        self._shared = SharedBuckets(memory)
+        self.open = self._shared.open
+        self.layout = Layout(SMALLEST_BUCKET, [1 / self._size] * self._size, homes=homes)
+        self.before: tuple[Phase, ...] = (self._shared.announce_parts,)
+        self.after: tuple[Phase, ...] = (self._shared.await_means,)
 
-    def _full(self) -> int:
-        return SMALLEST_BUCKET
+    def begin(self, nodes: list[list[Node]]) -> None:
+        self._own, self._order = len(nodes[self._rank]), in_order(nodes, range(self._size))
+        self._shared.begin(max(map(len, nodes)))
 
-    def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
-        self._steps += 1
-        super().begin(nodes, divisor, check)
+    def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
+        if bucket.home in (None, self._rank):
+            self._shared.await_parts(bucket)
+            flats, mine = self._shared.flats[bucket.index], bucket.chunk(self._rank)
+            yield bucket.flats[0][mine], [(node, flats[index][rank][mine]) for node, rank, index in self._order]
 
-    def _add_flats(self, count: int) -> None:
-        while len(self._buckets[0].flats) < count:
-            sizes = [bucket.cuts[-1] * self._example(bucket).element_size() for bucket in self._buckets]
-            blocks = self._shared_memory.share(sum(map(aligned, sizes)))
-            start = 0
-            for bucket, size in zip(self._buckets, sizes, strict=True):
-                dtype, elements = self._example(bucket).dtype, bucket.cuts[-1]
-                flats = [torch.frombuffer(block, dtype=dtype, count=elements, offset=start) for block in blocks]
-                self._seen[bucket.index].append(flats)
-                self._add_flat(bucket, flats[self._shared_memory.place])
-                start += aligned(size)
-
-    def _scatter(self, bucket: Bucket) -> None:
-        self._shared_memory.announce(self._flag + 2 * bucket.index, self._steps)
-
-    def _await_parts(self, bucket: Bucket) -> None:
-        self._shared_memory.wait(self._flag + 2 * bucket.index, self._steps)
-
-    def _part(self, bucket: Bucket, rank: int, place: int) -> torch.Tensor:
-        return self._seen[bucket.index][place][rank][self._chunk(bucket, self._world.rank)]
-
-    def _deliver(self, bucket: Bucket, mean: torch.Tensor) -> None:
-        mine = self._chunk(bucket, self._world.rank)
-        for rank, flat in enumerate(self._seen[bucket.index][0]):
-            if rank != self._world.rank:
-                flat[mine].copy_(mean)
-        self._announce_means(bucket)
-
-    def _announce_means(self, bucket: Bucket) -> None:
-        self._shared_memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
-
-    def _await_means(self, bucket: Bucket) -> None:
-        self._shared_memory.wait(self._flag + 2 * bucket.index + 1, self._steps)
+    def deliver(self, bucket: Bucket) -> None:
+        """Write the mean of this worker's chunk into the flats of all others."""
+        chunk = bucket.chunk(self._rank)
+        mine = bucket.flats[0][chunk]
+        bucket.sent = self._own * (bucket.flats[0].nbytes - mine.nbytes) + (self._size - 1) * mine.nbytes
+        for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
+            if rank != self._rank and bucket.home is None:
+                flat[chunk].copy_(mine)
+        if bucket.home in (None, self._rank):
+            self._shared.announce_means(bucket)

@@ -8,7 +8,7 @@
 
 Gradients are sent in buckets while the backward pass of a worker's last microbatch computes the rest (Li et al. 2020,
 arXiv 2006.15704). A worker adds the gradients of its own microbatches first: with ``exact`` along the canonical tree,
-sending each whole node (``comm.reduction.bucketed``); without, into one running sum, which the back end may add up in
+sending each whole node (``comm.reduction.direct``); without, into one running sum, which the back end may add up in
 an order of its own (``comm.reduction.collective``). All workers then hold the same mean and make the same update.
 """
 

@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.tensors import load_optimizer_state, named_tensors
-from paceline.comm.reduction.bucketed import BucketedReduction
 from paceline.comm.reduction.choice import reduction_for
+from paceline.comm.reduction.executor import Reduction
 from paceline.comm.step_header import agreed_names
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
@@ -208,7 +208,7 @@ class Models:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._names: list[str] = []
-        self._reduction: BucketedReduction | None = None
+        self._reduction: Reduction | None = None
         self.weight = 0.0
 
     def kinds(self) -> str:
@@ -265,7 +265,7 @@ class Models:
             for name in sorted(known)
         }
 
-    def _reduction_of(self, values: dict[str, torch.Tensor]) -> BucketedReduction:
+    def _reduction_of(self, values: dict[str, torch.Tensor]) -> Reduction:
         if self._reduction is None or self._names != list(values):
             examples = [summable(value).to(self._job.world.device) for value in values.values()]
             self._names = list(values)

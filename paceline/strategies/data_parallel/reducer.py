@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from paceline.comm.all_gather import AllGather
-from paceline.comm.reduction.bucketed import BucketedReduction, Divisor
 from paceline.comm.reduction.choice import Wanted, reduction_for
-from paceline.comm.reduction.division import divide_all
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.division import Divisor, divide_all
+from paceline.comm.reduction.executor import Reduction
 from paceline.comm.step_header import NORMS_TAG, StepHeader
 from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World
@@ -60,7 +61,7 @@ class Reducer:
         job: Job,
         parameters: Mapping[str, nn.Parameter] | None = None,
         workers: World | Subgroup | None = None,
-        reduction: BucketedReduction | None = None,
+        reduction: Reduction | None = None,
         overlap: bool = True,
         any_order: bool = False,
     ) -> None:
@@ -73,7 +74,7 @@ class Reducer:
         self._fixed = FixedPoint(job) if job.settings.fixed_point else None
         examples = self._fixed.examples() if self._fixed else [value.detach() for value in self._parameters]
         self._reduction = reduction or self._reduction_of(examples[::-1], "gradients", _GRADIENT_TAGS, any_order)
-        self._statistics: BucketedReduction | None = None
+        self._statistics: Reduction | None = None
         self._norms: AllGather | None = None
         self._means: Values = []
         self._armed = False
@@ -82,9 +83,7 @@ class Reducer:
             for place, parameter in enumerate(self._parameters if overlap else ())
         ]
 
-    def _reduction_of(
-        self, examples: list[torch.Tensor], name: str, tags: int, any_order: bool
-    ) -> BucketedReduction | None:
+    def _reduction_of(self, examples: list[torch.Tensor], name: str, tags: int, any_order: bool) -> Reduction | None:
         if isinstance(self._workers, World):
             settings = self._job.settings
             wanted = Wanted(settings.reduction if any_order else "tree", settings.bucket_megabytes)
@@ -93,7 +92,7 @@ class Reducer:
             return chosen
         if self._workers.size == 1:
             return None
-        return BucketedReduction(self._workers, examples, self._job.events, name, tags)
+        return Reduction(self._workers, DirectExchange(self._workers, tags), examples, self._job.events, name)
 
     def close(self) -> None:
         """Do nothing more, and release the gradients."""
@@ -214,7 +213,7 @@ class Reducer:
         Args:
             nodes: of each rank, those whose sums it sends.
             sums: of this worker's nodes.
-            divisor: what all are divided by; see :meth:`BucketedReduction.begin`, also for the next.
+            divisor: what all are divided by; see :meth:`Reduction.begin`, also for the next.
             check: refuses workers at other steps.
         """
         divisor = self._scaled(divisor)
@@ -331,7 +330,7 @@ def _put(slot: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | No
 
 
 def _send(
-    reduction: BucketedReduction,
+    reduction: Reduction,
     nodes: list[list[Node]],
     sums: list[Values],
     divisor: Divisor,

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.reduction.bucketed import BucketedReduction
-from paceline.comm.reduction.to_servers import NetworkPushReduction, PushReduction
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.executor import Reduction
+from paceline.comm.reduction.shared_memory import SharedMemoryExchange
 from paceline.comm.servers.shard import Shard, cut
 from paceline.data.feed import Piece
 from paceline.errors import WorkerLost
@@ -49,15 +50,16 @@ class SyncServer(Strategy):
         self._servers: Servers | NetworkServers
         names = [*job.update.parameters][::-1]
         values = [job.update.parameters[name].detach() for name in names]
-        reduction: BucketedReduction
+        exchange: DirectExchange | SharedMemoryExchange
         if job.world.shared_memory is None:
             self._servers = servers = NetworkServers(job)
             homes = [servers.homes[name] for name in names]
-            reduction = NetworkPushReduction(job.world, values, homes, servers.copies, job.events, _TAGS)
+            exchange = DirectExchange(job.world, _TAGS, homes=homes, copies=servers.copies)
         else:
             self._servers = Servers(job)
             homes = [self._servers.homes[name] for name in names]
-            reduction = PushReduction(job.world, job.world.shared_memory, values, homes, job.events)
+            exchange = SharedMemoryExchange(job.world.shared_memory, homes)
+        reduction = Reduction(job.world, exchange, values, job.events, "pushes")
         backup = bool(job.settings.backup.workers)
         self._reducer = Reducer(job, reduction=reduction, overlap=not backup)
         self._workers: AllReduce | BackupWorkers

@@ -26,7 +26,8 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.tensors import check_savable
-from paceline.comm.reduction.bucketed import BucketedReduction
+from paceline.comm.reduction.direct import DirectExchange
+from paceline.comm.reduction.executor import Reduction
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError
@@ -153,7 +154,7 @@ class _StageUpdates(Hooks):
         self._parameters = [job.update.parameters[name] for name in self._names]
         self._stash = WeightStash(self._parameters)
         self._tied = TiedPipeDream(job, self._stage, stages.tied, stream)
-        self._reduction: BucketedReduction | None = None
+        self._reduction: Reduction | None = None
         self._count = int(job.strategy_state.get(_STATE, {}).get("updates", 0))
         self._done: list[int] = []
         self._next = 0
@@ -283,7 +284,8 @@ class _StageUpdates(Hooks):
         """The sums over the replicas of this stage."""
         if self._reduction is None:
             examples = [*(parameter.detach() for parameter in self._parameters), *statistics, totals]
-            self._reduction = BucketedReduction(self._replicas, examples, self._job.events, "gradients", _TAGS)
+            exchange = DirectExchange(self._replicas, _TAGS)
+            self._reduction = Reduction(self._replicas, exchange, examples, self._job.events, "gradients")
         reduction = self._reduction
         reduction.begin([[Node(0, place)] for place in range(self._replicas.size)], lambda: 1.0)
         for member, value in enumerate([*sums, *statistics, totals]):

@@ -31,7 +31,7 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.tensors import check_savable
-from paceline.comm.reduction.bucketed import Divisor
+from paceline.comm.reduction.division import Divisor
 from paceline.comm.step_header import Headers, StepHeader
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch

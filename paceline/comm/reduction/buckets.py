@@ -1,0 +1,159 @@
+"""Buckets: tensors packed one after the other, so that few large messages carry them.
+
+Packing is a pure function of the tensors and a :class:`Layout`, and the same on all workers::
+
+    tensors    0 1 2 | 3 4 | 5 6 ...     in the order in which they become ready
+    bucket 1       [ 3 | 4 ]             each tensor from a cache line on
+    chunks     [ q=0  | q=1 | q=2 ]      one for each worker that adds, cut at cache lines
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import torch
+
+from paceline.comm.shm.tensors import CACHE_LINE, aligned
+from paceline.comm.transport.transfer import Transfer
+
+SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
+_MESSAGE_BYTES = 2**19
+
+_LINE = CACHE_LINE // 4
+"""Elements of float32 in a cache line."""
+
+
+class Layout(NamedTuple):
+    """Rules for packing tensors into buckets.
+
+    Attributes:
+        bucket_bytes: a bucket of as many bytes is full, if the settings name no other number.
+        shares: share of a bucket in each of its chunks. Their sum is 1.
+        first_bytes: the same as ``bucket_bytes`` for the first bucket, if that is less.
+        homes: for each tensor, the rank of its server. A bucket then is one chunk, of a single server.
+    """
+
+    bucket_bytes: int
+    shares: Sequence[float] = (1.0,)
+    first_bytes: int | None = None
+    homes: Sequence[int] | None = None
+
+
+@dataclass
+class Bucket:
+    """Tensors of one type, packed one after the other.
+
+    Attributes:
+        index: ordinal of the bucket; buckets leave in this order.
+        members: indices of its tensors.
+        examples: its tensors, for their shapes, types and strides.
+        cuts: first element of each chunk, and the end of the last chunk.
+        home: rank of the server that alone adds it up. None if each rank adds up a chunk.
+        flats: one 1-D tensor of ``cuts[-1]`` elements for each tree node that a worker may hold. The means replace
+            the sums in the first.
+        views: for each flat, its members' views into it.
+        inbox: buffers for the parts that peers send.
+        receives, sends: transfers to wait for.
+        sent: bytes that this worker has given to others in this step.
+        waiting: number of members that are not written yet.
+        started: ``perf_counter()`` when the bucket left.
+    """
+
+    index: int
+    members: list[int]
+    examples: list[torch.Tensor]
+    cuts: list[int]
+    home: int | None = None
+    flats: list[torch.Tensor] = field(default_factory=list)
+    views: list[list[torch.Tensor]] = field(default_factory=list)
+    inbox: list[torch.Tensor] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+    sends: list[Transfer] = field(default_factory=list)
+    sent: int = 0
+    waiting: int = 0
+    started: float = 0.0
+
+    def chunk(self, index: int) -> slice:
+        """Return the elements of a chunk."""
+        return slice(*self.cuts[index : index + 2])
+
+    def add_flat(self, flat: torch.Tensor | None = None) -> None:
+        """Make room for the sums of one more node. Defaults to zeros on the device of the tensors."""
+        if flat is None:
+            flat = torch.zeros(self.cuts[-1], dtype=self.examples[0].dtype, device=self.examples[0].device)
+        starts = accumulate(map(_room, self.examples), initial=0)
+        self.flats.append(flat)
+        self.views.append([_view_like(flat, start, one) for start, one in zip(starts, self.examples, strict=False)])
+
+
+def full(chunks: int) -> int:
+    """Return the bytes of a full bucket: enough to fill the wire with each of its chunks, few enough to overlap.
+
+    5 MB is the best for gloo in Li et al. 2020 (arXiv 2006.15704) and here. With many workers 5 MB would be many small
+    messages.
+    """
+    return min(max(SMALLEST_BUCKET, chunks * _MESSAGE_BYTES), LARGEST_BUCKET)
+
+
+def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list[Bucket]:
+    """Pack tensors into buckets, in their order."""
+    homes, buckets = layout.homes, []
+    runs = split(tensors, bucket_bytes, layout.first_bytes)
+    if homes:
+        runs = [[one for one in run if homes[one] == home] for run in runs for home in sorted({homes[i] for i in run})]
+    for index, members in enumerate(runs):
+        examples = [tensors[member] for member in members]
+        home = homes[members[0]] if homes else None
+        elements = sum(map(_room, examples))
+        chunks = len(layout.shares)
+        cuts = cut(elements, layout.shares) if home is None else [0] * (home + 1) + [elements] * (chunks - home)
+        buckets.append(Bucket(index, members, examples, cuts, home))
+    return buckets
+
+
+def split(tensors: list[torch.Tensor], most: int, first: int | None = None) -> list[list[int]]:
+    """Return the indices of the tensors of each bucket: neighbours of one type, of about ``most`` bytes.
+
+    The first bucket has about ``first`` bytes, if that is less.
+    """
+    buckets: list[list[int]] = []
+    for _, run in groupby(range(len(tensors)), key=lambda member: (tensors[member].dtype, tensors[member].device)):
+        members: list[int] = []
+        size = 0
+        for member in run:
+            members.append(member)
+            size += tensors[member].nbytes
+            if size >= (most if buckets or first is None else min(first, most)):
+                buckets.append(members)
+                members, size = [], 0
+        if members:
+            buckets.append(members)
+    return buckets
+
+
+def cut(elements: int, shares: Sequence[float]) -> list[int]:
+    """Return where to cut ``elements`` into chunks of these shares, at whole cache lines. The end is the last cut.
+
+    >>> cut(1600, [0.5, 0.25, 0.25])
+    [0, 800, 1200, 1600]
+    """
+    ends = [round(elements * end / _LINE) * _LINE for end in accumulate(shares)]
+    return [0, *(min(end, elements) for end in ends[:-1]), elements]
+
+
+def _room(tensor: torch.Tensor) -> int:
+    """Return the elements that a tensor takes in a bucket: the next tensor begins at a cache line, as if allocated.
+
+    Matrix products of an optimizer may round differently at other addresses (MKL does on some processors).
+    """
+    return aligned(tensor.numel() * tensor.element_size()) // tensor.element_size()
+
+
+def _view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:
+    """Return a view into a flat with the shape of the example, and with its strides where it has no holes."""
+    part = flat[start : start + example.numel()]
+    dense = torch.empty_like(example, device="meta").stride()
+    return part.as_strided(example.shape, dense, part.storage_offset())

@@ -1,0 +1,100 @@
+"""Direct reduce-scatter and all-gather between all workers, at the bytes of a ring.
+
+A bucket is cut into a chunk for each worker, and goes around in two rounds::
+
+    reduce-scatter    worker q gets chunk q of every node, adds the nodes up along the tree, divides
+    all-gather        worker q sends its chunk, now the mean, to all others
+
+With one node for each worker that is 2(P-1)/P times the bucket's bytes in each direction, the least possible
+(Patarasuk and Yuan, 2009), for any number of workers P; each node more adds (P-1)/P.
+
+With parameter servers a bucket is one chunk, of its server. Only the server's copy gets the mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from paceline.comm.reduction.buckets import Bucket, Layout, full
+from paceline.comm.reduction.exchange import TAGS, Messages, Parts, Phase, in_order, nothing
+from paceline.comm.subgroup import Subgroup
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
+from paceline.schedule.tree import Node
+
+
+class DirectExchange:
+    """Each worker sends each other its chunk.
+
+    Args:
+        world: all workers, or a subgroup.
+        tags: the first tag to use; each bucket takes :data:`TAGS`.
+        shares: of a bucket that each rank adds up. Defaults to equal shares.
+        homes: for each tensor, the rank of its server. Defaults to no servers.
+        copies: for each server that has a copy, the rank that takes its means. By default all ranks take all means.
+    """
+
+    kind = "tree"
+
+    def __init__(
+        self,
+        world: World | Subgroup,
+        tags: int = 0,
+        shares: Sequence[float] | None = None,
+        homes: Sequence[int] | None = None,
+        copies: Mapping[int, int] | None = None,
+    ) -> None:
+        self._rank, self._size, self._tags = world.rank, world.size, tags
+        self._peers = [peer for peer in range(world.size) if peer != world.rank]
+        self._givers = self._takers = self._peers
+        if copies is not None:
+            self._givers = [peer for peer in self._peers if copies.get(peer) == world.rank]
+            self._takers = [peer for peer in self._peers if copies.get(world.rank) == peer]
+        self.layout = Layout(full(world.size), shares or [1 / world.size] * world.size, homes=homes)
+        self.before: tuple[Phase, ...] = (self._scatter,)
+        self.after: tuple[Phase, ...] = (nothing,)
+
+    def open(self, buckets: list[Bucket]) -> None:
+        self._buckets = buckets
+
+    def begin(self, nodes: list[list[Node]]) -> None:
+        self._nodes, self._order = nodes, in_order(nodes, range(self._size))
+        count = max(map(len, nodes))
+        for bucket in self._buckets:
+            while len(bucket.flats) < count:
+                bucket.add_flat()
+            while len(bucket.inbox) < count * self._size:
+                bucket.inbox.append(torch.empty_like(bucket.flats[0][bucket.chunk(self._rank)]))
+
+    def _scatter(self, bucket: Bucket) -> Iterable[Messages]:
+        """Send each worker its chunk of this worker's nodes."""
+        tag, own = self._tags + bucket.index * TAGS, bucket.flats[: len(self._nodes[self._rank])]
+        sends, receives = [], []
+        for peer in self._peers:
+            chunk = bucket.chunk(peer)
+            sends += [Message(flat[chunk], peer, tag + index) for index, flat in enumerate(own)]
+            for index in range(len(self._nodes[peer])):
+                receives.append(Message(self._received(bucket, peer, index), peer, tag + index))
+        return [(sends, receives)]
+
+    def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
+        if bucket.home in (None, self._rank):
+            mine = bucket.chunk(self._rank)
+            parts = [
+                (node, bucket.flats[index][mine] if rank == self._rank else self._received(bucket, rank, index))
+                for node, rank, index in self._order
+            ]
+            yield bucket.flats[0][mine], parts
+
+    def deliver(self, bucket: Bucket) -> Iterable[Messages]:
+        """Send the mean of this worker's chunk, and receive those of the others."""
+        mean, tag = bucket.flats[0], self._tags + bucket.index * TAGS + TAGS - 1
+        mine = mean[bucket.chunk(self._rank)]
+        receives = [Message(mean[bucket.chunk(peer)], peer, tag) for peer in self._givers]
+        return [([Message(mine, peer, tag) for peer in self._takers], receives)]
+
+    def _received(self, bucket: Bucket, rank: int, index: int) -> torch.Tensor:
+        """Return the buffer for this worker's chunk of a node of another rank."""
+        return bucket.inbox[index * self._size + rank]
