@@ -1,0 +1,80 @@
+"""How many files of the package are on the stack of a real step where it is deepest in ``comm``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import paceline
+from paceline.testing import processes
+
+ROOT = Path(paceline.__file__).parent
+CASES: dict[str, tuple[dict[str, Any], int, int]] = {
+    "all-reduce": ({}, 9, 10),
+    "pipeline": ({"strategy": "pipeline"}, 9, 9),
+    "synchronous server": ({"strategy": "parameter-server"}, 9, 11),
+}
+"""Settings, and the most files in shared memory and over the network; ``docs/design.md`` names these numbers."""
+
+
+class Stack:
+    """Keeps the longest list of files, from the script inwards, with which a function of ``comm`` was called."""
+
+    def __init__(self) -> None:
+        self.files: list[str] = []
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event != "call" or not frame.f_code.co_filename.startswith(f"{ROOT / 'comm'}/"):
+            return
+        found: dict[str, None] = {}
+        at: FrameType | None = frame
+        while at is not None and at.f_code.co_filename != __file__:
+            path = Path(at.f_code.co_filename)
+            if path.is_relative_to(ROOT):
+                found[str(path.relative_to(ROOT))] = None
+            at = at.f_back
+        if len(found) > len(self.files):
+            self.files = list(reversed(found))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@processes(2)
+def test_files_between_the_script_and_shared_memory(worker: Any, name: str) -> None:
+    settings, most, _ = CASES[name]
+    files = _deepest(settings)
+    assert files[0] == "session.py" and files[-1].startswith("comm/")
+    assert len(files) <= most, files
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+@processes(2, one_machine=False)
+def test_files_between_the_script_and_the_network(worker: Any, name: str) -> None:
+    settings, _, most = CASES[name]
+    files = _deepest(settings)
+    assert len(files) <= most, files
+
+
+def _deepest(settings: dict[str, Any]) -> list[str]:
+    torch.manual_seed(0)
+    session = paceline.start(
+        model=torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        loss=torch.nn.functional.mse_loss,
+        data=torch.utils.data.TensorDataset(torch.randn(64, 8), torch.randn(64, 1)),
+        batch=16,
+        audit="off",
+        **settings,
+    )
+    stack = Stack()
+    for batch in session.batches(steps=4):
+        sys.setprofile(stack if batch.step == 3 else None)
+        session.step(batch)
+        sys.setprofile(None)
+    return stack.files
