@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping, MutableMapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -134,7 +134,7 @@ def build(
     shared = settings.strategy in ONE_MACHINE  # others change the same memory at any time
     digests = None if shared or settings.audit == "off" else digests_of
     keeps = not (phases or capabilities.cuts_model) and (capabilities.exact or capabilities.replicated)
-    loop = LoopChanges(given.model, update.optimizer, digests, _owners(given) | feed.owners, keeps)
+    loop = _loop_changes(given, update, digests, feed, keeps)
     job = Job(
         *(compute, update, order, settings, world, events, feed, loop, given.collate),
         given={key: source for key, source in resolved.sources.items() if source != "default"},
@@ -149,12 +149,20 @@ def build(
     return job, facts
 
 
-def _owners(given: Components) -> dict[str, MutableMapping[Any, Any]]:
-    """What holds values that the script may change in the loop, besides the data, by names."""
+def _loop_changes(
+    given: Components,
+    update: Update,
+    digests: Callable[[Sequence[torch.Tensor]], list[int]] | None,
+    feed: Feed,
+    keeps: bool,
+) -> LoopChanges:
+    """Return what finds the changes that the script makes between two steps."""
     data = given.data if type(given.data) is TensorDataset else None
     roots = {"model": given.model, "loss": given.loss, "forward": given.forward, "sampler": given.sampler, "data": data}
     known = {id(value) for value in [*given.model.parameters(), *given.model.buffers()]}
-    return Attributes(roots, known, copies=False).owners
+    held = Attributes(roots, known, copies=False)
+    objects = {name: one for name, one in held.objects.items() if name.startswith(("model", "loss", "forward"))}
+    return LoopChanges(given.model, update.optimizer, digests, held.owners | feed.owners, keeps, objects)
 
 
 def _check_capabilities(settings: Settings, capabilities: Capabilities, given: Components) -> None:

@@ -300,6 +300,7 @@ class TrainingLoop:
     def close(self) -> None:
         """Leave the others, once all have come so far: another session follows in this process."""
         world = self.job.world
+        self.job.loop.forward_values.end()
         with contextlib.suppress(WorkerLost):
             self.strategy.synchronize(self.progress.steps)
             world.gather(None, "start")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from paceline import config, env, excepthook
@@ -18,6 +19,7 @@ from paceline.events import EventLog
 from paceline.failure import known_errors
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.job import Job
+from paceline.step.trials.trial import warn
 from paceline.trackers.tracking import Tracking
 from paceline.training import build, kept_settings
 from paceline.training.loop import TrainingLoop
@@ -96,6 +98,7 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     """Let the workers meet, and take the state with which training begins."""
     global _current
     settings, script = job.settings, ScriptState()
+    job.loop.forward_values.tell = partial(warn, job)
     state = TrainingState(job.compute.model, job.update, *build.conditions(job), job.strategy_state, script, job.loop)
     state.parts.update(data=job.order, buffers=job.compute.buffers)
     if job.compute.carried is not None:

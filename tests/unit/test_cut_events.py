@@ -1,5 +1,6 @@
 """What is recorded when a model is cut: the bounds that are used, and on what."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,6 +10,7 @@ from torch import nn
 
 from paceline.comm.subgroup import Subgroup
 from paceline.data.feed import Piece
+from paceline.data.objects.forward_values import ForwardValues
 from paceline.errors import InputError
 from paceline.schedule.pipeline.synchronous import one_forward_one_backward
 from paceline.settings import Settings
@@ -35,6 +37,7 @@ def job_of(model: nn.Module, changing: list[str], told: list[dict[str, Any]]) ->
             feed=SimpleNamespace(load=lambda step, parts: [piece]),
             order=SimpleNamespace(microbatches=4),
             settings=Settings(),
+            loop=SimpleNamespace(noting_forward=nullcontext, forward_values=ForwardValues({})),
             events=SimpleNamespace(mark=lambda event, **fields: told.append({"event": event, **fields})),
         ),
     )

@@ -58,6 +58,7 @@ class Attributes:
         tensors: those among them, as the objects that they are.
         owners: what holds values by keys: the attributes of objects and classes, slots, dictionaries, and the globals
             that functions name; by names.
+        objects: those whose attributes are owners, by the same names.
     """
 
     def __init__(self, roots: dict[str, Any], known: set[int], copies: bool = True) -> None:
@@ -65,6 +66,7 @@ class Attributes:
         self.sizes: dict[str, int] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.owners: dict[str, MutableMapping[Any, Any]] = {}
+        self.objects: dict[str, object] = {}
         self._containers: list[tuple[Any, Any]] = []
         self._named: list[tuple[Any, str, Any]] = []  # entries of slots, classes and globals
         self._leaves: list[tuple[Any, Any]] = []
@@ -133,6 +135,7 @@ class Attributes:
         if isinstance(entries, dict):
             self._containers.append((entries, entries.copy()))
             self.owners.setdefault(name, entries)
+            self.objects.setdefault(name, value)
             for key, one in entries.items():
                 if not module or (key not in _OF_MODULES and not key.startswith("_is_full_backward")):
                     yield f"{name}.{key}", one

@@ -19,6 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from operator import is_
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.data.objects.attributes import PLAIN
+from paceline.data.objects.forward_values import ForwardValues
 from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, sent
 
 _NOT_RESTORED = (
@@ -47,11 +50,13 @@ class LoopChanges:
         digests: returns for each tensor a number that stands for its bits; None: these are not compared.
         owners: what holds values in the model, the loss and the data, by names (``data.objects.attributes``).
         keeps: whether a checkpoint gets what was kept, and not the tensors and hyperparameters of now.
+        objects: the objects among the owners whose attributes a forward pass may set, by the same names.
 
     Attributes:
         now: whether :meth:`tensors` and :meth:`state` are those of now, as all workers have begun the next step.
         changed: the names of what the loop has changed, in the order in which that was found.
         said: what :meth:`not_restored` has returned, if anything.
+        forward_values: what forward passes leave on the model, and the loop must not read.
     """
 
     def __init__(
@@ -61,8 +66,10 @@ class LoopChanges:
         digests: Callable[[Sequence[torch.Tensor]], list[int]] | None,
         owners: Mapping[str, MutableMapping[Any, Any]],
         keeps: bool,
+        objects: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
         self.now = False
+        self.forward_values = ForwardValues(objects)
         self.changed: dict[str, None] = {}
         self.said = ""
         self._optimizer = optimizer
@@ -87,7 +94,11 @@ class LoopChanges:
 
     def end_step(self, step: int) -> None:
         """Copy what the loop is known to change; the step returns."""
+        before = self._plain
         self._keep()
+        for owner, keys in self._differences(before, self._plain):
+            self.forward_values.find_changed(owner, keys)
+        self.forward_values.open()
         if self._digests_of is not None and step & (step - 1) == 0:
             self._digests = self._digests_of(self._tensors())
 
@@ -116,6 +127,8 @@ class LoopChanges:
 
     def look(self, begins: bool = False) -> None:
         """Find what the script has changed since :meth:`refresh`; ``begins``: the next step does."""
+        if begins:
+            self.forward_values.close()
         if not self._ended:
             return
         versions, digests, plain = self._versions, self._digests, self._plain
@@ -125,18 +138,35 @@ class LoopChanges:
             now = zip(self._versions, self._digests or self._versions, strict=True)
             found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
             self.changed.update(dict.fromkeys(found))
-        for owner, then, values in zip(self._owners, plain, self._plain, strict=True):
-            if then is not values and then != values:
-                keys = [key for key in then | values if then.get(key) != values.get(key)]
-                self.changed.update((f"{owner.name}.{key}", None) for key in keys)
+        for owner, keys in self._differences(plain, self._plain):
+            self.changed.update((f"{owner}.{key}", None) for key in keys)
         if begins:
             self._digests = []
+
+    def _differences(
+        self, before: list[dict[Any, Any]], after: list[dict[Any, Any]]
+    ) -> Iterator[tuple[str, list[Any]]]:
+        """Yield the names of owners whose values have changed, with the keys of these."""
+        if len(before) != len(after) or all(map(is_, before, after)):
+            return
+        for owner, then, values in zip(self._owners, before, after, strict=True):
+            if then is not values and then != values:
+                yield owner.name, [key for key in then | values if then.get(key) != values.get(key)]
+
+    @contextmanager
+    def noting_forward(self) -> Iterator[None]:
+        """In which a forward pass is tried: what it sets is seen."""
+        before = [owner.values() for owner in self._owners]
+        yield
+        for owner, keys in self._differences(before, [owner.values() for owner in self._owners]):
+            self.forward_values.find_left(owner, keys)
 
     @contextmanager
     def not_watched(self) -> Iterator[None]:
         """In which the session itself changes things."""
         if not self._depth:
             self.look()
+            self.forward_values.close()
         self._depth += 1
         try:
             yield
@@ -144,6 +174,7 @@ class LoopChanges:
             self._depth -= 1
             if not self._depth:
                 self.refresh()
+                self.forward_values.open()
 
     @property
     def parameter(self) -> str:
@@ -171,7 +202,8 @@ class LoopChanges:
         changed = self.attributes() if self.now or not self._ended else self._changed_of(self._ended)
         lost = [name for name, value in self._named(self._plain) if isinstance(value, Mark) and name in self.changed]
         groups = [] if self.now else self._groups
-        return {"attributes": changed, "groups": groups, "changed": list(self.changed), "lost": lost}
+        left = list(self.forward_values.left)
+        return {"attributes": changed, "groups": groups, "changed": list(self.changed), "lost": lost, "left": left}
 
     def not_restored(self) -> str:
         """Return, once, what to say of changes that are not in the state that was loaded, and not made here since."""
@@ -209,6 +241,7 @@ class LoopChanges:
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
             group.update(values)
         self.changed.update(dict.fromkeys(state["changed"]))
+        self.forward_values.load(state.get("left", ()))
         self._keep()
         marks = {name: value for name, value in self._named(self._plain) if isinstance(value, Mark)}
         self._lost = {name: marks[name] for name in state.get("lost", ()) if name in marks}

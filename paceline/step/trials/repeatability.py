@@ -74,7 +74,8 @@ def _twice(
     job: Job, piece: Piece, step: int, trial: Trial
 ) -> tuple[dict[str, Any], Attributes, dict[str, Any], Attributes]:
     """What a microbatch gives, and the attributes after it; then both for the same microbatch again."""
-    first = _computed(job, piece, step)
+    with job.loop.noting_forward():
+        first = _computed(job, piece, step)
     between = trial.attributes()
     trial.restore_weights()
     return first, between, _computed(job, piece, step), trial.attributes()

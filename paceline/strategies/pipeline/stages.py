@@ -90,7 +90,7 @@ class Stages:
         self.training_flags = training_flags(model)
         self.requires_grad_flags = requires_grad_flags(job.update.parameters.values())
         self.workers_of = [schedule.workers_of(stage) for stage in range(schedule.stages)]
-        with preserve_generators():
+        with preserve_generators(), job.loop.noting_forward():
             (piece,) = job.feed.load(0, [range(1)])
             self._layers = layers = layers_of(model, pair_of(piece.data)[0])
             self._prepare_all_modes()
@@ -167,8 +167,10 @@ class Stages:
                 chosen = self._choose_partition(layers, piece)
             except (ConfigError, InputError) as error:
                 chosen = type(error).__name__, str(error)
-        compute = self._job.compute
-        chosen, compute.metrics = self._job.world.gather((chosen, compute.metrics), "start")[0]
+        compute, values = self._job.compute, self._job.loop.forward_values
+        known = chosen, compute.metrics, list(values.left)
+        chosen, compute.metrics, left = self._job.world.gather(known, "start")[0]
+        values.load(left)
         if isinstance(chosen, tuple):
             raise {"ConfigError": ConfigError, "InputError": InputError}[chosen[0]](chosen[1])
         assert chosen is not None
@@ -176,7 +178,8 @@ class Stages:
 
     def _choose_partition(self, layers: Layers, piece: Piece) -> Partition:
         compute, settings = self._job.compute, self._job.settings.pipeline
-        check_loss(compute, piece)
+        with self._job.loop.noting_forward():
+            check_loss(compute, piece)
         check_counting(self._job, [piece], 0)
         check_kept(self._job, piece, 0)
         check_gradients(compute, layers, piece, self._job.settings.exact, self._job.settings.seed)

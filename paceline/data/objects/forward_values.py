@@ -1,0 +1,215 @@
+"""Values that a forward pass leaves on the model, and whether the loop reads them.
+
+::
+
+    step                               the loop body
+    ├ close                            ├ float(model.last): the warning names it, once
+    ├ forward passes set model.last    ╵
+    └ end_step: open ──────────────────
+
+Such a value is that of the last microbatch which this worker has computed. In a pipeline, a worker without the layer
+has an old value. A descriptor on the class finds the reads. Only attributes that a forward pass sets get a descriptor.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, ValuesView
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+import numpy
+import torch
+
+from paceline.user_code import is_user_code, user_line
+
+_ABSENT = object()
+_NEVER_DEPEND = torch.device, torch.dtype, str
+_MOST_SEEN = 100
+_ENOUGH = 2
+_HEAP_TYPE = 1 << 9
+"""``Py_TPFLAGS_HEAPTYPE``: the class is not one of C."""
+_CURE = (
+    "Let the loss or forward return it, as (loss, {{{key!r}: value}}): report.metrics has the mean over the batch, the "
+    "same on all workers. What the model keeps from step to step belongs in a buffer (register_buffer)."
+)
+_LAST_MICROBATCH = (
+    "The loop reads {name} ({line}), which the forward pass sets. It is that of the last microbatch which this worker "
+    "has computed, so the result depends on the number of workers. "
+)
+_NOT_HERE = (
+    "The loop reads {name} ({line}), which the forward pass sets. This worker has not run that forward pass since it "
+    "began: another worker computes this layer or these microbatches, or did so before. So it reads an old value. "
+)
+
+
+class ForwardValues:
+    """Finds reads in the loop body of what forward passes have set.
+
+    A value that is the same in all steps, such as a shape, is no reason for a warning.
+
+    Args:
+        objects: the modules and other objects that a forward pass may change, by name.
+
+    Attributes:
+        left: names of the attributes that a forward pass sets, as its trial on some worker has found.
+        tell: is called with a warning.
+    """
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self.left: dict[str, None] = {}
+        self.tell: Callable[[str], None] = lambda text: None
+        self._objects = {name: one for name, one in objects.items() if isinstance(getattr(one, "__dict__", None), dict)}
+        if any(map(_is_compiled, objects.values())):
+            self._objects = {}  # a descriptor would stop the compiler
+        self._steps: Counter[str] = Counter()  # in which an attribute was changed here, at most two
+        self._watched: dict[tuple[int, str], str] = {}
+        self._told: set[tuple[str, str]] = set()  # by key, as layers of one kind have the same ones
+        self._fresh: set[tuple[int, str]] = set()  # set by the loop itself since the step
+        self._descriptors: dict[tuple[type, str], _Descriptor] = {}
+        self._found = False
+        self._is_open = False
+
+    def find_left(self, owner: str, keys: Iterable[Any]) -> None:
+        """Take note of what a trial of the forward pass has changed."""
+        if owner in self._objects:
+            self.load(f"{owner}.{key}" for key in keys)
+
+    def load(self, left: Iterable[str]) -> None:
+        """Take over :attr:`left` of another worker or of a checkpoint."""
+        self.left.update(dict.fromkeys(left))
+        self._found = True
+
+    def find_changed(self, owner: str, keys: Iterable[Any]) -> None:
+        """Take note of what a step has changed."""
+        if owner in self._objects:
+            new = [name for key in keys if self._steps[name := f"{owner}.{key}"] < _ENOUGH]
+            self._steps.update(new)
+            self._found = self._found or bool(new)
+
+    def open(self) -> None:
+        """Watch for reads: the loop body goes on."""
+        self._is_open = True
+        self._fresh.clear()
+        if self._found:
+            self._found = False
+            self._watch()
+
+    def _watch(self) -> None:
+        """Watch what some steps have changed, and what others compute; one change may set a constant."""
+        for name in {**self.left, **self._steps}:
+            owner, _, key = name.rpartition(".")
+            one = self._objects.get(owner)
+            if one is None or _is_computed_weight(one, key) or not _may_replace(type(one), key):
+                continue
+            if self._steps[name] == 1:
+                self._watched.pop((id(one), key), None)
+                continue
+            self._watched[id(one), key] = name
+            if (type(one), key) not in self._descriptors:
+                self._descriptors[type(one), key] = _Descriptor(self, type(one), key)
+
+    def close(self) -> None:
+        """Leave reads alone: the session goes on."""
+        self._is_open = False
+
+    def end(self) -> None:
+        """Leave the classes as they were."""
+        self._is_open = False
+        for one in self._descriptors.values():
+            one.remove()
+        self._descriptors, self._objects = {}, {}
+
+    def set_by_loop(self, one: object, key: str) -> None:
+        """Take note that the loop has set an attribute."""
+        if self._is_open:
+            self._fresh.add((id(one), key))
+
+    def read(self, one: object, key: str, value: object, frame: FrameType) -> None:
+        """Warn if this is a read by the loop of what a forward pass has set."""
+        name = self._watched.get((id(one), key)) if self._is_open else None
+        if name is None or (id(one), key) in self._fresh:
+            return
+        text = _LAST_MICROBATCH if self._steps[name] else _NOT_HERE
+        if (key, text) in self._told or not (_may_depend(value) or (value is None and text is _NOT_HERE)):
+            return
+        if is_user_code(frame.f_code.co_filename) and not _is_in_a_forward_pass(frame):
+            self._told.add((key, text))
+            self.tell(text.format(name=name, line=user_line(frame)) + _CURE.format(key=key))
+
+
+class _Descriptor:
+    """Stands on a class for an attribute of its objects, and reports reads."""
+
+    def __init__(self, values: ForwardValues, kind: type, key: str) -> None:
+        self._values, self._kind, self._key = values, kind, key
+        self._default = getattr(kind, key, _ABSENT)
+        self._own = vars(kind).get(key, _ABSENT)
+        setattr(kind, key, self)
+
+    def remove(self) -> None:
+        """Let the class have what it had."""
+        if vars(self._kind).get(self._key) is not self:
+            return
+        if self._own is _ABSENT:
+            delattr(self._kind, self._key)
+        else:
+            setattr(self._kind, self._key, self._own)
+
+    def __get__(self, one: Any, kind: type | None = None) -> Any:
+        value = self._default if one is None else vars(one).get(self._key, self._default)
+        if value is _ABSENT:
+            raise AttributeError(f"{self._kind.__name__!r} object has no attribute {self._key!r}")
+        if one is not None:
+            self._values.read(one, self._key, value, sys._getframe(1))
+        return value
+
+    def __set__(self, one: Any, value: Any) -> None:
+        vars(one)[self._key] = value
+        self._values.set_by_loop(one, self._key)
+
+    def __delete__(self, one: Any) -> None:
+        if self._key not in vars(one):
+            raise AttributeError(self._key)
+        del vars(one)[self._key]
+
+
+def _may_replace(kind: type, key: str) -> bool:
+    """Whether the class can be changed, and has nothing itself that decides what this attribute is."""
+    if not kind.__flags__ & _HEAP_TYPE or issubclass(kind, torch.jit.ScriptModule):
+        return False
+    held = next((vars(one)[key] for one in kind.__mro__ if key in vars(one)), None)
+    return isinstance(held, _Descriptor) or not hasattr(type(held), "__get__")
+
+
+def _is_computed_weight(one: object, key: str) -> bool:
+    """Whether a hook computes an attribute from parameters alone, as pruning does, and weight and spectral norm."""
+    return any(name.startswith(f"{key}_") for name in vars(one).get("_parameters", ()))
+
+
+def _is_compiled(one: object) -> bool:
+    return getattr(one, "_compiled_call_impl", None) is not None or type(one).__name__ == "OptimizedModule"
+
+
+def _may_depend(value: object) -> bool:
+    """Whether a value may follow from the samples: not a device or a list of sizes, which are made anew each time."""
+    if isinstance(value, torch.Tensor | numpy.ndarray | float | int | complex | numpy.generic):
+        return True
+    if isinstance(value, _NEVER_DEPEND) or callable(value):
+        return False
+    held = value.values() if isinstance(value, dict) else value
+    if isinstance(held, list | tuple | set | frozenset | deque | ValuesView):
+        return any(not isinstance(one, int) and _may_depend(one) for one in islice(held, _MOST_SEEN))
+    entries = getattr(value, "__dict__", None)
+    return isinstance(entries, dict) and any(isinstance(one, torch.Tensor) for one in entries.values())
+
+
+def _is_in_a_forward_pass(frame: FrameType | None) -> bool:
+    """Whether a module is being called: what its forward pass reads is not read by the loop."""
+    while frame is not None:
+        if frame.f_code.co_name in ("_call_impl", "_wrapped_call_impl"):
+            return True
+        frame = frame.f_back
+    return False
