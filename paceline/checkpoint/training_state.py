@@ -110,6 +110,8 @@ class StatefulUpdate(Protocol):
     @property
     def kind(self) -> str: ...
 
+    def other_names(self) -> str: ...
+
 
 class Part(Protocol):
     """Something with a state of its own, of plain values and tensors, that depends on the steps done."""
@@ -198,8 +200,11 @@ class TrainingState:
         """The state after ``step`` steps, not copied: training goes on to change the tensors.
 
         Raises:
-            CheckpointError: the optimizer has a state that cannot be saved.
+            CheckpointError: the optimizer has a state that cannot be saved, or the model has other parameters or
+                buffers than at the start.
         """
+        if text := self._update.other_names():
+            raise CheckpointError(text)
         check_savable(self._update.optimizer, lists=True)
         inside: dict[str, torch.Tensor] = {}
         try:

@@ -105,6 +105,7 @@ class Update:
         take: calls the optimizer, if it needs a closure; none otherwise.
         loss_scale: follows the gradients, if the forward pass is in float16; it may leave an update out.
         drew: whether the first update that was made here drew random numbers.
+        on_other_names: called before an update if parameters or buffers have come or gone, with a text that says so.
 
     Raises:
         InputError: the optimizer or the schedule is not a factory of one.
@@ -137,6 +138,7 @@ class Update:
         self.take: Callable[[Optimizer], None] | None = None
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)
+        self.on_other_names: Callable[[str], None] = lambda text: None
 
     def evaluating(self) -> AbstractContextManager[None]:
         """In which the parameters are those to evaluate and export, if the optimizer has others for training."""
@@ -221,6 +223,12 @@ class Update:
             InputError: names it.
         """
         self._structure.check()
+        if self._structure.changed:
+            self.on_other_names(self._structure.changed)
+
+    def other_names(self) -> str:
+        """Return which parameter or buffer has come or gone since the start, in words; empty if none has."""
+        return self._structure.look()
 
     @property
     def learning_rate(self) -> float:

@@ -15,6 +15,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
+from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.failure import known_errors
 from paceline.settings import Arguments, CheckpointSettings
@@ -109,6 +110,8 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     state.parts[kept_settings.PART] = kept_settings.KeptSettings(config.kept(settings, job.given))
     place = kept_settings.folder(settings, folder, number)
     checkpointer = Checkpointer(job.world, saves, place, job.events, job.replicated)
+    leaves = job.world.coordinator is not None or saves.every is not None
+    job.update.on_other_names = partial(_tell_other_names, job, leaves)
     loop = _current = TrainingLoop(Beginning(job, facts, state, checkpointer, resume), script)
     if checkpointer.enabled or job.world.coordinator is not None:
         catch_notices(job.world)
@@ -117,6 +120,23 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     tracking.begin(state.run, loop.position.steps, environment)
     job.events.mark("start", strategy=settings.strategy, workers=job.world.size, run=state.run, **rules)
     return Run(job, loop, state, script, tracking, _noted(job))
+
+
+def _tell_other_names(job: Job, leaves: bool, text: str) -> None:
+    """Refuse a model with other parameters or buffers than at the start; only warn if its state stays here.
+
+    Args:
+        job: what is trained.
+        leaves: whether the state is saved or sent to joiners.
+        text: what has changed.
+
+    Raises:
+        InputError: the state is saved or sent.
+    """
+    if leaves:
+        raise InputError(text)
+    if text not in job.learned.warnings:
+        warn(job, text)
 
 
 def _noted(job: Job) -> tuple[str, ...]:

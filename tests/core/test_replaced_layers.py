@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import paceline
+from paceline.errors import CheckpointError, InputError
 from paceline.testing.ranks import Ended
 
 Printed = Callable[..., list[dict[str, Any]]]
@@ -130,3 +136,31 @@ tell(hashes=len(found))
 def test_a_layer_without_parameters_may_be_replaced(printed: Printed, tmp_path: Path) -> None:
     for told in printed(HEAD + LEFT_ALONE, 2, tmp_path):
         assert told["hashes"] == 1
+
+
+def trained_with_a_late_buffer(folder: Path, every: int | None) -> paceline.Session:
+    torch.manual_seed(0)
+    model, data = nn.Linear(4, 2), TensorDataset(torch.randn(32, 4), torch.randn(32, 2))
+    session = paceline.start(
+        model=model, optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.functional.mse_loss, data=data, batch=8,
+        checkpoint={"every": every, "directory": folder},
+    )  # fmt: skip
+    for batch in session.batches(steps=4):
+        session.step(batch)
+        if batch.step == 1:
+            model.register_buffer("late", torch.ones(2))
+    return session
+
+
+def test_a_late_buffer_is_refused_where_it_would_be_saved(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"The buffer 'late' was added after paceline.start.*before paceline.start"):
+        trained_with_a_late_buffer(tmp_path, every=4)
+
+
+def test_a_late_buffer_is_named_once_where_nobody_else_needs_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    session = trained_with_a_late_buffer(tmp_path, every=None)
+    assert sum("The buffer 'late' was added" in one.message for one in caplog.records) == 1
+    with pytest.raises(CheckpointError, match="The buffer 'late' was added"):
+        session.save()

@@ -46,7 +46,7 @@ class Made:
     def __init__(self, directory: Path | str, rank: int = 0, others: tuple[Any, ...] = (), **settings: Any) -> None:
         self.model = torch.nn.Linear(3, 2)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        update: Any = SimpleNamespace(optimizer=self.optimizer, schedule=None, kind="AdamW")
+        update: Any = SimpleNamespace(optimizer=self.optimizer, schedule=None, kind="AdamW", other_names=str)
         self.state = TrainingState(self.model, update, {"batch": 8}, {"exact": False}, {"torch": "2"}, {})
         self.events = Facts()
         self.world: Any = SimpleNamespace(

@@ -138,3 +138,58 @@ def test_a_scripted_model() -> None:
         made.check_structure()
         model(torch.ones(2, 4)).sum().backward()
         made.apply(0)
+
+
+NAMED: dict[str, str] = {
+    "a frozen layer": "The parameter 'head.bias' was added after",
+    "an activation": "",
+    "other places": "The parameter 'body.0.weight' became 'body.2.weight' after",
+    "another type": "",
+    "a layer less": "The parameter 'body.0.weight' was removed after",
+    "tied weights": "The parameter 'head.weight' was removed after",
+    "pruning": "The parameter 'head.weight' became 'head.weight_orig' after",
+    "a computed weight": "The parameter 'body.0.weight' became 'body.0.parametrizations.weight.original' after",
+    "spectral norm": "The parameter 'head.weight' became 'head.weight_orig' after",
+    "a buffer": "The buffer 'seen' was added after",
+    "a buffer that was none": "The buffer 'none' was added after",
+    "a buffer that goes": "The buffer 'held' was removed after",
+    "a frozen layer more": "The parameter 'more.weight' was added after",
+}
+CHANGES = ALLOWED | {
+    "a buffer that was none": lambda model: setattr(model, "none", torch.ones(2)),
+    "a buffer that goes": lambda model: delattr(model, "held"),
+    "a frozen layer more": lambda model: model.add_module("more", nn.Linear(2, 2).requires_grad_(False)),
+}
+
+
+@pytest.mark.parametrize("kind", NAMED)
+def test_other_names_than_at_the_start(kind: str) -> None:
+    model, told = Net(), list[str]()
+    model.register_buffer("none", None)
+    model.register_buffer("held", torch.ones(2))
+    made = update(model)
+    made.on_other_names = told.append
+    step(model, made)
+    model.held = torch.ones(3)  # another tensor of the same name
+    CHANGES[kind](model)
+    said = made.other_names()
+    step(model, made)
+    assert said.startswith(NAMED[kind]) and bool(said) == bool(NAMED[kind]) and told == ([said] if said else [])
+    assert ("prune.identity(module, 'weight')" in said) == (kind == "pruning")
+
+
+def test_names_that_are_as_before_again() -> None:
+    model = Net()
+    made = update(model)
+    model.register_buffer("seen", torch.zeros(3))
+    assert "'seen' was added" in made.other_names()
+    del model.seen
+    assert made.other_names() == ""
+
+
+def test_pruning_of_what_has_a_mask_at_the_start() -> None:
+    model = Net()
+    prune.identity(model.head, "weight")
+    made = update(model)
+    prune.l1_unstructured(model.head, "weight", 0.5)
+    assert made.other_names() == ""

@@ -1,22 +1,43 @@
-"""The parameters of a model: those that come after the start are in no optimizer, so nobody would train them."""
+"""The parameters and buffers of a model, and which of them came, went or got another name after the start.
+
+A parameter that comes after the start is in no optimizer, so nobody would train it. A checkpoint with other names than
+those of the start fits no model that a resumed script or a joiner makes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from itertools import chain
 from operator import is_
 
+import torch
 from torch import nn
 
 from paceline.errors import InputError
 
+_is_none = partial(is_, None)
+_OTHER_NAMES = (
+    "The {kind} {name!r} {happened} after paceline.start. A checkpoint, and the state that a joining worker gets, "
+    "would not fit the model with which the script begins, so no run could go on from it. {cure}; change values, not "
+    "names, in the loop."
+)
+_PRUNE_BEFORE = (
+    "Call torch.nn.utils.prune.identity(module, {name!r}) before paceline.start, which makes the mask, and prune in "
+    "the loop as now"
+)
+_BUILD_BEFORE = "Give the model all its layers, parametrizations and buffers before paceline.start"
+
 
 class Structure:
-    """The modules and parameters of a model, and which of them are not trained.
+    """The modules, parameters and buffers of a model, and which parameters are not trained.
 
     Args:
         model: as it is at the start.
         frozen: its parameters that the optimizer does not have, by name.
+
+    Attributes:
+        changed: which parameter or buffer has come or gone since the start, and what to do; empty if none has.
     """
 
     def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> None:
@@ -24,6 +45,8 @@ class Structure:
         self._at_start = dict(model.named_parameters())
         self._trained = set(self._at_start.values()).difference(frozen.values())
         self._untrained = dict(frozen)
+        self._buffers_at_start = dict.fromkeys(name for name, _ in model.named_buffers())
+        self.changed = ""
         self._remember()
 
     def check(self) -> None:
@@ -34,27 +57,58 @@ class Structure:
         Raises:
             InputError: names it.
         """
-        held = self._entries()
-        if len(held) != len(self._held) or not all(map(is_, held, self._held)):
-            self._look_again()
+        self.look()
         for name, value in self._untrained.items():
             if value.requires_grad:
                 raise self._refused(name, value)
+
+    def look(self) -> str:
+        """Look whether something was replaced, added or removed; return :attr:`changed`."""
+        held = self._entries()
+        same = len(held) == len(self._held) and all(map(is_, held, self._held))
+        if not same or any(self._empty) or self._names() != self._known_names:
+            self._look_again()
+        return self.changed
 
     def _entries(self) -> list[object]:
         """The parameters and submodules of all modules."""
         return [*chain.from_iterable(map(dict.values, self._dictionaries))]
 
+    def _names(self) -> list[object]:
+        """The names of the parameters and buffers in all modules, and which buffers are none."""
+        return [*chain.from_iterable(self._named), *map(_is_none, chain.from_iterable(map(dict.values, self._buffers)))]
+
     def _remember(self) -> None:
-        found = (vars(one).get(key) for one in self._model.modules() for key in ("_parameters", "_modules"))
-        self._dictionaries = [one for one in found if isinstance(one, dict)]  # a TorchScript module has others
-        self._held = self._entries()
+        parameters, modules, self._buffers = map(self._found, ("_parameters", "_modules", "_buffers"))
+        self._empty = [one for one in (*parameters, *modules, *self._buffers) if not one]  # most are, and stay so
+        parameters, self._buffers = [*filter(None, parameters)], [*filter(None, self._buffers)]
+        self._dictionaries = [*parameters, *filter(None, modules)]
+        self._named = [*parameters, *self._buffers]
+        self._held, self._known_names = self._entries(), self._names()
+
+    def _found(self, kind: str) -> list[dict[str, object]]:
+        found = (vars(one).get(kind) for one in self._model.modules())
+        return [one for one in found if isinstance(one, dict)]  # a TorchScript module has others
 
     def _look_again(self) -> None:
-        """Something was replaced, added or removed."""
         named = self._model.named_parameters()
         self._untrained = {name: value for name, value in named if value not in self._trained}
+        self.changed = self._change()
         self._remember()
+
+    def _change(self) -> str:
+        """The first parameter or buffer that has come or gone, in words."""
+        parameters, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
+        kind, (name, happened) = "parameter", _difference(self._at_start, parameters)
+        if not name:
+            kind, (name, happened) = "buffer", _difference(self._buffers_at_start, buffers)
+        if not name:
+            return ""
+        key = name.rpartition(".")[2]
+        beside = name.removesuffix(key)
+        pruned = f"{beside}{key}_mask" in buffers and f"{beside}{key}_orig" in parameters
+        cure = _PRUNE_BEFORE.format(name=key) if pruned else _BUILD_BEFORE
+        return _OTHER_NAMES.format(kind=kind, name=name, happened=happened, cure=cure)
 
     def _refused(self, name: str, value: nn.Parameter) -> InputError:
         if value is self._at_start.get(name):
@@ -68,3 +122,14 @@ class Structure:
             f"The parameter {name!r} was {happened} after paceline.start, and only those of the start are trained. "
             f"Build the whole model before paceline.start, or call requires_grad_(False) on what is not to be trained."
         )
+
+
+def _difference(before: Mapping[str, torch.Tensor | None], now: Mapping[str, torch.Tensor]) -> tuple[str, str]:
+    """The first name that is in one of two mappings only, and what has happened to it; two empty texts if none is."""
+    if before.keys() == now.keys():
+        return "", ""
+    other = {id(value): name for name, value in now.items()}
+    for name, value in before.items():
+        if name not in now:
+            return name, f"became {other[id(value)]!r}" if id(value) in other else "was removed"
+    return next(name for name in now if name not in before), "was added"
