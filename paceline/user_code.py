@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import sysconfig
@@ -18,6 +19,14 @@ _LIBRARY_STARTS = (*(f"{folder}{os.sep}" for folder in _LIBRARIES), "<")
 def is_user_code(file: str) -> bool:
     """Whether a source file is the user's, and not of Python or an installed package."""
     return not file.startswith(_LIBRARY_STARTS) and "site-packages" not in file
+
+
+def is_user_class(kind: type) -> bool:
+    """Whether a class is defined in the user's code."""
+    try:
+        return is_user_code(inspect.getfile(kind))
+    except (TypeError, OSError):  # of C, or of a notebook
+        return False
 
 
 def user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:

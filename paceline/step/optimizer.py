@@ -23,6 +23,7 @@ from paceline.step.optimizers.calling import begin_training, closure_users, eval
 from paceline.step.optimizers.exclusive import refuse_other_steps, updating
 from paceline.step.optimizers.factory import OptimizerFactory, make_optimizer, make_schedule
 from paceline.step.optimizers.loss_scale import LossScale
+from paceline.step.optimizers.own_values import OwnValues, refuse_change
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.step.optimizers.structure import Structure
 from paceline.weights.averages import Averages
@@ -105,6 +106,7 @@ class Update:
         take: calls the optimizer, if it needs a closure; none otherwise.
         loss_scale: follows the gradients, if the forward pass is in float16; it may leave an update out.
         drew: whether the first update that was made here drew random numbers.
+        divided_by: the strategy, if copies of the optimizer make updates.
         on_other_names: called before an update if parameters or buffers have come or gone, with a text that says so.
 
     Raises:
@@ -138,6 +140,7 @@ class Update:
         self.take: Callable[[Optimizer], None] | None = None
         self.schedule = make_schedule(schedule, self.optimizer)
         self.averages = Averages(average, self.optimizer)
+        self.divided_by = ""
         self.on_other_names: Callable[[str], None] = lambda text: None
 
     def evaluating(self) -> AbstractContextManager[None]:
@@ -281,6 +284,7 @@ class Update:
     def _step(self) -> None:
         """Call the optimizer, and explain what it says about gradients of which some are sparse."""
         before = generator_states() if self.drew is None else None
+        own = self._own_values() if self.drew is None and self.divided_by else None
         try:
             with updating:
                 if self.take is None:
@@ -298,6 +302,11 @@ class Update:
             ) from error
         if before is not None:
             self.drew = not same_states(before, generator_states())
+        if own is not None:
+            refuse_change(own, self._own_values(), self.divided_by)
+
+    def _own_values(self) -> dict[str, Any]:
+        return OwnValues(self.optimizer, self.parameters).state(0)
 
     def clip(self, norm: torch.Tensor | None = None) -> None:
         """Clip the gradients, if that is set, by their global norm."""

@@ -12,6 +12,8 @@ from paceline.data.order import BatchOrder
 from paceline.errors import InputError
 from paceline.settings import Settings
 from paceline.step.job import Job
+from paceline.step.optimizers.own_values import check_own_tensors
+from paceline.step.trials.optimizer_probe import probe_optimizer
 from paceline.strategies import auto, single
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel import allreduce, backup_workers, local_sgd, work_stealing
@@ -125,6 +127,21 @@ def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[i
     every = range(1, largest + 1)
     found = [count for count in every if count == 1 or entry.supports(settings, count, microbatches)]
     return [] if len(found) == len(every) else found
+
+
+def check_optimizer(job: Job, able: Capabilities) -> None:
+    """Refuse an optimizer that needs all updates where not every worker makes all of them.
+
+    Raises:
+        InputError: says why.
+    """
+    strategy = job.settings.strategy
+    if not (able.replicated or strategy == "local-sgd"):
+        check_own_tensors(job.update.optimizer, dict(job.compute.model.named_parameters()), strategy)
+        if not able.cuts_model:
+            job.update.divided_by = strategy
+    if job.divides_update:
+        probe_optimizer(job)
 
 
 def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:

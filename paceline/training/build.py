@@ -46,7 +46,6 @@ from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.step.replicas import digests_of
-from paceline.step.trials.optimizer_probe import probe_optimizer
 from paceline.strategies import registry
 from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
@@ -144,8 +143,7 @@ def build(
         phases=phases,
         audits=AuditSchedule.of(settings.audit, settings.checkpoint.every),
     )
-    if divides:
-        probe_optimizer(job)
+    registry.check_optimizer(job, capabilities)
     return job, facts
 
 

@@ -20,6 +20,7 @@ from paceline.events import EventLog
 from paceline.failure import known_errors
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.job import Job
+from paceline.step.optimizers.own_values import OwnValues
 from paceline.step.trials.trial import warn
 from paceline.trackers.tracking import Tracking
 from paceline.training import build, kept_settings
@@ -101,7 +102,9 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     settings, script = job.settings, ScriptState()
     job.loop.forward_values.tell = partial(warn, job)
     state = TrainingState(job.compute.model, job.update, *build.conditions(job), job.strategy_state, script, job.loop)
-    state.parts.update(data=job.order, buffers=job.compute.buffers)
+    own = OwnValues(job.update.optimizer, dict(job.compute.model.named_parameters()))
+    own.tell = partial(warn, job)
+    state.parts.update(data=job.order, buffers=job.compute.buffers, optimizer=own)
     if job.compute.carried is not None:
         state.parts["carried"] = job.compute.carried
     saves, resume = settings.checkpoint, settings.resume

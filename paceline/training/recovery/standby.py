@@ -11,6 +11,7 @@ import torch
 from paceline.checkpoint.training_state import TrainingState
 from paceline.step.job import Job
 from paceline.step.optimizers.exclusive import updating
+from paceline.step.optimizers.own_values import OwnValues
 
 _log = logging.getLogger("paceline")
 
@@ -24,6 +25,8 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
     compute, parameters, optimizer = job.compute, job.update.parameters, job.update.optimizer
     before = {name: value.detach().clone() for name, value in parameters.items()}
     optimizer_state = {key: copy.deepcopy(value) for key, value in optimizer.state.items()}
+    own_values = OwnValues(optimizer, dict(compute.model.named_parameters()))
+    kept = copy.deepcopy(own_values.state(0))
     compute.buffers.begin()
     try:
         (piece,) = job.feed.load(0, [range(1)])
@@ -42,6 +45,7 @@ def warm_up(job: Job, state: TrainingState) -> Callable[[], None]:
     def undo() -> None:
         optimizer.state.clear()
         optimizer.state.update(optimizer_state)
+        own_values.load(kept)
 
     return undo
 
