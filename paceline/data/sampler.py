@@ -36,6 +36,10 @@ class SampledOrder(BatchOrder):
         seed: of the run.
         drop_last: whether a short batch at the end of an epoch is left out.
 
+    Attributes:
+        may_change: says whether the loop has changed something that the sampler may read, such as its weights. Then
+            the numbers of the current epoch are part of the state, unless the sampler gives them again.
+
     Raises:
         InputError: it is no such function, or gives other numbers when it is called again.
     """
@@ -50,6 +54,7 @@ class SampledOrder(BatchOrder):
         self._lengths: list[int] = []  # samples of each epoch whose length is known
         self._starts = [0]
         self._known: dict[int, torch.Tensor] = {}
+        self.may_change: Callable[[], bool] = lambda: False
         self._first = _hash(self._numbers(0))
         if _hash(self._drawn(0)) != self._first:
             raise InputError(
@@ -78,13 +83,18 @@ class SampledOrder(BatchOrder):
 
     def _add(self, length: int) -> None:
         """Count the next epoch in."""
-        used = length - length % self.batch if self._drop_last else length
+        used = self._used(length)
         self._lengths.append(used)
         self._starts.append(self._starts[-1] + -(-used // self.batch))
 
+    def _used(self, length: int) -> int:
+        """Samples of an epoch that are in batches."""
+        return length - length % self.batch if self._drop_last else length
+
     def first_of(self, epoch: int) -> int:
         while epoch >= len(self._starts):
-            self._add(len(self._numbers(len(self._lengths))))
+            number = len(self._lengths)  # its numbers are drawn when it begins: the loop may change weights until then
+            self._add(len(self._known[number] if number in self._known else self._checked(number, self._drawn(number))))
         return self._starts[epoch]
 
     def samples_of(self, step: int) -> int:
@@ -92,6 +102,8 @@ class SampledOrder(BatchOrder):
         return min(self.batch, self._lengths[epoch] - index * self.batch)
 
     def samples_before(self, step: int) -> int:
+        if step == self._starts[-1]:  # the next epoch is not drawn yet
+            return sum(self._lengths)
         epoch, index = self.place_of(step)
         return sum(self._lengths[:epoch]) + index * self.batch
 
@@ -102,15 +114,30 @@ class SampledOrder(BatchOrder):
         return [numbers[part.start : part.stop] for part in self.parts_of(step)]
 
     def state(self, step: int) -> dict[str, Any]:
-        return {"lengths": self._lengths[: self.place_of(step)[0]]}
+        epoch = bisect_right(self._starts, step) - 1  # without drawing an epoch that has not begun
+        state: dict[str, Any] = {"lengths": self._lengths[:epoch]}
+        known = self._known.get(epoch)
+        if known is not None and step > self._starts[epoch] and self.may_change():
+            again = self._checked(epoch, self._drawn(epoch))
+            state |= {} if torch.equal(again, known) else {"numbers": known}
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
         for length in state["lengths"][len(self._lengths) :]:
             self._add(length)
+        self._known.clear()
+        if "numbers" in state:
+            self._known[len(state["lengths"])] = state["numbers"].to("cpu", torch.int64)
 
     def _numbers(self, epoch: int) -> torch.Tensor:
         if epoch not in self._known:
-            self._known[epoch] = self._checked(epoch, self._drawn(epoch))
+            self._known[epoch] = numbers = self._checked(epoch, self._drawn(epoch))
+            if epoch < len(self._lengths) and self._used(len(numbers)) != self._lengths[epoch]:
+                raise InputError(
+                    f"The sampler gave {self._lengths[epoch]} samples for epoch {epoch} when its length was asked for, "
+                    f"and gives {len(numbers)} now. The loop may change which samples it gives, but how many must "
+                    f"follow from the epoch alone."
+                )
             for other in list(self._known)[:-2]:  # those drawn last stay
                 del self._known[other]
         return self._known[epoch]

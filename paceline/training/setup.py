@@ -15,6 +15,7 @@ from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
+from paceline.data.sampler import SampledOrder
 from paceline.errors import InputError
 from paceline.events import EventLog
 from paceline.failure import known_errors
@@ -105,6 +106,8 @@ def _begin(job: Job, facts: dict[str, object], folder: Path | None, number: int,
     own = OwnValues(job.update.optimizer, dict(job.compute.model.named_parameters()))
     own.tell = partial(warn, job)
     state.parts.update(data=job.order, buffers=job.compute.buffers, optimizer=own)
+    if isinstance(job.order, SampledOrder):
+        job.order.may_change = lambda: bool(job.loop.changed)
     if job.compute.carried is not None:
         state.parts["carried"] = job.compute.carried
     saves, resume = settings.checkpoint, settings.resume

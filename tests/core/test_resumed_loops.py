@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from subjects import classes, mlp
+from torch.utils.data import WeightedRandomSampler
 
 import paceline
 from paceline.training.script_state import ScriptState
@@ -196,3 +197,26 @@ def test_epochs_are_numbered_as_by_range(tmp_path: Path) -> None:
     for wrong in (2.5, -1, True):
         with pytest.raises(paceline.ConfigError, match=r"epochs\(.*give a whole number"):
             session.epochs(1, wrong)  # type: ignore[arg-type]
+
+
+def weighted(folder: Path, steps: int, length: int, resume: str | None = None) -> str:
+    weights = torch.ones(length, dtype=torch.double)
+    sampler = WeightedRandomSampler(weights.tolist(), 64)
+    session = paceline.start(
+        model=mlp(), optimizer=partial(torch.optim.SGD, lr=0.5), loss=torch.nn.functional.cross_entropy,
+        data=classes(length), batch=16, exact=True, sampler=sampler, resume=resume,
+        checkpoint={"directory": folder, "every": 3, "background": False},
+    )  # fmt: skip
+    for batch in session.batches(steps=steps):
+        session.step(batch)
+        if batch.step in (1, 4):  # in the middle of an epoch, which goes on as it was drawn
+            sampler.weights[: length * (batch.step + 1) // 8] = 0
+    return session.fingerprint()
+
+
+@pytest.mark.parametrize("length", [80, 800])  # also weights of which each change is not copied
+@pytest.mark.parametrize("steps", [4, 7])
+def test_weights_of_a_sampler_that_the_loop_changes(tmp_path: Path, length: int, steps: int) -> None:
+    whole = weighted(tmp_path / "whole", 11, length)
+    weighted(tmp_path / "parts", steps, length)
+    assert weighted(tmp_path / "parts", 11, length, resume="auto") == whole

@@ -163,3 +163,46 @@ def test_what_the_script_sets_again_is_not_named() -> None:
     again["act"] = torch.tanh
     other.look(begins=True)
     assert other.not_restored() == ""
+
+
+def held_tensors() -> dict[str, Any]:
+    return {"weights": torch.ones(2000), "assigned": torch.ones(2000), "array": numpy.ones(2000), "same": torch.ones(9)}
+
+
+def test_large_tensors_are_kept_as_they_were_when_the_step_returned() -> None:
+    held = held_tensors()
+    _, _, loop = made(sampler=held)
+    held["weights"][0], held["assigned"], held["array"] = 0, held["assigned"] * 2, numpy.zeros(2000)
+    loop.look(begins=True)
+    loop.end_step(5)
+    held["weights"][1], held["array"][1] = 0, 3
+    state = loop.state(6)
+    assert state["lost"] == [] and loop.needed == ["sampler.weights", "sampler.assigned", "sampler.array"]
+    joiner = held_tensors()
+    before = dict(joiner)
+    _, _, other = made(sampler=joiner)
+    other.load(state)
+    assert joiner["weights"] is before["weights"], "the script may hold it elsewhere, too"
+    assert joiner["weights"][:3].tolist() == [0, 1, 1] and torch.equal(before["assigned"], torch.ones(2000))
+    assert joiner["assigned"][0] == 2 and type(joiner["array"]) is numpy.ndarray and not joiner["array"].any()
+    other.end_step(6)
+    joiner["weights"][1] = 0
+    assert other.state(7)["attributes"]["sampler"]["weights"][:3].tolist() == [0, 1, 1]
+    loop.now = True
+    assert loop.state(6)["attributes"]["sampler"]["weights"][:3].tolist() == [0, 0, 1]
+    assert loop.state(6)["attributes"]["sampler"]["array"][1] == 3
+    joiner["weights"] = torch.ones(3000)
+    other.end_step(7)
+    assert other.state(8)["attributes"]["sampler"]["weights"].shape == (3000,)
+    assert "sampler.weights" not in other.state(8)["in_place"]
+
+
+def test_a_small_tensor_changed_in_place_stays_the_same_object() -> None:
+    held, joiner = {"weights": torch.ones(3)}, {"weights": torch.ones(3)}
+    _, _, loop = made(sampler=held)
+    held["weights"][0] = 0
+    loop.look(begins=True)
+    loop.end_step(5)
+    script = joiner["weights"]
+    made(sampler=joiner)[2].load(loop.state(6))
+    assert joiner["weights"] is script and script.tolist() == [0, 1, 1]

@@ -79,3 +79,39 @@ def test_what_is_no_sampler(sampler: Any, words: list[str]) -> None:
     with pytest.raises(InputError) as caught:
         order_of(sampler)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_the_order_of_an_epoch_that_has_begun_stays() -> None:
+    weights, calls = torch.ones(20), list[int]()
+
+    def drawn(seed: int, epoch: int) -> torch.Tensor:
+        calls.append(epoch)
+        return torch.multinomial(weights, 12, replacement=True)
+
+    order = order_of(drawn)
+    assert order.end_of(3, 0) == 9 and [batch(order, step) for step in range(3)] != []
+    assert order.state(2) == {"lengths": []}, "the loop has changed nothing"
+    order.may_change = lambda: True
+    assert order.state(2) == {"lengths": []}, "the sampler gives them again"
+    weights[:10] = 0  # in epoch 0
+    assert min(batch(order, 3)) >= 10, "epoch 1 is drawn when it begins"
+    kept = batch(order, 4)
+    weights[:15], weights[16:] = 0, 0  # in epoch 1
+    state = order.state(4)
+    assert list(state) == ["lengths", "numbers"]
+    del calls[:]
+    assert (order.state(6), order.samples_before(6), calls) == ({"lengths": [12, 12]}, 24, []), "epoch 2 is not drawn"
+    again = order_of(drawn)
+    again.load(state)
+    assert batch(again, 4) == kept and set(batch(again, 6)) == {15}
+    again.load(order.state(6))
+    assert set(batch(again, 6)) == {15}
+
+
+def test_a_length_that_the_loop_changes_is_refused() -> None:
+    count = [8]
+    order = order_of(lambda seed, epoch: range(count[0]))
+    assert order.first_of(2) == 4
+    count[0] = 12
+    with pytest.raises(InputError, match="gave 8 samples for epoch 1 when its length was asked for, and gives 12 now"):
+        batch(order, 2)

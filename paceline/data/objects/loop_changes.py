@@ -10,9 +10,9 @@ A checkpoint, and a worker that joins among the lines behind a step, get the sta
 script gets the batch of that step once more, and runs those lines itself. A worker that joins when all have begun the
 next step gets the state of then, and begins with that step.
 
-Kept are tensors of the model, small tensors and arrays, numbers, text, flags, and tuples of these. Of anything else it
-is only seen that it was changed: other functions, modules, hooks, lists. Whoever goes on from the state is told so, if
-its own script does not change them, too.
+Kept are tensors of the model, tensors and arrays of up to 64 MiB, numbers, text, flags, and tuples of these. Of
+anything else it is only seen that it was changed: other functions, modules, hooks, lists. Whoever goes on from the
+state is told so, if its own script does not change them, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from operator import is_
 from types import MappingProxyType
 from typing import Any
+from weakref import ref as reference
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from torch.optim import Optimizer
 
 from paceline.data.objects.attributes import PLAIN
 from paceline.data.objects.forward_values import ForwardValues
-from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, sent
+from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, is_array, put_into, sent
 
 _NOT_RESTORED = (
     "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
@@ -78,6 +79,14 @@ class LoopChanges:
         self._owners = [
             Owner(name, entries) for name, entries in owners.items() if name.rpartition(".")[2] not in OF_TORCH
         ]
+        self._first = {
+            f"{owner.name}.{key}": reference(value)
+            for owner in self._owners
+            for key, value in owner.entries.items()
+            if is_array(value)
+        }
+        self._arrays: dict[str, tuple[Owner, Any]] = {}  # where those are that the loop changes
+        self._large: dict[str, torch.Tensor] = {}  # copies of large ones, as they were when the last step returned
         self._lost: dict[str, Mark] = {}  # what others have changed and nobody keeps, as it was here then
         self._parameters = dict(model.named_parameters())
         self._buffers = [_place_of(model, name) for name, _ in model.named_buffers()]
@@ -97,7 +106,7 @@ class LoopChanges:
         before = self._plain
         self._keep()
         for owner, keys in self._differences(before, self._plain):
-            self.forward_values.find_changed(owner, keys)
+            self.forward_values.find_changed(owner.name, keys)
         self.forward_values.open()
         if self._digests_of is not None and step & (step - 1) == 0:
             self._digests = self._digests_of(self._tensors())
@@ -106,6 +115,9 @@ class LoopChanges:
         self._digests = []
         self.refresh()
         self._ended = self._plain
+        for name, value in self._large_arrays() if self._arrays else ():  # NumPy and .data change them unseen
+            if name not in self._large or not put_into(self._large[name], value):
+                self._large[name] = value.clone()
         if not self._keeps:
             return
         self._groups = [_hyperparameters(group) for group in self._optimizer.param_groups]
@@ -139,19 +151,34 @@ class LoopChanges:
             found = [name for name, *pair in zip(self._names, before, now, strict=True) if pair[0] != pair[1]]
             self.changed.update(dict.fromkeys(found))
         for owner, keys in self._differences(plain, self._plain):
-            self.changed.update((f"{owner}.{key}", None) for key in keys)
+            for key in keys:
+                self._note(owner, key)
         if begins:
             self._digests = []
 
+    def _note(self, owner: Owner, key: Any) -> None:
+        """Take note that the loop changes an entry."""
+        name = f"{owner.name}.{key}"
+        self.changed[name] = None
+        if is_array(owner.entries.get(key)):
+            self._arrays[name] = owner, key
+
+    def _large_arrays(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Tensors and arrays that the loop changes, but for small ones: their values are copies."""
+        for name, (owner, key) in self._arrays.items():
+            value = owner.entries.get(key)
+            if is_array(value) and isinstance(owner.values().get(key), Mark):
+                yield name, torch.as_tensor(value).detach()
+
     def _differences(
         self, before: list[dict[Any, Any]], after: list[dict[Any, Any]]
-    ) -> Iterator[tuple[str, list[Any]]]:
-        """Yield the names of owners whose values have changed, with the keys of these."""
+    ) -> Iterator[tuple[Owner, list[Any]]]:
+        """Yield the owners whose values have changed, with the keys of these."""
         if len(before) != len(after) or all(map(is_, before, after)):
             return
         for owner, then, values in zip(self._owners, before, after, strict=True):
             if then is not values and then != values:
-                yield owner.name, [key for key in then | values if then.get(key) != values.get(key)]
+                yield owner, [key for key in then | values if then.get(key) != values.get(key)]
 
     @contextmanager
     def noting_forward(self) -> Iterator[None]:
@@ -159,7 +186,7 @@ class LoopChanges:
         before = [owner.values() for owner in self._owners]
         yield
         for owner, keys in self._differences(before, [owner.values() for owner in self._owners]):
-            self.forward_values.find_left(owner, keys)
+            self.forward_values.find_left(owner.name, keys)
 
     @contextmanager
     def not_watched(self) -> Iterator[None]:
@@ -184,9 +211,9 @@ class LoopChanges:
     @property
     def needed(self) -> list[str]:
         """The names of what the loop has changed of the model and the data: steps without the script would miss it."""
-        kept = [name for name, value in self._named(self._plain) if self._is_kept(name, value)]
+        kept = [name for name, value in self._named(self._plain) if self._is_kept(name, value) or name in self._arrays]
         tensors = [name for name in self._names if name in self.changed]
-        return [*tensors, *(name for name in kept if name.startswith(("model", "data", "collate")))]
+        return [*tensors, *(name for name in kept if name.startswith(("model", "data", "collate", "sampler")))]
 
     @property
     def lacks_copies(self) -> bool:
@@ -200,10 +227,25 @@ class LoopChanges:
     def state(self, step: int) -> dict[str, Any]:
         """Return attributes and hyperparameters, for a checkpoint or another worker."""
         changed = self.attributes() if self.now or not self._ended else self._changed_of(self._ended)
-        lost = [name for name, value in self._named(self._plain) if isinstance(value, Mark) and name in self.changed]
-        groups = [] if self.now else self._groups
-        left = list(self.forward_values.left)
-        return {"attributes": changed, "groups": groups, "changed": list(self.changed), "lost": lost, "left": left}
+        large = dict(self._large_arrays())
+        if not self.now:
+            large = {name: value for name, value in self._large.items() if name in large}
+        for name, value in large.items():
+            owner, key = self._arrays[name]
+            changed.setdefault(owner.name, {})[key] = value
+        marks = [name for name, value in self._named(self._plain) if isinstance(value, Mark)]
+        return {
+            "attributes": changed,
+            "groups": [] if self.now else self._groups,
+            "changed": list(self.changed),
+            "lost": [name for name in marks if name in self.changed and name not in large],
+            "in_place": [name for name, (owner, key) in self._arrays.items() if self._is_first(name, owner, key)],
+            "left": list(self.forward_values.left),
+        }
+
+    def _is_first(self, name: str, owner: Owner, key: Any) -> bool:
+        """Whether a tensor or an array is the object of the start: the script may hold it elsewhere, too."""
+        return name in self._first and self._first[name]() is owner.entries.get(key)
 
     def not_restored(self) -> str:
         """Return, once, what to say of changes that are not in the state that was loaded, and not made here since."""
@@ -237,7 +279,10 @@ class LoopChanges:
         """Take over what :meth:`state` returned, after the tensors."""
         for owner in self._owners:
             for key, value in state["attributes"].get(owner.name, {}).items():
-                owner.entries[key] = fitted(value, owner.entries.get(key))
+                now = owner.entries.get(key)
+                if f"{owner.name}.{key}" not in state.get("in_place", ()) or not put_into(now, value):
+                    owner.entries[key] = fitted(value, now)
+                self._note(owner, key)
         for group, values in zip(self._optimizer.param_groups, state["groups"], strict=False):
             group.update(values)
         self.changed.update(dict.fromkeys(state["changed"]))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from enum import Enum
 from itertools import islice
 from operator import is_
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy
 import torch
@@ -22,7 +22,10 @@ OF_TORCH = vars(nn.Module()).keys()
 _MOST_SEEN = 1000
 _MOST_OWNERS = 200
 _SMALL_BYTES = 4096
+_MOST_BYTES = 1 << 26
+"""Of a tensor or an array that is kept when the loop changes it."""
 Values: TypeAlias = list[dict[Any, Any]]
+Array: TypeAlias = "torch.Tensor | numpy.ndarray[Any, Any]"
 
 
 class PlainValues:
@@ -77,6 +80,25 @@ class PlainValues:
         finally:
             for owner, key, now in changed:
                 owner[key] = now
+
+
+def is_array(value: Any) -> TypeGuard[Array]:
+    """Whether a value is a tensor or an array of numbers that can be kept."""
+    if isinstance(value, torch.Tensor):
+        return value.layout == torch.strided and not value.is_meta and value.nbytes <= _MOST_BYTES
+    return isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.nbytes <= _MOST_BYTES
+
+
+def put_into(now: Any, sent: Any) -> bool:
+    """Copy what :func:`sent` has returned into a tensor or an array of the same kind; return whether there is one."""
+    if not (is_array(now) and isinstance(sent, torch.Tensor)):
+        return False
+    tensor = torch.as_tensor(now)
+    if (tensor.shape, tensor.dtype) != (sent.shape, sent.dtype):
+        return False
+    with torch.no_grad():
+        tensor.copy_(sent)
+    return True
 
 
 def _is_small(value: Any) -> bool:
@@ -180,5 +202,7 @@ def fitted(sent: Any, now: Any) -> Any:
     if isinstance(now, Enum) and isinstance(sent, str):
         return type(now)[sent]
     if isinstance(sent, torch.Tensor):
-        return sent.numpy() if isinstance(now, numpy.ndarray) else sent
+        if isinstance(now, numpy.ndarray):
+            return sent.cpu().numpy().copy()
+        return sent.to(now.device, copy=True) if isinstance(now, torch.Tensor) else sent
     return type(now)(sent) if isinstance(now, numpy.generic) and isinstance(sent, int | float) else sent
