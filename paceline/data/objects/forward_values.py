@@ -14,7 +14,7 @@ has an old value. A descriptor on the class finds the reads. Only attributes tha
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, ValuesView
 from itertools import islice
 from types import FrameType
@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 
+from paceline.data.objects.values import OF_MODULES
 from paceline.user_code import is_user_code, user_line
 
 _ABSENT = object()
@@ -64,7 +65,7 @@ class ForwardValues:
         self._objects = {name: one for name, one in objects.items() if isinstance(getattr(one, "__dict__", None), dict)}
         if any(map(_is_compiled, objects.values())):
             self._objects = {}  # a descriptor would stop the compiler
-        self._steps: Counter[str] = Counter()  # in which an attribute was changed here, at most two
+        self._steps: dict[str, int] = {}  # in which an attribute was changed here, at most two
         self._watched: dict[tuple[int, str], str] = {}
         self._told: set[tuple[str, str]] = set()  # by key, as layers of one kind have the same ones
         self._fresh: set[tuple[int, str]] = set()  # set by the loop itself since the step
@@ -82,12 +83,18 @@ class ForwardValues:
         self.left.update(dict.fromkeys(left))
         self._found = True
 
-    def find_changed(self, owner: str, keys: Iterable[Any]) -> None:
+    def find_changed(self, owner: str, before: Mapping[Any, Any], after: Mapping[Any, Any]) -> None:
         """Take note of what a step has changed."""
-        if owner in self._objects:
-            new = [name for key in keys if self._steps[name := f"{owner}.{key}"] < _ENOUGH]
-            self._steps.update(new)
-            self._found = self._found or bool(new)
+        if owner not in self._objects:
+            return
+        for key, value in after.items():
+            if key in OF_MODULES or (then := before.get(key)) is value:
+                continue
+            name = f"{owner}.{key}"
+            count = self._steps.get(name, 0)
+            if count < _ENOUGH and then != value:
+                self._steps[name] = count + 1
+                self._found = True
 
     def open(self) -> None:
         """Watch for reads: the loop body goes on."""
@@ -104,7 +111,7 @@ class ForwardValues:
             one = self._objects.get(owner)
             if one is None or _is_computed_weight(one, key) or not _may_replace(type(one), key):
                 continue
-            if self._steps[name] == 1:
+            if self._steps.get(name) == 1:
                 self._watched.pop((id(one), key), None)
                 continue
             self._watched[id(one), key] = name
@@ -132,7 +139,7 @@ class ForwardValues:
         name = self._watched.get((id(one), key)) if self._is_open else None
         if name is None or (id(one), key) in self._fresh:
             return
-        text = _LAST_MICROBATCH if self._steps[name] else _NOT_HERE
+        text = _LAST_MICROBATCH if name in self._steps else _NOT_HERE
         if (key, text) in self._told or not (_may_depend(value) or (value is None and text is _NOT_HERE)):
             return
         if is_user_code(frame.f_code.co_filename) and not _is_in_a_forward_pass(frame):

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 
 from paceline.data.objects.attributes import PLAIN
 from paceline.data.objects.forward_values import ForwardValues
-from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, is_array, put_into, sent
+from paceline.data.objects.values import OF_MODULES, OF_TORCH, Mark, Owner, fitted, is_array, is_small, put_into, sent
 
 _NOT_RESTORED = (
     "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
@@ -105,8 +105,10 @@ class LoopChanges:
         """Copy what the loop is known to change; the step returns."""
         before = self._plain
         self._keep()
-        for owner, keys in self._differences(before, self._plain):
-            self.forward_values.find_changed(owner.name, keys)
+        if len(before) == len(self._plain) and not all(map(is_, before, self._plain)):
+            for owner, then, values in zip(self._owners, before, self._plain, strict=True):
+                if then is not values:
+                    self.forward_values.find_changed(owner.name, then, values)
         self.forward_values.open()
         if self._digests_of is not None and step & (step - 1) == 0:
             self._digests = self._digests_of(self._tensors())
@@ -167,7 +169,7 @@ class LoopChanges:
         """Tensors and arrays that the loop changes, but for small ones: their values are copies."""
         for name, (owner, key) in self._arrays.items():
             value = owner.entries.get(key)
-            if is_array(value) and isinstance(owner.values().get(key), Mark):
+            if is_array(value) and not is_small(value):
                 yield name, torch.as_tensor(value).detach()
 
     def _differences(

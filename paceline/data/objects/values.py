@@ -61,7 +61,7 @@ class PlainValues:
     def now(self) -> Values:
         """Return the present values: numbers, text, flags, and copies of small tensors and arrays."""
         return [
-            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or _is_small(one)}
+            {key: _copied(one) for key, one in [*owner.items()] if type(one) in PLAIN or is_small(one)}
             for owner in self._owners
         ]
 
@@ -72,7 +72,7 @@ class PlainValues:
         for owner, before in zip(self._owners, values, strict=True):
             for key, value in before.items():
                 now = owner.get(key)
-                if (type(now) in PLAIN or _is_small(now)) and not same(now, value):
+                if (type(now) in PLAIN or is_small(now)) and not same(now, value):
                     changed.append((owner, key, now))
                     owner[key] = value
         try:
@@ -101,7 +101,7 @@ def put_into(now: Any, sent: Any) -> bool:
     return True
 
 
-def _is_small(value: Any) -> bool:
+def is_small(value: Any) -> bool:
     """Whether a value is a tensor or an array of which copies cost nothing."""
     return isinstance(value, torch.Tensor | numpy.ndarray) and value.nbytes <= _SMALL_BYTES
 
@@ -177,7 +177,7 @@ def _seen(key: Any, value: Any) -> Any:  # noqa: PLR0911 - a case for each type
     if value is None or type(value) in PLAIN or isinstance(value, numpy.generic | Enum):
         return value
     if isinstance(value, torch.Tensor | numpy.ndarray):
-        if _is_small(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
+        if is_small(value) and (isinstance(value, torch.Tensor) or value.dtype.kind in "biufc"):
             return _Copy(_copied(value))
         return Mark((id(value), getattr(value, "_version", 0)))
     if isinstance(value, tuple):
