@@ -203,12 +203,24 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
         steps: of the checkpoint.
         history: what the checkpoint keeps of the progress.
     """
-    own, furthest = everyone[rank], furthest_of(everyone)
-    repeat_until = max(furthest.repeat_until, furthest.steps)
-    back = replace(furthest, steps=steps, repeat_until=repeat_until, holds=None)
-    if own is not None:
+    own, known = everyone[rank], [one for one in everyone if one is not None]
+    # some may have gone back before: they have fewer steps than the furthest, and know of more calls
+    repeat_until = max(max(one.repeat_until, one.steps) for one in known)
+    results_of = _all_results(known)
+    back = replace(furthest_of(everyone), steps=steps, repeat_until=repeat_until, holds=None, results_of=results_of)
+    if own is not None and own.steps >= steps:
         return replace(back, received=own.received, again=own.again)
     return replace(back, again=True, received=steps, result=Progress.resumed(steps, history).result)
+
+
+def _all_results(known: Sequence[Progress]) -> dict[str, dict[Call, list[Any]]]:
+    """Return what any of them knows of the calls of the script; those of one call are alike on all."""
+    found: dict[str, dict[Call, list[Any]]] = {}
+    for one in known:
+        for kind, calls in one.results_of.items():
+            before = found.setdefault(kind, {})
+            before.update({call: max(before.get(call, []), results, key=len) for call, results in calls.items()})
+    return found
 
 
 def _number(value: Any) -> Any:

@@ -95,7 +95,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
     "a notice is overheard": (loop, "decide", "Action.RE_FORM if elastic", "Action.GO_ON if elastic"),
     "a part of the state is thought whole": (Recovery, "_same_state", "if assemble(self._job, everyone):", "if True:"),
     "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
-    "a replay is forgotten": (progress, "gone_back", "max(furthest.repeat_until, furthest.steps)", "steps"),
+    "a replay is forgotten": (progress, "gone_back", "max(max(one.repeat_until, one.steps) for one in known)", "steps"),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from paceline.training.progress import (
     CatchUp,
     Progress,
     decide,
+    gone_back,
     plan_catch_up,
 )
 
@@ -132,6 +133,31 @@ def test_a_step_is_repeated_up_to_where_the_workers_were() -> None:
     assert progress.to_repeat(9) and progress.to_repeat(3) and not progress.to_repeat(2)
     progress.steps = 5
     assert not progress.to_repeat(9)
+
+
+def test_who_goes_back_knows_all_calls_and_how_far_anybody_was() -> None:
+    """Rank 0 has gone back before, when the others were lost, and rank 1 has not."""
+    call = 5, -1, 1
+    everyone = [
+        Progress(4, {EVALUATE: {call: [1.0, 2.0]}}, repeat_until=6),
+        Progress(5, {EVALUATE: {call: [1.0]}}),
+        None,
+    ]
+    history = Progress(3, result=StepResult(2.0, 1.0, 0.1)).history()
+    for rank in range(3):
+        back = gone_back(everyone, rank, 3, history)
+        assert (back.steps, back.repeat_until) == (3, 6)
+        assert back.results(EVALUATE, call) == [1.0, 2.0]
+        assert back.received == (3 if rank == 2 else 0)
+
+
+def test_who_was_dropped_before_the_checkpoint_takes_it_as_received() -> None:
+    """Its script is in a step that others did before the checkpoint, and must not do it again."""
+    history = Progress(4, result=StepResult(3.0, 1.0, 0.1)).history()
+    back = gone_back([Progress(5), Progress(2)], 1, 4, history)
+    assert (back.steps, back.received) == (4, 4)
+    assert back.has_received(2) and back.has_received(3) and not back.has_received(4)
+    assert back.result is not None and back.result.loss == 3.0
 
 
 def test_a_step_that_was_left_out_is_done_unless_others_are_further() -> None:

@@ -106,8 +106,12 @@ class Hub:
         return self.now
 
     def at(self, delay: float, act: Act) -> None:
-        """Do something later; what is due at the same time happens in the order of the calls."""
-        heapq.heappush(self._due, (self.now + delay, next(self._number), act))
+        """Do something later."""
+        self.at_time(self.now + delay, act)
+
+    def at_time(self, time: float, act: Act) -> None:
+        """Do something at a time; what is due at the same time happens in the order of the calls."""
+        heapq.heappush(self._due, (time, next(self._number), act))
 
     def process(self, name: str, main: Act) -> Process:
         """Start a process; it runs first when all else that is due now has happened."""

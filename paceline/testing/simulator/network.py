@@ -40,7 +40,7 @@ class Network:
         at = max(self._hub.now + delay, self._cut.get(sender, 0.0), self._cut.get(receiver, 0.0))
         at = max(at, self._arrivals[sender, receiver])
         self._arrivals[sender, receiver] = at
-        self._hub.at(at - self._hub.now, deliver)
+        self._hub.at_time(at, deliver)
 
     def cut(self, number: int, seconds: float) -> None:
         """Let nothing through from or to a process for some time; it comes later, as with TCP."""

@@ -285,7 +285,9 @@ class Simulation:
         if self._machines.leaving:
             codes.add(PREEMPTED)
         ended_late = self._finished and any(fault.kind in ("stop", "cut", "cut machine") for fault in self.plan.faults)
-        return codes | ({1} if self._failed or ended_late else set())
+        if self._failed or ended_late:
+            codes |= {1, WorkerLost.exit_code}
+        return codes
 
     def _check_script(self, number: int, worker: Worker) -> None:
         """A script gets each step once, with the loss of that step; that of one which was dropped and is back leaves

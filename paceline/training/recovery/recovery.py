@@ -144,7 +144,8 @@ class Recovery:
         if progress is not None:
             progress.changes = self._job.loop.needed
         everyone = self._job.world.gather(progress, RE_FORMING)
-        self._state.keeps_script = progress is not None  # its script has come further since the last step
+        furthest = furthest_of(everyone)  # a script that is at most in the step behind has come further since then
+        self._state.keeps_script = progress is not None and progress.steps >= furthest.steps - 1
         if assemble(self._job, everyone):
             progress = None if progress is None else replace(progress, holds=None)
             progress = self._catch_up(everyone, progress)
