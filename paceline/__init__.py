@@ -71,8 +71,14 @@ __all__ = [
 ]
 
 
+_CALLED = {"ParquetDataset", "TokenRows", "launch", "start"}
+"""What a script calls first: from then on an error of ours that nobody catches is one sentence."""
+
+
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        if name in _CALLED:
+            import_module("paceline.excepthook").install_early()
         return getattr(import_module(f"paceline.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 

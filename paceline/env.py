@@ -221,6 +221,14 @@ def launch_info() -> LaunchInfo | None:
     return LaunchInfo(os.environ[COORDINATOR], number, spare, largest, elastic, name, key, ulfm)
 
 
+def error_record() -> Path | None:
+    """Where this worker of ``paceline run`` leaves a record of its failure; None under other launchers."""
+    if (folder := run_directory()) is None:
+        return None
+    launched = launch_info()
+    return folder / "errors" / f"{launched.name if launched else f'rank-{identity().rank}'}.json"
+
+
 def set_launch_info(coordinator: str, worker: int, key: bytes, largest: int) -> None:
     """Set how this worker of ``mpiexec --with-ft ulfm`` finds the others, for :func:`launch_info`."""
     variables = {COORDINATOR: coordinator, WORKER: worker, WORKER_SECRET: key.hex(), LARGEST: largest}

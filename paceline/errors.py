@@ -74,7 +74,14 @@ class DisagreementError(StartError):
 
 
 class RunFailed(PacelineError):
-    """The workers that :func:`paceline.launch` started have failed, not by an exception of the function."""
+    """The workers that :func:`paceline.launch` started have failed, not by an exception of the function.
+
+    ``exit_code`` is that of the run.
+    """
+
+    def __init__(self, message: str = "", exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class CheckpointError(PacelineError):

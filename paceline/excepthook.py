@@ -13,11 +13,39 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-from paceline.errors import PacelineError, WorkerLost
+from paceline import env
+from paceline.errors import PacelineError, RunFailed, WorkerLost
 from paceline.user_code import user_frames
 
 _LONGEST = 20_000
 """Characters of a message or a traceback that are kept."""
+_installed = False
+"""Whether a hook of this module is in place, perhaps below one of another library."""
+
+
+def install_early() -> None:
+    """Report Paceline's own errors alike in a process without a session: before ``start``, and around ``launch``.
+
+    Other exceptions are left to Python, and so is the end of the process. An interactive Python goes on.
+    """
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, PacelineError) or hasattr(sys, "ps1"):
+            before(kind, error, trace)
+            return
+        if (path := env.error_record()) is not None:
+            _write(path, _record(env.identity().rank, None, error, trace))
+        else:
+            _print(error, trace, "")
+        raise SystemExit(_code_of(error))
+
+    hook.before_paceline = before  # type: ignore[attr-defined]
+    sys.excepthook = hook
 
 
 def install(
@@ -38,6 +66,8 @@ def install(
         close: called before the end, to write out events.
         explain: says more of an error that is printed here, if it can.
     """
+    global _installed
+    _installed = True
     before = getattr(sys.excepthook, "before_paceline", sys.excepthook)
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -56,9 +86,7 @@ def install(
         if path is not None:
             _write(path, _record(rank, step(), error, trace))
         elif isinstance(error, PacelineError):
-            name = f"rank {rank}: " if size > 1 else ""
-            where = f" [{line.replace(':', ', line ')}]" if (line := _line(user_frames(trace))) else ""
-            sys.stderr.write(f"paceline: {name}{type(error).__name__}: {_message_of(error)}{where}\n")
+            _print(error, trace, f"rank {rank}: " if size > 1 else "")
         else:
             before(kind, error, trace)
         if path is None and (more := explain(f"{kind.__name__}: {_message_of(error)}")):
@@ -71,7 +99,17 @@ def install(
     sys.excepthook = hook
 
 
-def _record(rank: int | str, step: int, error: BaseException, trace: TracebackType | None) -> dict[str, object]:
+def _print(error: PacelineError, trace: TracebackType | None, name: str) -> None:
+    message = _message_of(error)
+    if isinstance(error, RunFailed):  # its launcher has printed all of it
+        message = message.partition("\n")[0]
+    where = f" [{line.replace(':', ', line ')}]" if (line := _line(user_frames(trace))) else ""
+    sys.stderr.write(f"paceline: {name}{type(error).__name__}: {message}{where}\n")
+
+
+def _record(
+    rank: int | str | None, step: int | None, error: BaseException, trace: TracebackType | None
+) -> dict[str, object]:
     own = user_frames(trace)
     return {
         "rank": rank,

@@ -238,19 +238,26 @@ def _code_of(call: Callable[[], object]) -> int:
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException as error:  # noqa: BLE001 - it ends the process, as it would end Python
-        _report(error)
-        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        code = _report(error)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else code
     return 0
 
 
-def _report(error: BaseException) -> None:
-    """Call the hook for what nobody has caught; what goes wrong in it is printed, as Python does."""
+def _report(error: BaseException) -> int:
+    """Call the hook for what nobody has caught; what goes wrong in it is printed, as Python does.
+
+    Returns:
+        the exit code of the process, which the hook may choose.
+    """
     sys.last_value = error  # as Python does
     try:
         sys.excepthook(type(error), error, error.__traceback__)
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 1
     except BaseException:  # noqa: BLE001 - a handler of signals may raise anything
         print("Error in sys.excepthook:", file=sys.stderr)
         sys.__excepthook__(*sys.exc_info())  # type: ignore[arg-type]
+    return 1
 
 
 def _end(code: int) -> NoReturn:

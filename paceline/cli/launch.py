@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +80,7 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
             f"launch calls a function, and was given {function!r}: start a script with `paceline run`, or call "
             f"launch(function, *its_arguments)."
         )
+    _check(workers, runs_dir, settings=settings, elastic=elastic, nodes=nodes, name=name, patience=patience)
     if on == "debug":
         if workers != 1 or nodes is not None:
             raise ConfigError(
@@ -91,8 +94,11 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
     if not isinstance(on, str):
         on, place = "spark", {**place, "session": on}
     options = _options(place)
-    if (found := chosen_place(on, options, None, quiet=False)) != LOCAL and workers < 1:
-        raise ConfigError(f"workers = {workers}: at least one worker must train.")
+    if (found := chosen_place(on, options, None, quiet=False)) == LOCAL and nodes is not None:
+        raise ConfigError(
+            f"nodes = {nodes!r}: on='local' is this machine alone. Leave nodes out, or name the place that has several "
+            f"machines, as in on='ssh', hosts='h1:4,h2:4'."
+        )
     least, most = run.bounds(elastic, workers, 0, several=found != LOCAL or nodes is not None)
     own = getattr(function, "__name__", type(function).__name__).strip("<>")
     with _call_folder(runs_dir) as folder:
@@ -114,6 +120,32 @@ def launch(  # noqa: PLR0913 - each argument is an option of the command line
         if code:
             raise _failure(runs / str(request.name), folder, code)
         return _results(runs / str(request.name), folder)
+
+
+_TYPES = {
+    "settings": (Mapping, "a dictionary, as in settings={'exact': True}"),
+    "elastic": (str, "the fewest and the most workers, as in elastic='2:8'"),
+    "nodes": (str | int, "a number of machines, or a range, as in nodes='2:4'"),
+    "name": (str, "the name of the run, a text"),
+    "patience": (int | float, "a number of seconds"),
+}
+"""Of the arguments that may be left out: the type, and what to give."""
+
+
+def _check(workers: object, runs_dir: object, **given: object) -> None:
+    """Refuse values of another type; on the command line each is a text.
+
+    Raises:
+        ConfigError: an argument cannot be used.
+    """
+    if isinstance(workers, bool) or not isinstance(workers, Integral) or int(workers) < 1:
+        raise ConfigError(f"workers = {workers!r}: give the number of workers of each machine, 1 or more.")
+    if not isinstance(runs_dir, str | os.PathLike):
+        raise ConfigError(f"runs_dir = {runs_dir!r}: give the path of a folder, as in runs_dir='runs'.")
+    for argument, value in given.items():
+        kind, cure = _TYPES[argument]
+        if value is not None and not isinstance(value, kind):
+            raise ConfigError(f"{argument} = {value!r}: give {cure}.")
 
 
 @contextlib.contextmanager
@@ -191,10 +223,10 @@ def _failure(run: Path, folder: Path, code: int) -> Exception:
         known = json.loads((run / "failure.json").read_text())
         text = (run / "failure.txt").read_text()
     except (OSError, ValueError):
-        return RunFailed(f"The run {run.name} ended with exit code {code}; {run} holds what is known of it.")
+        return RunFailed(f"The run {run.name} ended with exit code {code}; {run} holds what is known of it.", code)
     kept = folder / f"{ERROR}-{known.get('worker')}"
     if not kept.exists():
-        return RunFailed(text)
+        return RunFailed(text, code)
     error: Exception = cloudpickle.loads(kept.read_bytes())
     error.add_note(text)
     return error

@@ -67,11 +67,13 @@ def set_up(given: build.Components, arguments: Arguments) -> Run:
     folder = env.run_directory()
     log = EventLog(folder / "events" if folder else None, who.rank, who.generation)
     launched = env.launch_info()
-    name = launched.name if launched else f"rank-{who.rank}"
-    path = folder / "errors" / f"{name}.json" if folder else None
     coordinator: CoordinatorClient | None = None
     excepthook.install(
-        *(lambda: (log.rank, who.world_size), path, _position, lambda: _close(log, coordinator), known_errors.explain)
+        lambda: (log.rank, who.world_size),
+        env.error_record(),
+        _position,
+        lambda: _close(log, coordinator),
+        known_errors.explain,
     )
     number = _count + 1
     resolved = kept_settings.resolve(arguments, folder, number, who.rank)

@@ -119,8 +119,11 @@ def test_what_cannot_be_sent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    [{"on": "nowhere"}, {"on": 3}, {"colour": "red"}, {"workers": 0}, {"elastic": "3:2"}, {"image": "x"}, {"nodes": 2}],
-    ids=lambda given: next(iter(given)),
+    [
+        *({"on": "nowhere"}, {"on": 3}, {"colour": "red"}, {"workers": 0}, {"elastic": "3:2"}, {"image": "x"}),
+        *({"nodes": 2}, {"workers": "2"}, {"settings": 3}, {"elastic": 2}, {"name": 3}, {"patience": "1"}),
+    ],
+    ids=str,
 )
 def test_arguments_that_cannot_be_used(given: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
