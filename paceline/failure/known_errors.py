@@ -6,7 +6,8 @@ The texts are those of PyTorch 2.13 and NCCL 2.18 to 2.28. ``docs/ten-errors.md`
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from paceline.failure.known_error import KnownError
 
 _TRANSPORT = re.compile(
     r"c10d|gloo|nccl|torch\.distributed|Dist(Network|Store|Backend)Error|TCPStore|(client|server) socket"
@@ -21,37 +22,6 @@ LESS_TO_HOLD = (
     "give each worker less to hold: more microbatches, recompute, fewer processes in workers_per_loader, or fewer "
     "workers on this machine"
 )
-
-
-@dataclass(frozen=True)
-class KnownError:
-    """One row of the table.
-
-    Attributes:
-        name: by which people look for it.
-        pattern: finds it in a message, whatever the case of its letters.
-        means: in plain words.
-        causes: the usual ones, the most frequent first.
-        cure: what to do.
-        transport: only if the text also names a transport.
-        kind: of the failure, if this decides it.
-        doctor: the check of ``paceline doctor`` that finds it before the start, if any.
-    """
-
-    name: str
-    pattern: str
-    means: str
-    causes: tuple[str, ...]
-    cure: str
-    transport: bool = False
-    kind: str = ""
-    doctor: str = ""
-
-    @property
-    def paragraph(self) -> str:
-        """All of it in one line."""
-        check = f" `paceline doctor` tests it before the start ({self.doctor})." if self.doctor else ""
-        return f"What it means: {self.means}. Usual causes: {'; '.join(self.causes)}. What to do: {self.cure}.{check}"
 
 
 def find(text: str) -> KnownError | None:
@@ -80,6 +50,14 @@ KNOWN_ERRORS = (
         "the loss of a report is a number, not a tensor",
         ("the loop takes report.loss for a tensor, as in report.loss.backward() or .item()",),
         "leave out backward(), zero_grad() and optimizer.step(): session.step has done all three",
+    ),
+    KnownError(
+        "Input in a worker",
+        r"EOF when reading a line|\bBdbQuit\b",
+        "the script waits for somebody to type, and a worker reads nothing from the terminal",
+        ("input(), or a question of a library", "breakpoint() or pdb.set_trace()"),
+        "take the value from the arguments of the script or from the environment: `paceline run -n 2 train.py "
+        "--lr 0.1`; for a debugger start one process: `python train.py`",
     ),
     KnownError(
         "Duplicate GPU detected",

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline import errors
 from paceline.failure import known_errors
-from paceline.failure.known_errors import KnownError
+from paceline.failure.known_error import KnownError
 from paceline.launchers.base import Launch, WorkerExit
 from paceline.regular_files import open_regular, read_text
 from paceline.user_code import is_user_code

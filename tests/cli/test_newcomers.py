@@ -235,6 +235,12 @@ for batch in session.batches(steps=4):
         "AttributeError: 'float' object has no attribute 'backward' (train.py:",
         "leave out backward(), zero_grad() and optimizer.step(): session.step has done all three",
     ),
+    "a question": (
+        "start(); rate = float(input('learning rate: '))",
+        1,
+        "EOFError: EOF when reading a line (train.py:",
+        "What it means: the script waits for somebody to type, and a worker reads nothing from the terminal.",
+    ),
     "print": (
         "train(); print(); print('accuracy', 0.5); print('loss', 0.25); print('rank', second)",
         0,

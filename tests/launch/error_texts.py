@@ -23,6 +23,7 @@ CUDA = (
 
 KNOWN = {
     "Backward on a report": ["AttributeError: 'float' object has no attribute 'backward'"],
+    "Input in a worker": ["EOFError: EOF when reading a line", "bdb.BdbQuit", "BdbQuit: "],
     "Duplicate GPU detected": [f"{USAGE}Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 2000"],
     "Invalid device ordinal": [
         "AcceleratorError: CUDA error: invalid device ordinal\n"
