@@ -136,7 +136,8 @@ def _who(failure: Failure) -> str:
     assert cause is not None
     process = f"process {cause.pid} " if cause.pid else ""
     where = f"{process}on {cause.host or platform.node()}"
-    return f"worker {cause.worker}, {where}"
+    more = "; the message of the others differs in numbers only" if failure.varies else ""
+    return f"worker {cause.worker}, {where}{more}"
 
 
 def _when(failure: Failure) -> list[str]:

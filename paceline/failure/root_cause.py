@@ -28,6 +28,7 @@ class Failure:
         cause: how the first worker failed; none if none did.
         workers: the numbers of those that share the cause.
         ranks: and their ranks, as far as they had one.
+        varies: whether their messages differ in numbers.
         others: that failed of themselves, later.
         consequences: that only lost another worker, or were ended.
         last_seen: where the first worker was, and who waited for it.
@@ -43,6 +44,7 @@ class Failure:
     others: tuple[WorkerReport, ...] = ()
     consequences: tuple[WorkerReport, ...] = ()
     last_seen: LastSeen = field(default_factory=LastSeen)
+    varies: bool = False
 
 
 def diagnose(
@@ -128,6 +130,7 @@ def _first(
         tuple(one for one in causes if one.worker not in workers and one.worker in named and not cause.consequence),
         _rest(reports, named, coordinator, cause.time),
         _last_seen_of(cause, coordinator),
+        len({one.message for one in same}) > 1,
     )
 
 

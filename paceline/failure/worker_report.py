@@ -39,6 +39,8 @@ _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*)(?:: (.*))?$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+)')
 _RANK = re.compile(r"^\[rank\d+\]: ")
 """What torch writes before each line of a traceback."""
+_NUMBER = r"-?(?:0x[0-9a-fA-F]+|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?)"
+_NUMBERS = re.compile(rf"{_NUMBER}(?:, ?{_NUMBER})*")
 _HEADER = "Traceback (most recent call last):"
 _WITHOUT_HEADER = ("SyntaxError: ", "IndentationError: ", "TabError: ")
 
@@ -111,10 +113,20 @@ class WorkerReport:
     known: KnownError | None = None
 
     def same_cause(self, other: WorkerReport) -> bool:
-        """Whether both seem to have failed for the same reason."""
+        """Whether both seem to have failed for the same reason.
+
+        The same error at the same line may name other samples, addresses or shapes on each worker.
+        """
         if self.kind == other.kind == "exit" and self.exit_code != 1:  # no code by chance
             return self.exit_code == other.exit_code
-        return (self.message, self.last_line) == (other.message, other.last_line)
+        if (self.message, self.last_line) == (other.message, other.last_line):
+            return True
+        alike = _without_numbers(self.message) == _without_numbers(other.message)
+        return alike and self.kind == other.kind and self._line == other._line != ""
+
+    @property
+    def _line(self) -> str:
+        return self.exception.line if self.exception else ""
 
     def caused_by_loss(self) -> bool:
         """Whether it is an error that follows from the loss of another worker."""
@@ -220,6 +232,11 @@ def _unreported(plain: WorkerReport, ended: WorkerExit, lines: list[str], seen: 
     if ended.code == -signal.SIGKILL and ended.out_of_memory:
         return replace(plain, kind="out-of-memory", message="ran out of memory (the kernel ended it)")
     return replace(plain, kind="killed")
+
+
+def _without_numbers(text: str) -> str:
+    """Replace numbers, addresses and lists of numbers, such as shapes, by one character."""
+    return _NUMBERS.sub("#", text)
 
 
 def describe_exit(code: int) -> str:

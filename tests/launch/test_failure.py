@@ -96,6 +96,23 @@ def test_one_message_for_all(scenario: Scenario) -> None:
     assert (scenario.failure().code, scenario.failure().kind) == (2, "input")
 
 
+def test_messages_that_differ_in_numbers_are_one(scenario: Scenario) -> None:
+    for rank, (index, shape) in enumerate([("17", "[4, 3]"), ("0x7f3a", "[4]"), ("-1.5e-3", "[1, 2, 3]")]):
+        scenario.reports(rank, "IndexError", f"sample {index} at step {rank + 3} has the shape {shape}", float(rank))
+    lines = scenario.lines()
+    assert lines[0] == "all 3 workers: IndexError: sample 17 at step 3 has the shape [4, 3] (train.py:41)"
+    assert lines[1].startswith("who: worker 0, ")
+    assert lines[1].endswith("; the message of the others differs in numbers only")
+    assert not any("failed too" in line for line in lines)
+
+
+def test_messages_that_differ_in_words_are_not(scenario: Scenario) -> None:
+    scenario.reports(0, "ValueError", "no file a1", 1.0).reports(1, "ValueError", "no file b1", 2.0)
+    scenario.reports(2, "KeyError", "no file a1", 3.0)
+    lines = scenario.lines()
+    assert "rank 1 failed too: ValueError: no file b1 (and 1 more)" in lines and "differs" not in lines[1]
+
+
 def test_a_connection_that_was_closed_is_no_cause(scenario: Scenario) -> None:
     scenario.reports(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]", 0.5).ends(1, -9, 1.0)
     assert scenario.lines()[0] == "rank 1: was killed by signal 9 (SIGKILL)"
