@@ -125,3 +125,10 @@ def name_ranks(ranks: Iterable[int], workers: int | None = None, most: int | Non
         return f"all {workers} workers"
     more = f" and {len(listed) - most} more" if most is not None and len(listed) > most else ""
     return f"ranks {', '.join(map(str, listed[:most]))}{more}"
+
+
+def name_microbatches(microbatches: range) -> str:
+    """Name microbatches in a message: ``microbatch 3``, or ``microbatches 4 to 7``."""
+    if len(microbatches) == 1:
+        return f"microbatch {microbatches.start}"
+    return f"microbatches {microbatches.start} to {microbatches.stop - 1}"

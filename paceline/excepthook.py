@@ -15,7 +15,7 @@ from types import TracebackType
 
 from paceline import env
 from paceline.errors import PacelineError, RunFailed, WorkerLost
-from paceline.user_code import user_frames
+from paceline.user_code import locations_in_message, user_frames, without_own_frames
 
 _LONGEST = 20_000
 """Characters of a message or a traceback that are kept."""
@@ -39,7 +39,7 @@ def install_early() -> None:
             before(kind, error, trace)
             return
         if (path := env.error_record()) is not None:
-            _write(path, _record(env.identity().rank, None, error, trace))
+            _write(path, _record(path, env.identity().rank, None, error, trace))
         else:
             _print(error, trace, "")
         raise SystemExit(_code_of(error))
@@ -76,6 +76,9 @@ def install(
             return  # Python ends the process by SIGINT then
         try:
             report(kind, error, trace)
+        except Exception:
+            sys.__excepthook__(kind, error, trace)
+            raise
         finally:  # whatever goes wrong in a report, such as no memory
             os._exit(_code_of(error))
 
@@ -84,9 +87,11 @@ def install(
         sys.stderr = sys.__stderr__ or sys.stderr  # torch.distributed holds back what its hook's predecessors print
         rank, size = who()
         if path is not None:
-            _write(path, _record(rank, step(), error, trace))
+            _write(path, _record(path, rank, step(), error, trace))
         elif isinstance(error, PacelineError):
             _print(error, trace, f"rank {rank}: " if size > 1 else "")
+        elif before is sys.__excepthook__ and (shown := without_own_frames(error, trace, "`paceline run` keeps them")):
+            sys.stderr.write(shown)
         else:
             before(kind, error, trace)
         if path is None and (more := explain(f"{kind.__name__}: {_message_of(error)}")):
@@ -108,7 +113,7 @@ def _print(error: PacelineError, trace: TracebackType | None, name: str) -> None
 
 
 def _record(
-    rank: int | str | None, step: int | None, error: BaseException, trace: TracebackType | None
+    path: Path, rank: int | str, step: int | None, error: BaseException, trace: TracebackType | None
 ) -> dict[str, object]:
     own = user_frames(trace)
     return {
@@ -117,10 +122,10 @@ def _record(
         "pid": os.getpid(),
         "type": type(error).__name__,
         "message": _message_of(error),
-        "line": _line(own),
+        "line": next(reversed(locations_in_message(error)), _line(own)),
         "notes": _cut(" ".join(map(str, getattr(error, "__notes__", ())))),
         "traceback": _cut("".join(traceback.format_exception(type(error), error, trace))),
-        "in_script": _in_script(error, own),
+        "in_script": _in_script(error, own) or _cut(without_own_frames(error, trace, f"errors/{path.name} has them")),
         "exit_code": _code_of(error),
         "consequence": isinstance(error, WorkerLost),
         "time": time.time(),

@@ -5,14 +5,20 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import re
 import sys
 import sysconfig
 import traceback
+from functools import partial
 from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 
 _PACKAGE = str(Path(__file__).resolve().parent)
 _LIBRARIES = {_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
+_LEFT_OUT = "<left out>"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
+_MARK = re.compile(rf'  File "{_LEFT_OUT}", line (\d+)(, in )?')
+_IN_USER_CALL = "_paceline_in_user_call"
 _LIBRARY_STARTS = (*(f"{folder}{os.sep}" for folder in _LIBRARIES), "<")
 
 
@@ -32,6 +38,68 @@ def is_user_class(kind: type) -> bool:
 def user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
     """Return the frames of a traceback that are in the user's code, the innermost last."""
     return [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
+
+
+def in_user_call(error: BaseException, note: str) -> None:
+    """Add to an error of a function that the user gave which call it was."""
+    error.add_note(note)
+    setattr(error, _IN_USER_CALL, True)
+
+
+def without_own_frames(error: BaseException, trace: TracebackType | None, where: str) -> str:
+    """Return a traceback without the frames between the line that called Paceline and the function that it called.
+
+    An error of Paceline itself keeps all frames.
+
+    Args:
+        error: that nobody has caught.
+        trace: its traceback.
+        where: who has the frames that are left out.
+
+    Returns:
+        the text; empty if nothing is left out.
+    """
+    whole = traceback.TracebackException(type(error), error, trace)
+    pending, counts = [whole], []
+    while pending:
+        one = pending.pop()
+        counts += _leave_out(one, hasattr(error, _IN_USER_CALL))
+        pending += [other for other in (one.__cause__, one.__context__) if other is not None]
+    return _MARK.sub(partial(_left_out, where), "".join(whole.format())) if counts else ""
+
+
+def _left_out(where: str, mark: re.Match[str]) -> str:
+    lines = f"{mark[1]} line{'' if mark[1] == '1' else 's'}"
+    return f"  [{lines} of Paceline left out; {where}]"
+
+
+def _leave_out(one: traceback.TracebackException, in_call: bool) -> list[int]:
+    """Replace each run of frames that lies between two of the user's by a mark; return how long they are."""
+    ours = [frame.filename.startswith(_PACKAGE + os.sep) for frame in one.stack]
+    users = [is_user_code(frame.filename) for frame in one.stack]
+    wanted = [number for number, user in enumerate(users) if user]
+    if in_call:  # perhaps of a library: then nothing of the user's follows
+        wanted.append(max((number + 1 for number, own in enumerate(ours) if own), default=0))
+    last = min(max(wanted, default=0), len(ours) - 1)
+    kept: list[traceback.FrameSummary] = []
+    counts, run = [], 0
+    for number, frame in enumerate(one.stack):
+        if number < last and (ours[number] or (run and not users[number])):
+            run += 1
+            continue
+        if run:
+            kept.append(traceback.FrameSummary(_LEFT_OUT, run, "", lookup_line=False, line=""))
+            counts.append(run)
+            run = 0
+        kept.append(frame)
+    one.stack = traceback.StackSummary.from_list(kept)
+    return counts
+
+
+def locations_in_message(error: BaseException) -> list[str]:
+    """Return the user's lines in the traceback that an error of a loader process has as text, the innermost last."""
+    found = _FRAME.findall(str(error)) if "Original Traceback" in str(error) else []
+    return [f"{Path(file).name}:{line}" for file, line in found if is_user_code(file)]
 
 
 def user_line(frame: FrameType | None) -> str:

@@ -28,9 +28,10 @@ from paceline.data.objects.values import PlainValues, Values
 from paceline.data.order import BatchOrder, Order
 from paceline.data.prefetch import Upload, rows_of, upload_stream
 from paceline.data.streams.order import StreamOrder
-from paceline.errors import InputError
+from paceline.errors import InputError, name_microbatches
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.local.kernel import is_ending
+from paceline.user_code import in_user_call
 
 _log = logging.getLogger("paceline")
 
@@ -147,10 +148,29 @@ class Feed:
         for step in range(start, stop + ahead):
             if step < stop:
                 self._remember(step)
-                loaded.append([self._loaded(step, piece, _next(items)) for piece in pieces_asked(step)])
+                loaded.append(
+                    [self._loaded(step, piece, self._next(items, step, piece)) for piece in pieces_asked(step)]
+                )
             if step >= start + ahead:
                 yield [one.piece() for one in loaded.popleft()]
                 del asked[step - ahead]
+
+    def _next(self, items: Iterator[Any], step: int, piece: range) -> Any:
+        """The data of the next piece.
+
+        Raises:
+            RuntimeError: a loader process has ended.
+        """
+        try:
+            return next(items)
+        except Exception as error:
+            if self._loader.num_workers and has_ended(error):
+                raise RuntimeError(
+                    "A loader process (workers_per_loader) ended: it was killed, perhaps by the kernel "
+                    "for lack of memory. Use fewer loader processes, or none (workers_per_loader=0)."
+                ) from error
+            in_user_call(error, f"This was the loading of {name_microbatches(piece)} of step {step}.")
+            raise
 
     def load(self, step: int, pieces: list[range]) -> list[Piece]:
         """Load some pieces of one step, now and in this process, as they were to be when its batch was handed out."""
@@ -189,21 +209,11 @@ def _end_with_rank(rank: int, _: int) -> None:
         os._exit(1)
 
 
-def _next(items: Iterator[Any]) -> Any:
-    """The next item of a loader.
-
-    Raises:
-        RuntimeError: a loader process has ended. torch reports this in most cases, but not in the middle of an item.
-    """
-    try:
-        return next(items)
-    except (EOFError, ConnectionError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and "exited unexpectedly" not in str(error):
-            raise
-        raise RuntimeError(
-            "A loader process (workers_per_loader) ended: it was killed, perhaps by the kernel "
-            "for lack of memory. Use fewer loader processes, or none (workers_per_loader=0)."
-        ) from error
+def has_ended(error: Exception) -> bool:
+    """Whether torch raises this error when a loader process has ended: not always one of its own."""
+    if "DataLoader worker process" in str(error):  # the data set has raised it there
+        return False
+    return isinstance(error, EOFError | ConnectionError) or "exited unexpectedly" in str(error)
 
 
 class TensorRows(NamedTuple):
@@ -280,11 +290,22 @@ class KeyedDataset(Dataset[Any]):
     def _read(self, samples: list[int]) -> list[Any]:
         if hasattr(self._data, "__getitems__"):
             return list(self._data.__getitems__(samples))
-        return [self._data[sample] for sample in samples]
+        items = []
+        try:
+            for sample in samples:
+                items.append(self._data[sample])
+        except Exception as error:
+            in_user_call(error, f"The data set was asked for sample {sample}.")
+            raise
+        return items
 
     def _read_keyed(self, epoch: int, sample: int) -> Any:
         seed_all(seed_of(SAMPLE, self._seed, epoch, sample))
-        return self._data[sample]
+        try:
+            return self._data[sample]
+        except Exception as error:
+            in_user_call(error, f"The data set was asked for sample {sample}.")
+            raise
 
     def _attributes(self) -> Attributes:
         return Attributes({"data": self._data}, set(), copies=False)

@@ -65,8 +65,8 @@ class UncaughtException:
     def short(self) -> str:
         """``ValueError: bad`` in one line; of an error in a data loader the original one."""
         lines = [line for line in self.message.splitlines() if line.strip()] or [""]
-        if "Original Traceback" in self.message and _EXCEPTION.match(lines[-1]):
-            return lines[-1]
+        if "Original Traceback" in self.message:  # notes may follow its last line
+            return next((line for line in reversed(lines) if _EXCEPTION.match(line)), lines[0])
         if hasattr(errors, self.type):
             return lines[0]
         return f"{self.type}: {lines[0]}" if lines[0] else self.type

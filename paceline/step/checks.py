@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.errors import InputError, NonFiniteLoss
+from paceline.errors import InputError, NonFiniteLoss, name_microbatches
 from paceline.schedule.tree import Node, total
 from paceline.settings import Exact
 
@@ -118,7 +118,4 @@ def sparse_gradients(what: str) -> InputError:
 
 
 def _named(microbatches: range, origin: int | None) -> str:
-    of = "" if origin is None else f" of the batch of step {origin}"
-    if len(microbatches) == 1:
-        return f"microbatch {microbatches.start}{of}"
-    return f"microbatches {microbatches.start} to {microbatches.stop - 1}{of}"
+    return name_microbatches(microbatches) + ("" if origin is None else f" of the batch of step {origin}")

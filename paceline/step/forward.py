@@ -16,16 +16,20 @@ from paceline.data.feed import Piece
 from paceline.data.keys import STEP, generator_states, replay_context, same_states, seed_all, seed_of
 from paceline.data.nested import map_tensors
 from paceline.data.recurrent.carried import CarriedState
-from paceline.errors import InputError
+from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import Buffers
 from paceline.step.loss import Forward, check_names, loss_of_result
 from paceline.step.optimizers.loss_scale import LossScale
+from paceline.user_code import in_user_call
 
 NO_GRADIENT = (
     "The loss does not depend on any parameter that requires a gradient. Look for .detach(), .item() or "
     "torch.no_grad() on the way from the model's output to the loss, for a loss that ignores the output, and for "
     "parameters that are all frozen."
 )
+
+_SMALL = "more than 1 value per channel"
+"""What torch says of a batch norm that sees a single sample."""
 
 
 class ForwardResult(NamedTuple):
@@ -150,11 +154,7 @@ class Compute:
                     (microbatch,) = piece.microbatches
                     value = self.carried.forward(self.model, piece.data, step, microbatch)
             except Exception as error:
-                cut = f"{piece.samples} sample{'s' * (piece.samples > 1)}"
-                note = f"This was the forward pass of a microbatch of {cut}, in step {step}."
-                if "more than 1 value per channel" in str(error):
-                    note += " For larger microbatches set a larger batch, or fewer microbatches."
-                error.add_note(note)
+                name_call(error, piece.microbatches, piece.samples, step)
                 raise
         return self.take(value, piece.samples)
 
@@ -203,6 +203,13 @@ class Compute:
             return nullcontext()
         device = next(self.model.parameters()).device.type
         return torch.autocast(device, getattr(torch, self._autocast))
+
+
+def name_call(error: Exception, microbatches: range, samples: int, step: int) -> None:
+    """Add to an error of the forward pass for which microbatches it was called."""
+    more = " For larger microbatches set a larger batch, or fewer microbatches." if _SMALL in str(error) else ""
+    cut = f"{samples} sample{'s' * (samples > 1)}"
+    in_user_call(error, f"This was the forward pass of {name_microbatches(microbatches)} ({cut}) of step {step}.{more}")
 
 
 Context = AbstractContextManager[object]

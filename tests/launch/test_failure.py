@@ -227,7 +227,7 @@ def test_equal_exit_codes_are_not_equal_reasons(scenario: Scenario) -> None:
 
 def test_an_error_in_a_data_loader_is_told_by_its_own_name(scenario: Scenario) -> None:
     text = "Caught KeyError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n ...\n"
-    scenario.reports(0, "KeyError", f"{text}KeyError: 'image 7'\n")
+    scenario.reports(0, "KeyError", f"{text}KeyError: 'image 7'\nThe data set was asked for sample 7.\n\n")
     assert scenario.lines()[0] == "rank 0: KeyError: 'image 7' (train.py:41)"
 
 

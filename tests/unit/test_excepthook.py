@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import paceline
 from paceline import env, excepthook
 from paceline.errors import InputError, RunFailed
+from paceline.user_code import in_user_call, locations_in_message, without_own_frames
 
 
 @pytest.fixture
@@ -79,3 +86,120 @@ def test_launch_ends_a_script_by_its_code(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout) == (2, "bye\n")
     says = "workers = 0: give the number of workers of each machine, 1 or more."
     assert ended.stderr == f"paceline: ConfigError: {says} [train.py, line 3]\n"
+
+
+LIBRARY = str(Path(paceline.__file__).parent / "training" / "loop.py")
+TORCH = str(Path(torch.__file__).parent / "loader.py")
+RAISES = "def call(inner, *more):\n    return inner(*more)\n"
+
+
+def through(file: str) -> Callable[..., Any]:
+    """A function that calls another one, as if it were in this file."""
+    names: dict[str, Any] = {}
+    exec(compile(RAISES, file, "exec"), names)
+    function: Callable[..., Any] = names["call"]
+    return function
+
+
+def raised_by(call: Callable[[], object]) -> Exception:
+    try:
+        call()
+    except Exception as error:  # noqa: BLE001 - of any kind
+        return error
+    raise AssertionError
+
+
+def shown(error: Exception) -> str:
+    return without_own_frames(error, error.__traceback__, "see x")
+
+
+def test_the_users_lines_are_next_to_each_other() -> None:
+    ours, theirs, users = through(LIBRARY), through(TORCH), through("train.py")
+    error = raised_by(lambda: users(ours, theirs, ours, users, theirs, int, "no number"))
+    text = shown(error)
+    assert "  [3 lines of Paceline left out; see x]\n" in text and LIBRARY not in text
+    assert text.index('File "train.py"') < text.index("[3 lines") < text.rindex('File "train.py"') < text.index(TORCH)
+    assert text.endswith("ValueError: invalid literal for int() with base 10: 'no number'\n")
+    assert LIBRARY in "".join(traceback.format_exception(error))
+
+
+def test_an_error_of_the_library_keeps_its_lines() -> None:
+    ours, theirs, users = through(LIBRARY), through(TORCH), through("train.py")
+    assert shown(raised_by(lambda: users(ours, theirs, int, "no number"))) == ""
+    assert shown(raised_by(lambda: users(theirs, int, "no number"))) == ""
+
+
+def test_a_function_of_a_library_that_the_user_gave() -> None:
+    ours, theirs, users = through(LIBRARY), through(TORCH), through("train.py")
+    error = raised_by(lambda: users(ours, ours, theirs, int, "no number"))
+    in_user_call(error, "This was the forward pass.")
+    text = shown(error)
+    assert "[2 lines of Paceline" in text and TORCH in text and text.endswith("\nThis was the forward pass.\n")
+    wrong = raised_by(lambda: users(ours, ours, lambda: None, 1))  # the call itself is wrong: its line stays
+    in_user_call(wrong, "This was the forward pass.")
+    assert "[1 line of Paceline" in shown(wrong) and LIBRARY in shown(wrong)
+
+
+def test_the_cause_of_an_error_is_cut_likewise() -> None:
+    ours, users = through(LIBRARY), through("train.py")
+
+    def chained() -> None:
+        try:
+            users(ours, users, int, "no number")
+        except ValueError as error:
+            raise KeyError("a") from error
+
+    text = shown(raised_by(lambda: users(ours, chained)))
+    assert text.count("[1 line of Paceline") == 2 and "direct cause" in text
+
+
+class Spoiled(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if index == 5:
+            raise EOFError("a file that is cut off")  # not the end of a loader process
+        return torch.ones(1)
+
+
+def started(**given: Any) -> paceline.Session:
+    usual = {
+        "model": torch.nn.Linear(1, 1),
+        "optimizer": partial(torch.optim.SGD, lr=0.1),
+        "forward": lambda model, microbatch: model(microbatch).mean(),
+        "data": torch.ones(8, 1),
+        "batch": 8,
+        "microbatches": 4,
+        "exact": True,
+    }
+    return paceline.start(**(usual | given))
+
+
+def train(**given: Any) -> None:
+    session = started(**given)
+    for batch in session.batches():
+        session.step(batch)
+
+
+def test_an_error_of_the_data_names_sample_microbatch_and_step() -> None:
+    with pytest.raises(EOFError) as caught:
+        train(data=Spoiled(), sampler=lambda seed, epoch: range(8))
+    assert caught.value.__notes__ == [
+        "The data set was asked for sample 5.",
+        "This was the loading of microbatch 2 of step 0.",
+    ]
+
+
+def test_the_line_of_an_error_in_a_loader_process() -> None:
+    frames = f'  File "{TORCH}", line 1, in fetch\n  File "/home/me/train.py", line 41, in __getitem__\n'
+    text = f"Caught EOFError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{frames}"
+    assert locations_in_message(EOFError(text)) == ["train.py:41"]
+    assert locations_in_message(EOFError(frames)) == []
+
+
+def test_an_error_of_the_forward_pass_names_microbatch_and_step() -> None:
+    with pytest.raises(TypeError) as caught:
+        train(forward=lambda model: model)
+    (note,) = caught.value.__notes__
+    assert re.fullmatch(r"This was the forward pass of microbatch \d \(2 samples\) of step 0\.", note)

@@ -32,7 +32,7 @@ from paceline.errors import InputError
 from paceline.partition.backward import backward
 from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.step.checks import sparse_gradients
-from paceline.step.forward import NO_GRADIENT, computed_again, on_copy
+from paceline.step.forward import NO_GRADIENT, computed_again, name_call, on_copy
 from paceline.step.job import Job
 from paceline.step.loss import pair_of
 from paceline.strategies.pipeline.audit import StageAudit, audits_of
@@ -290,9 +290,13 @@ class Executor:
         """The outputs of a stage; of the last one the loss, and its sum and count with those of the metrics."""
         compute, samples = self._job.compute, self.samples[microbatch]
         with compute.keeping_weights(), compute.precision():
-            if stage < self._last:
-                return list(call()), None
-            value = compute.forward(cast(nn.Module, lambda _: call()), data)
+            try:
+                if stage < self._last:
+                    return list(call()), None
+                value = compute.forward(cast(nn.Module, lambda _: call()), data)
+            except Exception as error:
+                name_call(error, range(microbatch, microbatch + 1), samples, self._origins[microbatch][0])
+                raise
         total, pair = compute.take(value, samples)
         if not total.requires_grad:
             raise InputError(NO_GRADIENT)
