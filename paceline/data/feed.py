@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
 from paceline import fault_points
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
-from paceline.data.nested import default_collate, rows
+from paceline.data.nested import CollatedSizes, default_collate, rows
 from paceline.data.objects.attributes import Attributes, same
 from paceline.data.objects.values import PlainValues, Values
 from paceline.data.order import BatchOrder, Order
@@ -79,6 +79,7 @@ class Feed:
 
     Attributes:
         owners: the attributes of the data set and of the objects in it, by name, if changes of them have an effect.
+        sizes: of what the user's own function has collated; None: there is none.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Feed:
         if isinstance(self._data, KeyedDataset) and not (self._data.is_plain and collate is None):
             self._plain = PlainValues(collate=collate, **({} if self._data.is_plain else {"data": data}))
         self.owners = {} if self._plain is None or loaders else self._plain.owners
+        self.sizes = None if collate is None else CollatedSizes()
         self._values: dict[int, Values] = {}  # with which the newest batches were read
         self._collate = partial(collated, collate=collate or default_collate)
         self._loader: DataLoader[Any] = DataLoader(
@@ -192,6 +194,8 @@ class Feed:
     def _loaded(self, step: int, piece: range, data: Any) -> _Loaded:
         parts = self._order.parts_of(step)
         samples = parts[piece[-1]].stop - parts[piece[0]].start
+        if self.sizes is not None:
+            self.sizes.add(samples, data)
         return _Loaded(piece, samples, Upload(data, self._device, self._stream))
 
     def _requests_of(self, start: int, stop: int, pieces_of: Callable[[int], list[range]]) -> Iterator[LoadRequest]:
@@ -289,7 +293,14 @@ class KeyedDataset(Dataset[Any]):
 
     def _read(self, samples: list[int]) -> list[Any]:
         if hasattr(self._data, "__getitems__"):
-            return list(self._data.__getitems__(samples))
+            items = list(self._data.__getitems__(samples))
+            if len(items) != len(samples):
+                raise InputError(
+                    f"{type(self._data).__name__}.__getitems__ returned {len(items)} samples when it was asked for "
+                    f"{len(samples)}. The shares of a batch in its mean are those of the samples asked for: return one "
+                    f"for each, in the same order."
+                )
+            return items
         items = []
         try:
             for sample in samples:

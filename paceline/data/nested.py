@@ -55,6 +55,27 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in leaves_in(values) if isinstance(leaf, torch.Tensor)]
 
 
+def samples_in(values: Any, expected: int) -> int:
+    """Return the number of samples in a batch by the first dimension of its tensors.
+
+    It is the expected number if they do not tell: they differ in it, or the second dimension is that of the samples.
+
+    >>> samples_in((torch.zeros(3, 8), torch.zeros(3)), 4)
+    3
+    >>> samples_in({"tokens": torch.zeros(7, 4), "lengths": torch.zeros(4)}, 4)
+    4
+    """
+    plain = values.values() if type(values) is dict else values if type(values) in (tuple, list) else ()
+    tensors = [one for one in plain if isinstance(one, torch.Tensor)]  # a tenth of the time of the general way
+    if not tensors or len(tensors) < len(plain):
+        tensors = tensors_in(values)
+    shapes = [tensor.shape for tensor in tensors if tensor.ndim]
+    found = {shape[0] for shape in shapes}
+    if len(found) != 1 or any(shape[1] == expected for shape in shapes if len(shape) > 1):
+        return expected
+    return found.pop()
+
+
 def rows(values: Any, start: int, stop: int) -> Any:
     """Some samples of a batch of tensors."""
     return map_tensors(lambda tensor: tensor.narrow(0, start, stop - start), values)
@@ -100,3 +121,30 @@ _COLLATE = {**default_collate_fn_map, _AnyDataclass: _collate_dataclass}
 def default_collate(items: list[Any]) -> Any:
     """torch's default collate function, which also takes dataclasses."""
     return collate(items, collate_fn_map=_COLLATE)
+
+
+class CollatedSizes:
+    """Whether a collate function that leaves samples out, or adds some, changes their weights.
+
+    A microbatch counts as the samples that were asked for. Its share of the mean is right if as many samples came out
+    of each, or the same multiple.
+
+    Attributes:
+        uneven: in words, the samples of two microbatches of which this is not true; empty if there are none.
+    """
+
+    def __init__(self) -> None:
+        self.uneven = ""
+        self._first: tuple[int, int] | None = None
+
+    def add(self, asked: int, data: Any) -> bool:
+        """Compare a microbatch with the first one; return whether it is the first that is uneven."""
+        if self.uneven:
+            return False
+        found = samples_in(data, asked)
+        if self._first is None:
+            self._first = found, asked
+        before, of = self._first
+        if found * of != before * asked:
+            self.uneven = f"{found} samples for {asked} items, and {before} for another {of}"
+        return bool(self.uneven)

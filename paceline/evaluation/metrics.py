@@ -15,17 +15,19 @@ import torch
 from torch import nn
 
 from paceline.comm.values import encode
-from paceline.data.nested import map_tensors
+from paceline.data.nested import CollatedSizes, map_tensors
 from paceline.data.prefetch import to_device
 from paceline.errors import InputError
 from paceline.keras import loss as keras_loss
 from paceline.keras.kinds import is_keras
 from paceline.step.job import Job
 from paceline.step.loss import Forward, described, pair_of, sum_and_count
+from paceline.step.trials.trial import warn
 
 Arguments = Callable[[nn.Module, Any], tuple[Any, ...]]
 _AVAILABLE = "distributed_available_fn"
 """By which a metric of torchmetrics asks whether there are other workers."""
+_UNEVEN = "evaluate: the collate function returned"
 
 
 def is_object(metric: Any) -> bool:
@@ -49,6 +51,7 @@ class Metrics:
 
     def __init__(self, job: Job, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
         self._job = job
+        self._sizes = None if job.collate is None else CollatedSizes()
         self._several = isinstance(given, Mapping)
         named = dict(given) if self._several else {"": given}
         self._metrics: dict[str, Any] = {name: keras_loss.adapted(metric) for name, metric in named.items()}
@@ -92,7 +95,19 @@ class Metrics:
             else:
                 assert given is not None
                 found.append(_sum_and_count(name, metric(*given), samples))
+        if (sizes := self._sizes) is not None and sizes.add(samples, data):
+            means = [one for one in found if isinstance(one, tuple) and one[1] == samples]
+            if means:
+                self._warn(sizes.uneven)
         return found
+
+    def _warn(self, sizes: str) -> None:
+        if not any(text.startswith(_UNEVEN) for text in self._job.learned.warnings):  # in another evaluation
+            warn(
+                self._job,
+                f"{_UNEVEN} {sizes}. A metric that is a mean over a microbatch counts as its items, so samples do not "
+                f"weigh alike: return the pair (sum, count).",
+            )
 
     def combine(self, contributions: list[Any]) -> Any:
         """The value of the metric, or the values by name."""

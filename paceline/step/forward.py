@@ -18,7 +18,7 @@ from paceline.data.nested import map_tensors
 from paceline.data.recurrent.carried import CarriedState
 from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import Buffers
-from paceline.step.loss import Forward, check_names, loss_of_result
+from paceline.step.loss import Forward, check_names, is_counted, loss_of_result
 from paceline.step.optimizers.loss_scale import LossScale
 from paceline.user_code import in_user_call
 
@@ -72,6 +72,7 @@ class Compute:
 
     Attributes:
         metrics: the names of the metrics that each forward pass returns, in alphabetical order; None: not known yet.
+        counts: whether it returns what the loss is to be divided by; likewise.
         turn: how many phases the batch has had before this one, if a batch has several.
         carried: the states that microbatches hand on, if the forward pass takes one.
         loss_scale: keeps gradients in the range of float16, if the forward pass is in it.
@@ -97,6 +98,7 @@ class Compute:
         self.turn = 0
         self._weights = dict(model.named_parameters())
         self.metrics: tuple[str, ...] | None = None
+        self.counts: bool | None = None
         self.carried: CarriedState | None = None
         self.loss_scale: LossScale | None = None
         self.recorder: Recorder | None = None
@@ -167,7 +169,7 @@ class Compute:
         loss = loss_of_result(value, samples)
         names = tuple(loss.metrics)
         if self.metrics is None:
-            self.metrics = names
+            self.metrics, self.counts = names, is_counted(value)
         check_names(self.metrics, names)
         return loss.total, loss.pair()
 

@@ -20,6 +20,11 @@ _UNUSED = (
     "session.step(batch) for each. Weights that the script updates with an optimizer of its own are not synchronized "
     "between workers."
 )
+_UNEVEN = (
+    "The collate function returned {sizes}. The loss is a mean over a microbatch, which counts as its items, so "
+    "samples do not weigh alike: the result is not that of one large batch. Return the loss as the pair (sum, count), "
+    "or leave samples out of the data set before paceline.start. Training goes on."
+)
 
 
 class Batches:
@@ -36,6 +41,7 @@ class Batches:
         self._last_epoch = 0  # where the epochs of the script end
         self._left_out = 0  # batches of the present loop that were not given to a step
         self._running: Generator[Batch, None, None] | None = None
+        self._warned = False  # of samples that a collate function leaves out
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the epochs below ``count`` from the present one on."""
@@ -141,11 +147,19 @@ class Batches:
                 loop.leave_out(step)
             else:
                 loop.end_batch()
+            self._compare_sizes()
             if job.world.generation != generation or (stop == UNKNOWN and position.steps >= self._end()):
                 return
             before = time.perf_counter()
             loop.activity.begin("in the data loader")
             job.loop.look()
+
+    def _compare_sizes(self) -> None:
+        """Warn once if the collate function changes the weights of samples."""
+        sizes = self._job.feed.sizes
+        if sizes is not None and sizes.uneven and not self._warned and self._job.compute.counts is False:
+            self._warned = True
+            warn(self._job, _UNEVEN.format(sizes=sizes.uneven))
 
     def _batch(self, step: int, pieces: list[Piece], waited: float, generation: int) -> Batch:
         order, self._position.given, self._position.among_batches = self._job.order, step, True

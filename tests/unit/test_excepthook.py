@@ -203,3 +203,12 @@ def test_an_error_of_the_forward_pass_names_microbatch_and_step() -> None:
         train(forward=lambda model: model)
     (note,) = caught.value.__notes__
     assert re.fullmatch(r"This was the forward pass of microbatch \d \(2 samples\) of step 0\.", note)
+
+
+def test_a_data_set_that_leaves_samples_out() -> None:
+    class Filtering(Spoiled):
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            return [torch.ones(1) for index in indices if index != 5]
+
+    with pytest.raises(InputError, match=r"__getitems__ returned 1 samples when it was asked for 2\."):
+        train(data=Filtering())

@@ -36,7 +36,7 @@ class Scene:
             order=order,
             world=self.world,
             events=SimpleNamespace(mark=lambda _, **fields: self.marks.append(fields)),
-            feed=SimpleNamespace(steps=self._load),
+            feed=SimpleNamespace(steps=self._load, sizes=None),
             learned=SimpleNamespace(warnings=[]),
             loop=SimpleNamespace(look=lambda: None, refresh=lambda: None),
             audits=AuditSchedule(),

@@ -166,6 +166,8 @@ class LoopChanges:
 class Feed:
     """Loads nothing: a piece is the numbers of its microbatches."""
 
+    sizes = None
+
     def load(self, step: int, pieces: list[range]) -> list[range]:
         """See ``data.feed.Feed``."""
         return pieces
