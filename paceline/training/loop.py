@@ -114,6 +114,8 @@ class TrainingLoop:
         others_did = self.progress.has_received(batch.step, turn)  # it is in their records
         if not others_did and (lost := job.loop.not_restored()):  # else the lines behind the step are still to come
             warn(job, lost)
+        if unused := job.loop.without_effect(batch.step):
+            warn(job, unused)
         result = self._try_until_done(lambda: self._take(batch, phase, turn))
         if not turn:  # all phases of the last batch come once more in a resumed script
             self._script.keep()

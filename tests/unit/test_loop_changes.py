@@ -206,3 +206,41 @@ def test_a_small_tensor_changed_in_place_stays_the_same_object() -> None:
     script = joiner["weights"]
     made(sampler=joiner)[2].load(loop.state(6))
     assert joiner["weights"] is script and script.tolist() == [0, 1, 1]
+
+
+def with_gradients() -> tuple[Net, torch.optim.Optimizer, LoopChanges]:
+    model, optimizer, loop = made()
+    model.layer(torch.ones(1, 2)).sum().backward()
+    loop.end_step(4)
+    return model, optimizer, loop
+
+
+def test_gradients_that_the_loop_clips_are_told_once() -> None:
+    model, _, loop = with_gradients()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert "The loop changed the gradients after session.step of step 4" in loop.without_effect(5)
+    loop.end_step(5)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert loop.without_effect(6) == ""
+
+
+def test_a_backward_pass_of_the_loop_is_told() -> None:
+    model, _, loop = with_gradients()
+    model.layer(torch.ones(1, 2)).sum().backward()
+    assert "or backward() does" in loop.without_effect(5)
+
+
+def test_gradients_that_are_read_or_cleared_are_not() -> None:
+    model, optimizer, loop = with_gradients()
+    assert nn.utils.get_total_norm([value.grad for value in model.parameters()]) > 0  # type: ignore[misc]
+    assert loop.without_effect(5) == ""
+    loop.end_step(5)
+    optimizer.zero_grad(set_to_none=False)
+    assert loop.without_effect(6) == ""
+    loop.end_step(6)
+    optimizer.zero_grad()
+    model.layer(torch.ones(1, 2)).sum().backward()  # gradients of its own, as for a penalty
+    assert loop.without_effect(7) == ""
+    loop.end_step(7)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # only the first three steps are looked at
+    assert loop.without_effect(8) == ""

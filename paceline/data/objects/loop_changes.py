@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from operator import is_
 from types import MappingProxyType
 from typing import Any
-from weakref import ref as reference
+from weakref import ref
 
 import torch
 from torch import nn
@@ -36,6 +36,13 @@ _NOT_RESTORED = (
     "The loop changed {names} in a step that is done. That is not kept: a worker that joins, and a resumed run, go on "
     "with what the script begins with. Set it again before each step, or keep numbers by session.register."
 )
+_NO_EFFECT = (
+    "The loop changed the gradients after session.step of step {step}, as clip_grad_norm_ or backward() does. This has "
+    "no effect: session.step has made the update. To clip, give clip_norm=... to paceline.start (report.gradient_norm "
+    "is the norm before it), and leave backward() out of the loop."
+)
+_WATCHED = 3
+"""Steps behind which gradients are compared: a loop that changes them does so each time."""
 
 
 class LoopChanges:
@@ -80,7 +87,7 @@ class LoopChanges:
             Owner(name, entries) for name, entries in owners.items() if name.rpartition(".")[2] not in OF_TORCH
         ]
         self._first = {
-            f"{owner.name}.{key}": reference(value)
+            f"{owner.name}.{key}": ref(value)
             for owner in self._owners
             for key, value in owner.entries.items()
             if is_array(value)
@@ -98,6 +105,8 @@ class LoopChanges:
         self._plain: list[dict[Any, Any]] = []  # now
         self._ended: list[dict[Any, Any]] = []  # when the last step returned
         self._groups: list[dict[str, Any]] = []
+        self._gradients: list[tuple[ref[torch.Tensor], int]] = []  # when the last step returned
+        self._to_watch = _WATCHED if keeps else 0
         self._depth = 0
         self._none = torch.empty(0)
 
@@ -110,6 +119,8 @@ class LoopChanges:
                 if then is not values:
                     self.forward_values.find_changed(owner.name, then, values)
         self.forward_values.open()
+        if self._to_watch:
+            self._gradients = [(ref(value), value._version) for value in self._gradients_now()]
         if self._digests_of is not None and step & (step - 1) == 0:
             self._digests = self._digests_of(self._tensors())
 
@@ -189,6 +200,21 @@ class LoopChanges:
         yield
         for owner, keys in self._differences(before, [owner.values() for owner in self._owners]):
             self.forward_values.find_left(owner.name, keys)
+
+    def without_effect(self, step: int) -> str:
+        """Return, once, what to say if the loop has changed gradients behind the step before this one."""
+        if not self._to_watch or not self._gradients:
+            return ""
+        before, self._gradients = self._gradients, []
+        now = [value for held, version in before if (value := held()) is not None and value._version > version]
+        gradients = {id(value) for value in self._gradients_now()}
+        changed = any(bool(value.any()) for value in now if id(value) in gradients)  # zero_grad() does no harm
+        self._to_watch = 0 if changed else self._to_watch - 1
+        return _NO_EFFECT.format(step=step - 1) if changed else ""
+
+    def _gradients_now(self) -> list[torch.Tensor]:
+        gradients = [value.grad for value in self._parameters.values()]
+        return [value for value in gradients if value is not None and not value.is_sparse]
 
     @contextmanager
     def not_watched(self) -> Iterator[None]:

@@ -156,6 +156,10 @@ class LoopChanges:
         """See there."""
         return ""
 
+    def without_effect(self, step: int) -> str:
+        """See there."""
+        return ""
+
     def end_step(self, step: int) -> None:
         """See there."""
 
