@@ -53,12 +53,16 @@ def order_of(data: Any, sampler: SampleNumbers | None, settings: Settings, batch
         raise _no_data_set(data)
     refuse_columns("data", data)
     if len(data) == 0:
-        raise InputError("The data set is empty.")
+        raise InputError(
+            f"The data set is empty. data, of type {type(data).__name__}, has the length 0: look at the path, the "
+            f"split or the filter that it was made from."
+        )
     if sampler is not None:
         return SampledOrder(sampler, len(data), batch, parts, settings.seed, settings.drop_last)
     if settings.drop_last and len(data) < batch:
         raise InputError(
-            f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing."
+            f"The data set has {len(data)} samples, less than one batch of {batch}, and drop_last leaves nothing. "
+            f"Give a smaller batch, or leave drop_last out."
         )
     return Order(len(data), batch, parts, settings.seed, settings.drop_last)
 

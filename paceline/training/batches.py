@@ -45,6 +45,7 @@ class Batches:
 
     def epochs(self, count: int) -> Iterator[int]:
         """Iterate over the epochs below ``count`` from the present one on."""
+        self._check_count("epochs(0)", count)
         position, order, epoch = self._position, self._job.order, 0
         self._last_epoch = count
         try:
@@ -57,6 +58,10 @@ class Batches:
                 epoch += 1
         finally:
             position.epoch = None
+
+    def _check_count(self, call: str, count: int | None) -> None:
+        if count == 0 and self._position.steps == 0:
+            warn(self._job, f"session.{call} is an empty loop, which trains nothing. Give it 1 or more.")
 
     def _begin_epoch(self, first: int) -> None:
         if first == UNKNOWN:
@@ -83,6 +88,7 @@ class Batches:
             count: of steps or epochs; None: to the end of the present epoch.
             epochs: whether it counts epochs.
         """
+        self._check_count(f"batches({'epochs' if epochs else 'steps'}=0)", count)
         position, order = self._position, self._job.order
         start = position.target
         if self._running is not None:

@@ -23,7 +23,7 @@ from paceline.data.comparison import facts_of
 from paceline.data.feed import Feed
 from paceline.data.objects.attributes import Attributes
 from paceline.data.objects.loop_changes import LoopChanges
-from paceline.data.order import BatchOrder
+from paceline.data.order import BatchOrder, Order
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
 from paceline.data.source import is_stream, order_of
@@ -284,6 +284,11 @@ def warnings(job: Job) -> list[str]:
     keys = registry.without_effect(job.settings, job.given)
     if keys:
         found.append(f"set, but without effect with strategy {job.settings.strategy}: {', '.join(keys)}")
+    if isinstance(job.order, Order) and job.order.batch > job.order.length:
+        found.append(
+            f"batch = {job.order.batch} is more than the {job.order.length} samples of the data set: each step takes "
+            f"all of them, and an epoch is one step. Give a smaller batch for more updates"
+        )
     left = job.update.without_optimizer
     if left:
         found.append(
