@@ -61,6 +61,7 @@ class Capabilities:
         averages: whoever updates a parameter sees all its updates, as an average of weights needs it.
         carries: a step computes all microbatches of its batch, after the update of the step before: so states may go
             from each microbatch to the one in its place in the next batch.
+        audits: workers look again, while training goes on, whether a microbatch depends on who computes it.
         loop_weights: weights that the script changes between two steps are those that the next one trains.
         reads: the settings that not every strategy reads: groups such as ``server``, or single keys.
         ignores: keys among these that have no effect as the others are set.
@@ -78,6 +79,7 @@ class Capabilities:
     scales_loss: bool = False
     averages: bool = True
     carries: bool = True
+    audits: bool = True
     loop_weights: bool = True
     reads: tuple[str, ...] = ()
     ignores: tuple[str, ...] = ()

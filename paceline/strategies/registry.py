@@ -155,6 +155,26 @@ def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:
     ]
 
 
+def without_audits(settings: Settings, workers: int, keys: Iterable[str]) -> str:
+    """What to say of a strategy that does not audit with so many workers; empty if it does, or nobody wants it to.
+
+    Args:
+        settings: of the run.
+        workers: how many there are.
+        keys: of the settings that were given.
+    """
+    able = capabilities(settings, workers)
+    if able.audits or settings.audit == "off":
+        return ""
+    what = f"backup.workers = {settings.backup.workers}" if settings.backup.workers else f"{workers} workers"
+    looked = "only the trials before the first step look" if able.replicated else "nothing looks"
+    asked = "audit is set, but without effect: " if "audit" in keys else ""
+    return (
+        f"{asked}strategy {settings.strategy!r} has no audits with {what}: {looked} whether a microbatch depends on "
+        f"who computes it. Train some steps with strategy 'allreduce' or 'single' first, which have audits"
+    )
+
+
 def _spellings(key: str) -> tuple[str, str]:
     """How ``Capabilities.reads`` may name a key: by itself, or by its group."""
     return key, key.partition(".")[0]

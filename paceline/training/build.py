@@ -269,9 +269,8 @@ def summary(job: Job) -> list[str]:
         f"{_spelled(settings)}; batch of {order.batch} in {parts} microbatch{'es' * (parts > 1)}; {threads} thread"
         f"{'s' * (threads > 1)} each"
     ]
-    if job.update.scaling.reason:
-        sentences.append(job.update.scaling.reason)
-    return sentences
+    audits = registry.without_audits(settings, world.size, job.given)
+    return [*sentences, *filter(None, (job.update.scaling.reason, audits))]
 
 
 def _spelled(settings: Settings) -> str:

@@ -54,6 +54,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         exact=settings.backup.workers == 0,
         exact_with="backup.workers = 0",
         carries=settings.backup.workers == 0,
+        audits=settings.backup.workers == 0,
         reads=("backup",),
         ignores=() if _spare(settings) else ("backup.late",),
     )

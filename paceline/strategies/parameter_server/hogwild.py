@@ -42,7 +42,13 @@ def build(job: Job) -> AsyncSteps:
 def capabilities(settings: Settings, workers: int) -> Capabilities:
     """See :class:`Capabilities`."""
     return Capabilities(
-        exact=False, replicated=False, sparse_gradients=True, averages=False, carries=False, loop_weights=False
+        exact=False,
+        replicated=False,
+        sparse_gradients=True,
+        averages=False,
+        carries=False,
+        audits=workers == 1,
+        loop_weights=False,
     )
 
 

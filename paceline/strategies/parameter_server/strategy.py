@@ -61,6 +61,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
         replicated=False,
         divides_update=servers_among(settings, workers) > 1,
         carries=settings.server.mode == "sync" and not settings.backup.workers,
+        audits=not settings.backup.workers,
         loop_weights=settings.server.mode == "sync",
         reads=("server", "backup"),
         ignores=late if settings.server.mode == "bounded" else (*late, "server.staleness"),
