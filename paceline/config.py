@@ -66,6 +66,26 @@ def describe(key: str) -> str:
     return field.description or ""
 
 
+_RATE = "The optimizer has it: optimizer=partial(torch.optim.AdamW, lr=...)."
+_ELSEWHERE = {
+    "lr": _RATE,
+    "learning_rate": _RATE,
+    "epochs": "The loop says how long it trains: `for epoch in session.epochs(...)`.",
+    "steps": "The loop says how long it trains: `for batch in session.batches(steps=...)`.",
+    "device": "Each worker moves the model and the batches to its own device, session.device: leave it out.",
+    "shuffle": "Samples are shuffled anew in each epoch: leave it out. sampler= gives them another order.",
+    "workers": "The launcher starts them: paceline run -n 4 train.py.",
+    "num_workers": "Loader processes are workers_per_loader=...; workers are started by paceline run -n 4 train.py.",
+    "batch_size": "Did you mean 'batch'? It is the number of samples over all workers.",
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "It is the argument loss=..."),
+    **dict.fromkeys(("dataset", "train_data", "train_set", "loader", "dataloader"), "It is the argument data=..."),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), "It is the argument schedule=..., a factory."),
+    "collate_fn": "It is the argument collate=...",
+    **dict.fromkeys(("amp", "precision", "fp16", "bf16"), "It is the setting autocast='bfloat16' or 'float16'."),
+}
+"""What other libraries have as an argument, and where it is here."""
+
+
 def check_keys(keys: Mapping[str, object], where: str) -> None:
     """Refuse an unknown key, and suggest the nearest one.
 
@@ -78,6 +98,7 @@ def check_keys(keys: Mapping[str, object], where: str) -> None:
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
         cure = f"Did you mean {near[0]!r}?" if near else f"The settings are: {', '.join(known)}."
+        cure = _ELSEWHERE.get(key, cure)
         raise ConfigError(f"{where}: there is no setting {quoted(key)}. {cure}")
 
 

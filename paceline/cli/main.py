@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
 COMMANDS = {
     "run": "Train with a script on many workers.",
@@ -30,6 +30,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Run the command in ``arguments``; ends the process with the command's exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     try:
+        if given and given[0].endswith(".py"):
+            raise ConfigError(
+                f"There is no command {given[0]}: to train with this script write paceline run {given[0]}."
+            )
         _application(given)(args=given, prog_name="paceline")
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)

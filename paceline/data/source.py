@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -71,8 +71,15 @@ def refuse_columns(what: str, data: Any) -> None:
     """Refuse inputs and targets that are not a data set yet.
 
     Raises:
-        InputError: ``data`` is a tuple of tensors or arrays, of which each has an entry for each sample.
+        InputError: ``data`` is a tuple of tensors or arrays, of which each has an entry for each sample, or a
+            dictionary by other keys than the numbers of samples.
     """
+    if isinstance(data, Mapping) and data and 0 not in data:
+        raise InputError(
+            f"{what} is a {type(data).__name__} with the keys {', '.join(map(repr, list(data)[:5]))}, and samples have "
+            f"numbers. Of columns by name make torch.utils.data.TensorDataset(inputs, targets), or a list with a "
+            f"dictionary for each sample."
+        )
     if not isinstance(data, tuple) or not all(getattr(one, "shape", ()) for one in data):
         return
     shapes = {tuple(one.shape) for one in data}
@@ -107,6 +114,8 @@ def _stream(data: Any, settings: Settings, batch: int, parts: int) -> StreamOrde
 
 
 def _no_data_set(data: Any) -> InputError:
+    if isinstance(data, type):
+        return InputError(f"data is the class {data.__name__}: give an object of it, {data.__name__}(...).")
     writer = writer_of(data)
     cure = "Give it __len__ and __getitem__, or __iter__ for a stream."
     if writer is not None:

@@ -19,6 +19,7 @@ from paceline.errors import InputError
 from paceline.keras import loss as keras_loss
 
 Forward = Callable[[nn.Module, Any], Any]
+_OF_LOSS = "_paceline_of_loss"
 
 
 class Loss(NamedTuple):
@@ -153,7 +154,18 @@ def described(value: Any) -> str:
         return f"a {type(value).__name__} with the keys {', '.join(repr(key) for key in value)}"
     if isinstance(value, tuple) and 0 < len(value) <= 4:
         return f"a tuple of {', '.join(map(described, value))}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiouAEIOU" else f"a {name}"
+
+
+def check_function(argument: str, value: Any, example: str) -> None:
+    """Refuse an argument of ``start`` that is no function.
+
+    Raises:
+        InputError: says what it is, and what to write.
+    """
+    if value is not None and not callable(value):
+        raise InputError(f"{argument} must be a function, but it is {described(value)}. Write, for example, {example}.")
 
 
 def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
@@ -187,7 +199,13 @@ def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
         features, target = pair_of(data)
         return loss(model(features), target)
 
+    setattr(forward, _OF_LOSS, True)
     return forward
+
+
+def is_of_loss(forward: Forward) -> bool:
+    """Whether a forward pass is that of ``loss(model(input), target)``."""
+    return hasattr(forward, _OF_LOSS)
 
 
 def pair_of(data: Any) -> tuple[Any, Any]:

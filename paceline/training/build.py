@@ -40,7 +40,7 @@ from paceline.step.closures import check_closures
 from paceline.step.fixed_point import TYPES
 from paceline.step.forward import Compute, recompute
 from paceline.step.job import Job
-from paceline.step.loss import Forward, loss_of
+from paceline.step.loss import Forward, check_function, described, loss_of
 from paceline.step.numerics import ask_for_determinism, numerics
 from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizers.calling import check_modes
@@ -225,7 +225,10 @@ def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn
 def _checked_model(model: Any, sparse: bool) -> nn.Module:
     model = keras_module.adapted(model)
     if not isinstance(model, nn.Module):
-        raise InputError(f"model must be a torch.nn.Module, but it is a {type(model).__name__}.")
+        raise InputError(
+            f"model must be a torch.nn.Module, but it is {described(model)}. Give an object of such a class; put "
+            f"several models into one module."
+        )
     for name, value in model.named_parameters():
         if isinstance(value, nn.UninitializedParameter):
             raise InputError(f"The parameter {name!r} has no shape yet: run the model once before paceline.start.")
@@ -315,19 +318,20 @@ def _order(given: Components, settings: Settings, workers: int) -> BatchOrder:
 
 def _batch(settings: Settings, workers: int) -> int:
     if (settings.batch is None) == (settings.batch_per_worker is None):
-        given = "neither" if settings.batch is None else "both"
-        raise ConfigError(
-            f"Give either batch (samples per step over all workers) or batch_per_worker; {given} is given."
-        )
+        given = "neither is" if settings.batch is None else "both are"
+        raise ConfigError(f"Give either batch (samples per step over all workers) or batch_per_worker; {given} given.")
     return settings.batch or (settings.batch_per_worker or 0) * workers
 
 
 def _forward(given: Components) -> Forward:
     if (given.loss is None) == (given.forward is None):
-        got = "neither" if given.loss is None else "both"
-        raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} is given.")
+        got = "neither is" if given.loss is None else "both are"
+        raise ConfigError(f"Give either loss(output, target) or forward(model, microbatch); {got} given.")
+    check_function("loss", given.loss, "loss=torch.nn.functional.cross_entropy")
+    check_function("collate", given.collate, "collate=torch.utils.data.default_collate")
     if isinstance(given.forward, Mapping):
         return _no_forward
+    check_function("forward", given.forward, "def forward(model, microbatch): return model(microbatch).mean()")
     if given.forward is not None:
         return given.forward
     assert given.loss is not None

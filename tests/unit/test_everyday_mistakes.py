@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.errors import InputError
+from paceline.cli.main import main
+from paceline.errors import ConfigError, InputError
 
 Dataset = torch.utils.data.TensorDataset
 
@@ -46,10 +47,33 @@ WARNED: dict[str, tuple[Callable[[], object], str]] = {
     "no epochs": (lambda: list(start().epochs(0)), "session.epochs(0) is an empty loop, which trains nothing."),
 }
 
+REGRESSION = Dataset(pairs().tensors[0], torch.linspace(0, 1, 16))
+
+
+def squared(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (output - target).square().mean()
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no samples": (
         lambda: start(data=pairs(0)),
         r"The data set is empty\. data, of type TensorDataset, has the length 0",
+    ),
+    "a class for the model": (
+        lambda: start(model=torch.nn.Linear),
+        "model must be .* but it is the class Linear. Give",
+    ),
+    "text for the loss": (lambda: start(loss="mse"), "loss must be a function, but it is a str. Write, for example"),
+    "text for the forward pass": (lambda: start(loss=None, forward="x"), "forward must be a function, but it is a str"),
+    "a number for collate": (lambda: start(collate=3), "collate must be a function, but it is an int. Write"),
+    "a class for the data": (lambda: start(data=Dataset), r"data is the class TensorDataset: give an object of it"),
+    "columns by name": (
+        lambda: start(data={"x": [1, 2], "y": [1, 2]}),
+        "a dict with the keys 'x', 'y', and samples have",
+    ),
+    "a class for the schedule": (
+        lambda: start(schedule=torch.optim.lr_scheduler.StepLR),
+        "The schedule factory could not be called with the optimizer: .* missing 1 required .* 'step_size'",
     ),
     "less than a batch": (lambda: start(batch=20, drop_last=True), r"Give a smaller batch, or leave drop_last out\."),
 }
@@ -67,3 +91,45 @@ def test_one_error(name: str) -> None:
     act, says = REFUSED[name]
     with pytest.raises(InputError, match=says):
         act()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("lr", r"there is no setting 'lr'\. The optimizer has it: optimizer=partial"),
+        ("epochs", r"`for epoch in session\.epochs"),
+        ("device", r"session\.device: leave it out"),
+        ("num_workers", r"workers_per_loader=\.\.\.; workers are started by paceline run -n 4"),
+        ("criterion", r"It is the argument loss="),
+        ("batch_sise", r"Did you mean 'batch"),
+    ],
+)
+def test_arguments_of_other_libraries(name: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        start(**{name: 3})
+
+
+def test_shapes_that_broadcast(caplog: pytest.LogCaptureFixture) -> None:
+    train(model=torch.nn.Linear(4, 1), loss=squared, data=REGRESSION)
+    (text,) = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert "the output has the shape [2, 1] and the target [2], so their difference has the shape [2, 2]" in text
+
+
+def test_shapes_that_the_loss_makes_equal(caplog: pytest.LogCaptureFixture) -> None:
+    train(model=torch.nn.Linear(4, 1), loss=lambda output, target: squared(output.squeeze(1), target), data=REGRESSION)
+    assert not [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+
+
+def test_samples_by_number_in_a_dictionary() -> None:
+    samples = dict(enumerate(pairs()))
+    assert train(data=samples).position == 2
+
+
+def test_a_script_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train.py"])
+    assert ended.value.code == 2
+    assert (
+        "There is no command train.py: to train with this script write paceline run train.py."
+        in capsys.readouterr().err
+    )

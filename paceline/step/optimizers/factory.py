@@ -119,7 +119,10 @@ def _scheduled(schedule: Any, optimizer: Optimizer) -> LRScheduler:
             f"schedule must be a factory, something that is called with the optimizer, but it is {_kind(schedule)}. "
             f"Write, for example, schedule=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)."
         )
-    made: Any = schedule(optimizer)
+    try:
+        made: Any = schedule(optimizer)
+    except TypeError as error:
+        raise InputError(f"The schedule factory could not be called with the optimizer: {error}.") from error
     if not isinstance(made, LRScheduler):
         raise InputError(f"The schedule factory must return a torch LRScheduler, but it returned {_kind(made)}.")
     _check_steps(made)

@@ -26,7 +26,7 @@ from paceline.data.feed import Piece
 from paceline.data.keys import STEP, seed_all
 from paceline.data.nested import concatenated, map_tensors, rows
 from paceline.step.job import Job
-from paceline.step.loss import loss_of_result
+from paceline.step.loss import is_of_loss, loss_of_result, pair_of
 from paceline.step.trials.counting import has_rows
 from paceline.step.trials.draws import RecordedDraws
 from paceline.step.trials.trial import warn, without_trace
@@ -60,7 +60,27 @@ def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
             _log.debug("the loss of several microbatches at once could not be computed: %s", error)
             text = ""
     if text:
-        warn(job, text)
+        warn(job, text + _broadcast(job, data))
+
+
+def _broadcast(job: Job, data: Any) -> str:
+    """Say that output and target become a table of all pairs of samples; empty if they do not, or nobody knows."""
+    if not is_of_loss(job.compute.forward):
+        return ""
+    try:
+        with without_trace(job), torch.no_grad(), job.compute.precision():
+            features, target = pair_of(data)
+            output = job.compute.model(features)
+        whole = torch.broadcast_shapes(output.shape, target.shape)
+    except Exception:  # noqa: BLE001 - they may be anything
+        return ""
+    if not target.is_floating_point() or whole.numel() <= max(output.numel(), target.numel()):
+        return ""
+    return (
+        f" The usual cause: the output has the shape {list(output.shape)} and the target {list(target.shape)}, so "
+        f"their difference has the shape {list(whole)}, each sample with each other one. Give both the same shape, "
+        f"as by output.squeeze(1)."
+    )
 
 
 def _trial(job: Job, data: Any, cuts: tuple[int, int, int], step: int) -> str:
