@@ -6,10 +6,14 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from paceline.errors import name_ranks
+from paceline.observe.records import Record, parsed
+from paceline.regular_files import open_regular
 
 if TYPE_CHECKING:
     from paceline.coordinator.monitor import Alert, RunMonitor
@@ -19,6 +23,9 @@ if TYPE_CHECKING:
 _PROGRESS = ("lost", "short", "joined")
 _SEE_SECONDS = 1.0
 _LOG_BYTES = 1 << 20
+_EVENT_BYTES = 64 << 20
+_MOST_RANKS = 4
+_WARNING = b'"warning": true'
 
 
 def report(
@@ -155,7 +162,39 @@ def hint_of(launch: Launch, request: Request, coordinator: CoordinatorReport, li
             f"uses torch.distributed itself, every worker ran all of it independently. Start training with "
             f"session = paceline.start(...)."
         )
-    return _printed_everywhere(lines, launch.run / "output", request.workers)
+    hints = [
+        *warnings_elsewhere(launch.run / "events"),
+        _printed_everywhere(lines, launch.run / "output", request.workers),
+    ]
+    return "\n".join(filter(None, hints))
+
+
+def warnings_elsewhere(events: Path) -> list[str]:
+    """Return the warnings of other ranks than rank 0, which the terminal has not shown; each text once.
+
+    Args:
+        events: the folder of the records.
+    """
+    ranks: dict[str, set[int]] = {}
+    for path in sorted(events.glob("rank-*.jsonl")):
+        for record in _warnings_in(path):
+            ranks.setdefault(str(record.get("text")), set()).add(int(record["rank"]))
+    return [f"{name_ranks(found, most=_MOST_RANKS)}: {text}" for text, found in ranks.items() if 0 not in found]
+
+
+def _warnings_in(path: Path) -> Iterator[Record]:
+    try:
+        with open_regular(path) as file:
+            data = file.read(_EVENT_BYTES)
+    except OSError:
+        return
+    at = data.find(_WARNING)
+    while at >= 0:
+        begin, end = data.rfind(b"\n", 0, at) + 1, data.find(b"\n", at)
+        record = parsed(data[begin : end if end >= 0 else None].decode(errors="replace"))
+        if record is not None and record["event"] == "note":
+            yield record
+        at = data.find(_WARNING, max(end, at + 1))
 
 
 def _printed_everywhere(lines: Sequence[str], output: Path, workers: int) -> str:

@@ -181,7 +181,7 @@ def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
         " (The workers have other processors, numbers of threads or precisions, so it may be no more than rounding.)"
     )
     _log.warning(text)
-    job.events.mark("note", text=text)
+    job.events.mark("note", text=text, warning=True)
     return False
 
 

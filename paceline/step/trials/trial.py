@@ -17,7 +17,7 @@ _log = logging.getLogger("paceline")
 def warn(job: Job, text: str) -> None:
     """Tell the user what a trial has found."""
     _log.warning(text)
-    job.events.mark("note", text=text)
+    job.events.mark("note", text=text, warning=True)
     job.learned.warnings.append(text)
 
 
