@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ COMMANDS = {
     "demo": "Train on handwritten digits, and see that the result does not depend on the workers.",
 }
 
+_USAGE = 2
 _FILES = {"profile": "profiling", "horovodrun": "foreign.horovodrun"}
 """Where a command is not in the file of its name; for ``profile`` a script here would find it, not Python's."""
 
@@ -35,9 +37,27 @@ def main(arguments: list[str] | None = None) -> None:
                 f"There is no command {given[0]}: to train with this script write paceline run {given[0]}."
             )
         _application(given)(args=given, prog_name="paceline")
+    except SystemExit as ended:
+        if ended.code == _USAGE and (hint := _of_setting(given)):
+            print(f"paceline: {hint}", file=sys.stderr)
+        raise
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+
+
+def _of_setting(given: list[str]) -> str:
+    """Say how to give a setting that stands before the script as if it were an option of ``paceline run``."""
+    if given[:1] != ["run"]:
+        return ""
+    from paceline import config
+
+    options = [word for word in itertools.takewhile(lambda word: not word.endswith(".py"), given) if word[:2] == "--"]
+    for option in options:
+        key, _, value = option[2:].replace("-", "_").partition("=")
+        if key in config.flat_keys() and key != "resume":
+            return f"{key} is a setting, and no option: write --set {key}={value or '...'}."
+    return ""
 
 
 def _application(given: list[str]) -> typer.Typer:

@@ -133,3 +133,22 @@ def test_a_script_for_a_command(capsys: pytest.CaptureFixture[str]) -> None:
         "There is no command train.py: to train with this script write paceline run train.py."
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (
+            ["-n", "2", "--batch", "16", "train.py"],
+            "paceline: batch is a setting, and no option: write --set batch=....",
+        ),
+        (["--checkpoint.every=5", "train.py"], "write --set checkpoint.every=5."),
+        (["-n", "two", "--set", "batch=16", "train.py", "--batch", "16"], ""),
+    ],
+)
+def test_a_setting_as_an_option(words: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert hint in said and ("is a setting" in said) == bool(hint)
