@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline import agreement, env
+from paceline import agreement
 from paceline.checkpoint.tensors import hash_of
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
@@ -37,7 +37,6 @@ from paceline.schedule.audits import AuditSchedule
 from paceline.settings import ONE_MACHINE, Settings
 from paceline.step.checks import sparse_gradients
 from paceline.step.closures import check_closures
-from paceline.step.fixed_point import TYPES
 from paceline.step.forward import Compute, recompute
 from paceline.step.job import Job
 from paceline.step.loss import Forward, check_function, described, loss_of
@@ -46,13 +45,11 @@ from paceline.step.optimizer import Update, scaling_of
 from paceline.step.optimizers.calling import check_modes
 from paceline.step.optimizers.factory import OptimizerFactory, ScheduleFactory
 from paceline.step.replicas import digests_of
-from paceline.strategies import registry
+from paceline.strategies import registry, requirements
 from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
 
 _log = logging.getLogger("paceline")
-_EXACT = ("allreduce", "stealing")
-"""The strategies to name where another one is not exact."""
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}
 """Classes of torch, by name: to import all takes longer than to start."""
 
@@ -101,7 +98,7 @@ def build(
     scaling = scaling_of(settings, who.world_size)
     sparse = largest == 1 or capabilities.sparse_gradients
     given = replace(given, model=_checked_model(given.model, sparse))
-    _check_capabilities(settings, capabilities, given)
+    requirements.check(settings, capabilities, given.forward, given.model)
     if who.local_world_size < who.world_size:
         check_machines(settings.strategy, f"{who.local_world_size} of {who.world_size} workers are on this one")
     registry.entry_of(settings.strategy).validate(settings, given.model, order, who.world_size, largest)
@@ -161,65 +158,6 @@ def _loop_changes(
     held = Attributes(roots, known, copies=False)
     objects = {name: one for name, one in held.objects.items() if name.startswith(("model", "loss", "forward"))}
     return LoopChanges(given.model, update.optimizer, digests, held.owners | feed.owners, keeps, objects)
-
-
-def _check_capabilities(settings: Settings, capabilities: Capabilities, given: Components) -> None:
-    if capabilities.cuts_model and given.forward is not None:
-        raise ConfigError(
-            f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
-            f"forward(model, microbatch): give a loss, or use another strategy."
-        )
-    if takes_state(given.forward) and not capabilities.carries:
-        raise ConfigError(
-            f"forward(model, microbatch, state) hands a state from batch to batch, so a step must follow the one "
-            f"before: strategy {settings.strategy!r} does not wait for that. Use 'allreduce' or 'stealing'."
-        )
-    others = " or ".join(repr(one) for one in _EXACT if one != settings.strategy)
-    cure, which = f"use strategy {others}", repr(settings.strategy)
-    if capabilities.exact_with:
-        cure, which = f"set {capabilities.exact_with}, or {cure}", f"{which} with these settings"
-    if settings.exact and not capabilities.exact:
-        raise ConfigError(
-            f"strategy {which} cannot give the same bits for any number of workers: leave out exact=True, "
-            f"{'' if capabilities.exact_with else 'or '}{cure}."
-        )
-    if settings.average.kind is not None and not capabilities.averages:
-        raise ConfigError(
-            f"strategy {settings.strategy!r} cannot keep an average of the weights (average = "
-            f"{settings.average.kind!r}), as each worker sees its own updates only: leave it out, or use "
-            f"'parameter-server' with server.mode = 'async'."
-        )
-    if settings.autocast == "float16" and not capabilities.scales_loss:
-        raise ConfigError(
-            f"strategy {settings.strategy!r} cannot scale losses, which autocast = 'float16' needs: use 'bfloat16', or "
-            f"strategy 'allreduce' or 'stealing'."
-        )
-    if settings.fixed_point:
-        _check_fixed_point(settings, capabilities, given.model)
-    if env.trace() is not None and not capabilities.exact:
-        raise ConfigError(
-            f"paceline verify is for strategies that compute the same function on any number of workers, which "
-            f"strategy {which} does not: {cure}."
-        )
-    if settings.checkpoint.every == "auto" and not capabilities.replicated:
-        raise ConfigError(
-            f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
-            f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
-        )
-
-
-def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn.Module) -> None:
-    if not capabilities.fixed_point:
-        raise ConfigError(
-            f"strategy {settings.strategy!r} cannot add up gradients in fixed point: set exact=True, or use "
-            f"'allreduce' or 'stealing'."
-        )
-    for name, value in model.named_parameters():
-        if value.dtype not in TYPES:
-            raise ConfigError(
-                f"The parameter {name!r} is of type {value.dtype}, whose gradients exact='fixed-point' cannot add up: "
-                f"it takes float16, bfloat16, float32 and float64. Set exact=True."
-            )
 
 
 def _checked_model(model: Any, sparse: bool) -> nn.Module:

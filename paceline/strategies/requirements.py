@@ -1,0 +1,85 @@
+"""What settings and arguments ask of a strategy that not every one can do."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline import env
+from paceline.data.recurrent.carried import takes_state
+from paceline.errors import ConfigError
+from paceline.settings import Settings
+from paceline.step.fixed_point import TYPES
+from paceline.strategies.base import Capabilities
+
+_EXACT = ("allreduce", "stealing")
+"""The strategies to name where another one is not exact."""
+
+
+def check(settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module) -> None:
+    """Refuse settings and arguments that ask for more than the strategy can do.
+
+    Args:
+        settings: of the run.
+        capabilities: of the strategy with these settings.
+        forward: the function that was given as such, if any.
+        model: whose parameters are trained.
+
+    Raises:
+        ConfigError: says what does not go together, and what to do instead.
+    """
+    if capabilities.cuts_model and forward is not None:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cuts the model, so it needs loss(output, target), and cannot use "
+            f"forward(model, microbatch): give a loss, or use another strategy."
+        )
+    if takes_state(forward) and not capabilities.carries:
+        raise ConfigError(
+            f"forward(model, microbatch, state) hands a state from batch to batch, so a step must follow the one "
+            f"before: strategy {settings.strategy!r} does not wait for that. Use 'allreduce' or 'stealing'."
+        )
+    others = " or ".join(repr(one) for one in _EXACT if one != settings.strategy)
+    cure, which = f"use strategy {others}", repr(settings.strategy)
+    if capabilities.exact_with:
+        cure, which = f"set {capabilities.exact_with}, or {cure}", f"{which} with these settings"
+    if settings.exact and not capabilities.exact:
+        raise ConfigError(
+            f"strategy {which} cannot give the same bits for any number of workers: leave out exact=True, "
+            f"{'' if capabilities.exact_with else 'or '}{cure}."
+        )
+    if settings.average.kind is not None and not capabilities.averages:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot keep an average of the weights (average = "
+            f"{settings.average.kind!r}), as each worker sees its own updates only: leave it out, or use "
+            f"'parameter-server' with server.mode = 'async'."
+        )
+    if settings.autocast == "float16" and not capabilities.scales_loss:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot scale losses, which autocast = 'float16' needs: use 'bfloat16', or "
+            f"strategy 'allreduce' or 'stealing'."
+        )
+    if settings.fixed_point:
+        _check_fixed_point(settings, capabilities, model)
+    if env.trace() is not None and not capabilities.exact:
+        raise ConfigError(
+            f"paceline verify is for strategies that compute the same function on any number of workers, which "
+            f"strategy {which} does not: {cure}."
+        )
+    if settings.checkpoint.every == "auto" and not capabilities.replicated:
+        raise ConfigError(
+            f"checkpoint.every = 'auto' needs workers that all hold the same state after each step, which strategy "
+            f"{settings.strategy!r} does not give: save after a number of steps, such as checkpoint.every = 100."
+        )
+
+
+def _check_fixed_point(settings: Settings, capabilities: Capabilities, model: nn.Module) -> None:
+    if not capabilities.fixed_point:
+        raise ConfigError(
+            f"strategy {settings.strategy!r} cannot add up gradients in fixed point: set exact=True, or use "
+            f"'allreduce' or 'stealing'."
+        )
+    for name, value in model.named_parameters():
+        if value.dtype not in TYPES:
+            raise ConfigError(
+                f"The parameter {name!r} is of type {value.dtype}, whose gradients exact='fixed-point' cannot add up: "
+                f"it takes float16, bfloat16, float32 and float64. Set exact=True."
+            )
