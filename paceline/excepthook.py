@@ -122,7 +122,7 @@ def _record(
         "pid": os.getpid(),
         "type": type(error).__name__,
         "message": _message_of(error),
-        "line": next(reversed(locations_in_message(error)), _line(own)),
+        "line": next(reversed(locations_in_message(_message_of(error))), _line(own)),
         "notes": _cut(" ".join(map(str, getattr(error, "__notes__", ())))),
         "traceback": _cut("".join(traceback.format_exception(type(error), error, trace))),
         "in_script": _in_script(error, own) or _cut(without_own_frames(error, trace, f"errors/{path.name} has them")),

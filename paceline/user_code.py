@@ -28,9 +28,10 @@ def is_user_code(file: str) -> bool:
 
 
 def is_user_class(kind: type) -> bool:
-    """Whether a class is defined in the user's code."""
+    """Whether a class is defined in the user's code, by its functions: its module may be another file by now."""
+    code = next((one.__code__ for one in vars(kind).values() if inspect.isfunction(one)), None)
     try:
-        return is_user_code(inspect.getfile(kind))
+        return is_user_code(inspect.getfile(kind) if code is None else code.co_filename)
     except (TypeError, OSError):  # of C, or of a notebook
         return False
 
@@ -41,7 +42,7 @@ def user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
 
 
 def in_user_call(error: BaseException, note: str) -> None:
-    """Add to an error of a function that the user gave which call it was."""
+    """Note on an error of a function of the user in which call it was raised."""
     error.add_note(note)
     setattr(error, _IN_USER_CALL, True)
 
@@ -54,7 +55,7 @@ def without_own_frames(error: BaseException, trace: TracebackType | None, where:
     Args:
         error: that nobody has caught.
         trace: its traceback.
-        where: who has the frames that are left out.
+        where: says where the frames are that are left out.
 
     Returns:
         the text; empty if nothing is left out.
@@ -96,9 +97,9 @@ def _leave_out(one: traceback.TracebackException, in_call: bool) -> list[int]:
     return counts
 
 
-def locations_in_message(error: BaseException) -> list[str]:
+def locations_in_message(message: str) -> list[str]:
     """Return the user's lines in the traceback that an error of a loader process has as text, the innermost last."""
-    found = _FRAME.findall(str(error)) if "Original Traceback" in str(error) else []
+    found = _FRAME.findall(message) if "Original Traceback" in message else []
     return [f"{Path(file).name}:{line}" for file, line in found if is_user_code(file)]
 
 

@@ -272,14 +272,19 @@ class TrainingState:
             self._update.schedule.load_state_dict(rest["schedule"])
         self._load_flags(rest)
         self.loaded_script = rest.get("script", {})
-        if self._script is not None and not self.keeps_script:
-            self._script.load(self.loaded_script)
+        if not self.keeps_script:
+            self.load_script()
         self.run = rest["run"]
         for name, part in rest.get("parts", {}).items():
             if name in self.parts:
                 self.parts[name].load(part)
         self._strategy_state.clear()
         self._strategy_state.update(rest["strategy_state"])
+
+    def load_script(self) -> None:
+        """Give the script the values of the state that was loaded last."""
+        if self._script is not None:
+            self._script.load(self.loaded_script)
 
     def _load_flags(self, rest: dict[str, Any]) -> None:
         """Which parameters are frozen, and which modules evaluate; not in a checkpoint of an older version."""

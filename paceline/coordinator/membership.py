@@ -331,7 +331,7 @@ class MembershipProtocol:
             return
         if finished and len(finished) == sum(member.state == "gone" for member in members):
             self._end_early(finished, now)
-            return  # else the others lost a worker in the last step of these, which is all there is left to do
+            return  # otherwise one was lost in the last step of those that have finished: the rest only complete it
         left = [member.number for member in members if member.state == "ready" and not member.leaving]
         leaving = [member.number for member in members if member.state == "ready" and member.leaving]
         spares = [one.number for one in self._spares() if not one.leaving]

@@ -54,7 +54,7 @@ class Agent:
 
 @dataclass(frozen=True)
 class System:
-    """What a coordinator uses of its machine; a simulated one has another.
+    """Connections, clock and process checks of a coordinator. The simulator replaces them.
 
     Attributes:
         connect: opens the connections.

@@ -209,7 +209,11 @@ class Compute:
 
 def name_call(error: Exception, microbatches: range, samples: int, step: int) -> None:
     """Add to an error of the forward pass for which microbatches it was called."""
-    more = " For larger microbatches set a larger batch, or fewer microbatches." if _SMALL in str(error) else ""
+    try:
+        small = _SMALL in str(error)
+    except Exception:  # noqa: BLE001 - it is the user's
+        small = False
+    more = " For larger microbatches set a larger batch, or fewer microbatches." if small else ""
     cut = f"{samples} sample{'s' * (samples > 1)}"
     in_user_call(error, f"This was the forward pass of {name_microbatches(microbatches)} ({cut}) of step {step}.{more}")
 

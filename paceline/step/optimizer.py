@@ -125,6 +125,7 @@ class Update:
         self.parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         self.scaling = scaling
         self.drew: bool | None = None
+        self._own_checked = False
         self.loss_scale: LossScale | None = None
         self._clip_norm = clip_norm
         self._measured: dict[int, Measured] = {}
@@ -284,7 +285,8 @@ class Update:
     def _step(self) -> None:
         """Call the optimizer, and explain what it says about gradients of which some are sparse."""
         before = generator_states() if self.drew is None else None
-        own = self._own_values() if self.drew is None and self.divided_by else None
+        own = self._own_values() if self.divided_by and not self._own_checked else None
+        self._own_checked = True
         try:
             with updating:
                 if self.take is None:

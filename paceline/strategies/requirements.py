@@ -1,4 +1,4 @@
-"""What settings and arguments ask of a strategy that not every one can do."""
+"""Checks that a strategy supports the settings and arguments of a run."""
 
 from __future__ import annotations
 

@@ -280,11 +280,13 @@ class TrainingLoop:
         self.activity.begin("in the script")
 
     def _follow(self, notice: int) -> None:
-        """Act on the notice of a step.
+        """Act on the notice of a step; while lost steps are repeated a joiner would get values of a later one.
 
         Raises:
             SystemExit: this worker's part is over, or the run's.
         """
+        if self.progress.steps < self.progress.repeat_until:
+            return
         action = decide(notice, self._recovery is not None, self.job.loop.lacks_copies)
         if action is Action.RE_FORM:
             assert self._recovery is not None

@@ -78,6 +78,10 @@ class Progress:
         """Whether the script has begun the next step: nothing that it does behind the last one is still to come."""
         return self.entered == self.steps
 
+    def has_script_at(self, steps: int) -> bool:
+        """Whether the script has begun the last of so many steps, so that its own values are those to keep."""
+        return self.entered >= steps - 1
+
     def has_received(self, step: int, turn: int = 0) -> bool:
         """Whether others took this step, or this phase of it, before this worker received their state."""
         return step < self.received - 1 or (step == self.received - 1 and turn < max(self.received_turns, 1))
@@ -111,6 +115,7 @@ class Progress:
     def leave_out(self, step: int) -> None:
         """The script has left a step out."""
         self.left_out.add(step)
+        self.entered = max(self.entered, step)
         if self.steps == step:
             self.steps = step + 1
 
@@ -208,9 +213,10 @@ def gone_back(everyone: Sequence[Progress | None], rank: int, steps: int, histor
     repeat_until = max(max(one.repeat_until, one.steps) for one in known)
     results_of = _all_results(known)
     back = replace(furthest_of(everyone), steps=steps, repeat_until=repeat_until, holds=None, results_of=results_of)
-    if own is not None and own.steps >= steps:
-        return replace(back, received=own.received, again=own.again)
-    return replace(back, again=True, received=steps, result=Progress.resumed(steps, history).result)
+    if own is not None and own.has_script_at(steps):
+        return replace(back, received=own.received, again=own.again, entered=own.entered)
+    entered = -1 if own is None else own.entered
+    return replace(back, again=True, received=steps, entered=entered, result=Progress.resumed(steps, history).result)
 
 
 def _all_results(known: Sequence[Progress]) -> dict[str, dict[Call, list[Any]]]:

@@ -152,7 +152,7 @@ def _noted(job: Job) -> tuple[str, ...]:
     notes = (*build.summary(job), *warnings)
     for note in notes:
         _log.log(logging.WARNING if note in warnings and job.world.rank == 0 else logging.INFO, note)
-        job.events.mark("note", text=note)
+        job.events.mark("note", text=note, **({"warning": True} if note in warnings else {}))
     return notes
 
 
@@ -166,4 +166,4 @@ def _close(log: EventLog, coordinator: CoordinatorClient | None) -> None:
     join_all(_LAST_SAVE_SECONDS)
     log.close()
     if coordinator is not None:
-        coordinator.end_script()  # how it ended says who started it, not the end of its connection
+        coordinator.end_script()  # its launcher reports how it ended: the closed connection is no loss

@@ -83,9 +83,9 @@ def test_a_script_survives_a_kill_and_a_replacement_joins(paceline: Paceline, tm
     assert result.code == 0, result.err
     first, last = (json.loads((tmp_path / f"{worker}.json").read_text()) for worker in (0, 2))
     assert not (tmp_path / "1.json").exists()
-    before, lost, alone, joins, together = first["story"]
+    before, *alone, joins, together = first["story"]
     assert before == ["enter", 0, 2, 0]
-    assert lost == ["reset", 0, 1, 4] and alone == ["enter", 0, 1, 4]  # the last commit
+    assert alone in ([["reset", 0, 1, 4], ["enter", 0, 1, 4]], [])  # from the last commit on; or the next one is there
     assert joins[:3] == ["reset", 0, 2] and joins[3] % 2 == 0
     assert together == ["enter", 0, 2, joins[3]]  # what was done alone is kept
     assert last["story"] == [["enter", 1, 2, joins[3]]]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from pickle import dumps, loads
 from typing import Any
 
 import pytest
@@ -112,6 +113,34 @@ def test_the_class_is_as_before_when_the_session_has_ended() -> None:
     assert Net.shared is None and missing.shared is None
     start(nn.Linear(4, 2))
     assert "last" not in vars(Net) and vars(Net)["shared"] is None
+
+
+def test_the_class_is_sent_to_another_process_as_it_was() -> None:
+    """With an attribute that it has itself, and with one of its objects alone."""
+    found: list[Any] = []
+
+    def pickle(model: Net, step: int) -> None:
+        found[:] = [vars(Net).get("last"), vars(Net)["shared"]]
+
+    trained(pickle)
+    alone, shared = (loads(dumps(one)) for one in found)
+    kind = type("Kind", (), {"last": alone, "shared": shared})
+    one: Any = kind()
+    assert one.shared is None and not hasattr(one, "last")
+    one.last = 3
+    assert one.last == 3
+
+
+def test_what_the_loop_has_set_stays_its_own_through_a_call() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    session = start(model)
+    for batch in session.batches(steps=3):
+        report = session.step(batch)
+        model.last = torch.zeros(())
+        session.once(int)
+        assert float(model.last) == 0
+    assert not [note for note in report.notes if "The loop reads" in note]
 
 
 STAGES = """

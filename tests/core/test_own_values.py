@@ -74,6 +74,9 @@ class Several(SGD):
         self.generator = torch.Generator().manual_seed(1)
         self.history = History()
         self.rule = torch.relu
+        self.device: torch.device | None = None
+        self.drawing: Any = None
+        self.later: Any = None
 
 
 def several() -> tuple[Several, dict[str, nn.Parameter]]:
@@ -102,6 +105,25 @@ def test_values_of_several_types() -> None:
     assert other.history.norms is norms and (list(norms), norms.maxlen) == ([1.0, 2.0], 3)
     assert [id(value) for value in other.mine] == [id(value) for value in others.values()]
     assert torch.equal(torch.rand(3, generator=other.generator), expected) and not torch.equal(drawn, expected)
+
+
+def test_values_that_a_step_makes_or_that_are_of_this_worker() -> None:
+    made, parameters = several()
+    own, told = OwnValues(made, parameters), list[str]()
+    made.device, made.counts, made.drawing = torch.device("meta"), numpy.arange(4.0)[::-1], torch.Generator()
+    made.drawing.manual_seed(5)
+    made.later = History()
+    made.later.norms.append(9.0)
+    state = own.state(1)
+    other, others = several()
+    other.device = torch.device("cpu")
+    loading = OwnValues(other, others)
+    loading.tell = told.append
+    loading.load(state)
+    assert other.device == torch.device("cpu"), "each worker has its own"
+    assert other.counts.tolist() == [3, 2, 1, 0]
+    assert torch.equal(torch.rand(2, generator=other.drawing), torch.rand(2, generator=made.drawing))
+    assert len(told) == 1 and "optimizer.later.norms" in told[0]
 
 
 def test_what_is_not_kept_is_named_once() -> None:

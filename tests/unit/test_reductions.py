@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +106,10 @@ def reduce(world: ThreadWorld, make: Make, members: Sequence[int] = range(len(EX
     buckets = reduction.describe()["buckets"]
     assert [one["bucket"] for one in exchanges] == [*range(int(buckets))] * 3
     said = sum(one["bytes"] for one in exchanges)
-    return {"means": means, "said": said, "sent": world.bytes_sent, "kind": reduction.kind, "buckets": buckets}
+    kind, freed = reduction.kind, weakref.ref(reduction)
+    del reduction
+    assert freed() is None, "its memory, and that of others that it maps, would wait for the garbage collector"
+    return {"means": means, "said": said, "sent": world.bytes_sent, "kind": kind, "buckets": buckets}
 
 
 def assert_means(found: list[dict[str, Any]], ranks: Sequence[int] | None = None) -> None:

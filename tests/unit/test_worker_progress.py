@@ -139,8 +139,8 @@ def test_who_goes_back_knows_all_calls_and_how_far_anybody_was() -> None:
     """Rank 0 has gone back before, when the others were lost, and rank 1 has not."""
     call = 5, -1, 1
     everyone = [
-        Progress(4, {EVALUATE: {call: [1.0, 2.0]}}, repeat_until=6),
-        Progress(5, {EVALUATE: {call: [1.0]}}),
+        Progress(4, {EVALUATE: {call: [1.0, 2.0]}}, repeat_until=6, entered=5),
+        Progress(5, {EVALUATE: {call: [1.0]}}, entered=4),
         None,
     ]
     history = Progress(3, result=StepResult(2.0, 1.0, 0.1)).history()

@@ -46,8 +46,16 @@ class CollectiveExchange:
         size = SMALLEST_BUCKET if world.transport.capabilities.blocking_wait else LARGEST_BUCKET
         self.layout = Layout(size, first_bytes=FIRST_BUCKET)
         self.deliver = nothing
-        self.before: tuple[Phase, ...] = (self._start,)
-        self.after: tuple[Phase, ...] = ()
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Return the phases before the sums."""
+        return (self._start,)
+
+    @property
+    def after(self) -> tuple[Phase, ...]:
+        """Return the phases after them."""
+        return ()
 
     def open(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets

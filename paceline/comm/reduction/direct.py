@@ -53,8 +53,16 @@ class DirectExchange:
             self._givers = [peer for peer in self._peers if copies.get(peer) == world.rank]
             self._takers = [peer for peer in self._peers if copies.get(world.rank) == peer]
         self.layout = Layout(full(world.size), shares or [1 / world.size] * world.size, homes=homes)
-        self.before: tuple[Phase, ...] = (self._scatter,)
-        self.after: tuple[Phase, ...] = (nothing,)
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Return the phases before the sums."""
+        return (self._scatter,)
+
+    @property
+    def after(self) -> tuple[Phase, ...]:
+        """Return the phases after them."""
+        return (nothing,)
 
     def open(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets

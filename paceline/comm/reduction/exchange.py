@@ -42,8 +42,12 @@ class Exchange(Protocol):
 
     kind: str
     layout: Layout
-    before: tuple[Phase, ...]
-    after: tuple[Phase, ...]
+
+    @property
+    def before(self) -> tuple[Phase, ...]: ...
+
+    @property
+    def after(self) -> tuple[Phase, ...]: ...
 
     def open(self, buckets: list[Bucket]) -> None:
         """Take the buckets, once. All workers call this in one order."""

@@ -67,7 +67,8 @@ class Reduction:
         exchange.open(self._buckets)
         self._at = {member: (bucket, at) for bucket in self._buckets for at, member in enumerate(bucket.members)}
         self._sums = len(exchange.before)
-        self._phases: tuple[Phase, ...] = (*exchange.before, self._reduce, *exchange.after)
+        self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
+        """None: :meth:`_reduce`. Nothing here may refer to itself: memory is freed when the last user has gone."""
 
     def describe(self) -> dict[str, str | int]:
         """Return kind, number and size of the buckets, for the records."""
@@ -151,7 +152,7 @@ class Reduction:
             if phase > self._sums:
                 _wait(bucket.receives)
                 _wait(bucket.sends)
-            for sends, receives in self._phases[phase](bucket) or ():
+            for sends, receives in (self._phases[phase] or self._reduce)(bucket) or ():
                 self._start(bucket, sends, receives)
 
     def _reduce(self, bucket: Bucket) -> Iterable[Messages] | None:

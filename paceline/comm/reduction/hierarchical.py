@@ -57,8 +57,16 @@ class HierarchicalExchange:
         chunks = len(world.hosts) * columns
         of_columns = [share / columns for share in shares or () for _ in range(columns)]
         self.layout = Layout(full(chunks), of_columns or [1 / chunks] * chunks)
-        self.before: tuple[Phase, ...] = (self._shared.announce_parts, self._send_sums)
-        self.after: tuple[Phase, ...] = (self._spread, self._shared.await_means)
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Return the phases before the sums."""
+        return (self._shared.announce_parts, self._send_sums)
+
+    @property
+    def after(self) -> tuple[Phase, ...]:
+        """Return the phases after them."""
+        return (self._spread, self._shared.await_means)
 
     def open(self, buckets: list[Bucket]) -> None:
         self._buckets = buckets

@@ -83,8 +83,16 @@ class SharedMemoryExchange:
         self._shared = SharedBuckets(memory)
         self.open = self._shared.open
         self.layout = Layout(SMALLEST_BUCKET, [1 / self._size] * self._size, homes=homes)
-        self.before: tuple[Phase, ...] = (self._shared.announce_parts,)
-        self.after: tuple[Phase, ...] = (self._shared.await_means,)
+
+    @property
+    def before(self) -> tuple[Phase, ...]:
+        """Return the phases before the sums."""
+        return (self._shared.announce_parts,)
+
+    @property
+    def after(self) -> tuple[Phase, ...]:
+        """Return the phases after them."""
+        return (self._shared.await_means,)
 
     def begin(self, nodes: list[list[Node]]) -> None:
         self._own, self._order = len(nodes[self._rank]), in_order(nodes, range(self._size))

@@ -13,12 +13,13 @@ has an old value. A descriptor on the class finds the reads. Only attributes tha
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, ValuesView
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 import torch
@@ -96,10 +97,14 @@ class ForwardValues:
                 self._steps[name] = count + 1
                 self._found = True
 
+    def begin(self) -> None:
+        """Watch for reads: a step has returned."""
+        self._fresh.clear()
+        self.open()
+
     def open(self) -> None:
         """Watch for reads: the loop body goes on."""
         self._is_open = True
-        self._fresh.clear()
         if self._found:
             self._found = False
             self._watch()
@@ -156,6 +161,10 @@ class _Descriptor:
         self._own = vars(kind).get(key, _ABSENT)
         setattr(kind, key, self)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave the watch behind where the class is sent to another process, with its objects."""
+        return (_Unset, ()) if self._default is _ABSENT else (copy.copy, (self._default,))
+
     def remove(self) -> None:
         """Let the class have what it had."""
         if vars(self._kind).get(self._key) is not self:
@@ -181,6 +190,13 @@ class _Descriptor:
         if self._key not in vars(one):
             raise AttributeError(self._key)
         del vars(one)[self._key]
+
+
+class _Unset:
+    """Stands for an attribute that objects alone have."""
+
+    def __get__(self, one: object, kind: type | None = None) -> NoReturn:
+        raise AttributeError("the attribute is not set")
 
 
 def _may_replace(kind: type, key: str) -> bool:

@@ -118,7 +118,7 @@ class LoopChanges:
             for owner, then, values in zip(self._owners, before, self._plain, strict=True):
                 if then is not values:
                     self.forward_values.find_changed(owner.name, then, values)
-        self.forward_values.open()
+        self.forward_values.begin()
         if self._to_watch:
             self._gradients = [(ref(value), value._version) for value in self._gradients_now()]
         if self._digests_of is not None and step & (step - 1) == 0:

@@ -86,7 +86,9 @@ def is_array(value: Any) -> TypeGuard[Array]:
     """Whether a value is a tensor or an array of numbers that can be kept."""
     if isinstance(value, torch.Tensor):
         return value.layout == torch.strided and not value.is_meta and value.nbytes <= _MOST_BYTES
-    return isinstance(value, numpy.ndarray) and value.dtype.kind in "biufc" and value.nbytes <= _MOST_BYTES
+    if not isinstance(value, numpy.ndarray) or value.dtype.kind not in "biufc" or value.nbytes > _MOST_BYTES:
+        return False
+    return value.dtype.isnative and min(value.strides, default=0) >= 0  # torch takes no other
 
 
 def put_into(now: Any, sent: Any) -> bool:

@@ -1,14 +1,14 @@
-"""What an optimizer keeps besides its groups and the state of its parameters: attributes such as the weights and the
-step counter of a Lookahead.
+"""Attributes of an optimizer beside ``state`` and ``param_groups``, as a Lookahead's slow weights and step counter.
 
 Numbers, text, tensors, arrays, generators, and containers and plain objects of these are saved in checkpoints and sent
-to joiners. A parameter is written by its name. Of anything else it is only seen that it was replaced.
+to joiners. A parameter is written by its name. Other values are not saved; only their replacement is noticed.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import numpy
@@ -22,8 +22,7 @@ from paceline.errors import InputError
 from paceline.step.optimizers.several import parts_of
 from paceline.user_code import is_user_class
 
-_OF_TORCH = {*vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)), "step", "_opt_called"}
-"""What torch keeps in each optimizer; a schedule replaces ``step``, and then sees whether it was called."""
+_ABSENT = object()
 _PLAIN = bool, int, float, str, type(None), numpy.bool_, numpy.int32, numpy.int64, numpy.float32, numpy.float64
 _DEEPEST = 8
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {"list": list, "tuple": tuple, "deque": deque}
@@ -37,6 +36,16 @@ _NOT_OF_ALL = (
     "{what} in {name}, and with strategy {strategy!r} not every worker makes every update: no worker has the whole of "
     "it to save or to send to a joiner. Keep it in optimizer.state[parameter], or use strategy 'allreduce'."
 )
+
+
+@cache
+def _of_torch() -> frozenset[str]:
+    """Return what torch keeps in each optimizer; a schedule replaces ``step``, and then sees whether it was called.
+
+    Not at import: a process that workers are forked from computes nothing.
+    """
+    made = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
+    return frozenset({*made, "step", "_opt_called", "_need_device_dtype_check_for_fused"})
 
 
 class _NotKeptError(TypeError):
@@ -68,7 +77,7 @@ class OwnValues:
         for name, value, written in self._written():
             if written is not None:
                 found[name] = written
-            elif self._others.setdefault(name, value) is not value and name not in self._told:
+            elif self._others.get(name, _ABSENT) is not value and name not in self._told:
                 self._told.add(name)
                 self.tell(_NOT_KEPT.format(name=name, kind=type(value).__name__))
         return found
@@ -81,6 +90,9 @@ class OwnValues:
             if where in owners:
                 entries = vars(owners[where])
                 entries[key] = self._restored(entries.get(key), written)
+            elif name not in self._told:  # of an object that an update has made
+                self._told.add(name)
+                self.tell(_NOT_KEPT.format(name=name, kind="value of an object that it has made"))
 
     @property
     def tensors(self) -> list[str]:
@@ -93,7 +105,9 @@ class OwnValues:
         elsewhere = {id(self._optimizer.param_groups), id(self._optimizer.state), *(id(owner) for _, owner in owners)}
         for where, owner in owners:
             for key, value in vars(owner).items():
-                if id(value) in elsewhere or (isinstance(owner, Optimizer) and key in _OF_TORCH):
+                if id(value) in elsewhere or (isinstance(owner, Optimizer) and key in _of_torch()):
+                    continue
+                if isinstance(value, torch.device):  # each worker has its own
                     continue
                 try:
                     written = self._write(value, 0)
@@ -122,10 +136,10 @@ class OwnValues:
             if name is None and (value.layout != torch.strided or isinstance(value, nn.Parameter)):
                 raise _NotKeptError
             return ["tensor", value.detach()] if name is None else ["parameter", name]
-        if type(value) in _PLAIN or isinstance(value, torch.dtype | torch.device):
+        if type(value) in _PLAIN or isinstance(value, torch.dtype):
             return ["value", value]
         if isinstance(value, numpy.ndarray) and value.dtype.kind in "biuf":
-            return ["array", torch.from_numpy(value)]
+            return ["array", torch.from_numpy(numpy.array(value, value.dtype.newbyteorder("="), order="C"))]
         if isinstance(value, torch.Generator):
             return ["generator", value.get_state()]
         if depth > _DEEPEST:
@@ -149,8 +163,7 @@ class OwnValues:
             now[...] = content.numpy()
             return now
         if kind == "generator":
-            now.set_state(content.cpu())
-            return now
+            return (now or torch.Generator()).set_state(content.cpu())
         if kind == "dict":
             old = dict(now) if isinstance(now, dict) else {}
             keys = [self._restored(None, key) for key, _ in content]

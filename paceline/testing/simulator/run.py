@@ -192,7 +192,7 @@ class Simulation:
     # What goes wrong.
 
     def reach(self, point: str, step: int) -> None:
-        """Let the faults happen that are due at the how manieth passing of any point; others may go on meanwhile."""
+        """Inject the faults that are due at this passing of a fault point; other processes may run meanwhile."""
         self._points += 1
         process = self._hub.running
         assert process is not None

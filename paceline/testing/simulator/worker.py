@@ -102,7 +102,11 @@ class State:
         self.parts = [(value, steps) for value, steps in tensors["parts"].tolist()]
         self.loaded_script = state
         if not self.keeps_script:
-            self._script.load(state)
+            self.load_script()
+
+    def load_script(self) -> None:
+        """See ``TrainingState``."""
+        self._script.load(self.loaded_script)
 
 
 class Checkpointer:
@@ -265,6 +269,7 @@ class Worker:
         world: as this worker sees it.
         seen: the steps that its script took, and the losses that it was told.
         evaluated: what its evaluation returned.
+        done: a value that the script has registered: the steps whose lines have run, here or where it came from.
         left_at: how many steps its script had taken when it was told to leave; none: it was not.
     """
 
@@ -273,6 +278,7 @@ class Worker:
         self.world = SimulatedWorld(machines, self.client, _TIMEOUT)
         self.seen: list[tuple[int, float]] = []
         self.evaluated: list[float] = []
+        self.done: list[int] = []
         self.left_at: int | None = None
         self._hub, self._disk, self._random = machines.hub, disk, random
         self._parts = 3 if sharded else 1
@@ -289,13 +295,17 @@ class Worker:
             return Simulated(job, state, self._hub.pause, self._random)
 
         loop = TrainingLoop(beginning, script, build)
+        script.register({"done": self.done})
         for batch in Batches(loop).batches(STEPS):
             result, _ = loop.step(batch)
             self.seen.append((batch.step, result.loss))
+            self.done.append(batch.step)
             self._hub.pause(self._random.uniform(0.0, 0.05))
             if batch.step == EVALUATES:
                 self.evaluated.append(loop.make(EVALUATE, "evaluating", self._evaluate))
         state.check(STEPS)
+        if self.done != list(range(STEPS)) and not self.world.was_dropped:  # then lines behind a step run once more
+            raise Broken(f"the registered steps are {self.done}")
         self.client.end_script()
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""The workers of a simulated run, as one of them sees them: the part of ``comm.world.World`` that training needs."""
+"""Membership and messages of a simulated worker: the subset of ``comm.world.World`` that training needs."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class SimulatedWorld(Waiting):
 
     device = torch.device("cpu")
     shared_memory = host_memory = None
-    leaving = False
+    leaving = was_dropped = False
 
     def __init__(self, machines: Machines, coordinator: CoordinatorClient, timeout: float) -> None:
         super().__init__(-1, 0, timeout, coordinator)
@@ -81,6 +81,7 @@ class SimulatedWorld(Waiting):
         """Come together with the members of a generation."""
         if membership.generation <= self.generation:
             raise Broken(f"worker {self._number} entered {membership.generation} after {self.generation}")
+        self.was_dropped = self.was_dropped or 0 <= self.generation < membership.generation - 1
         self._members, self.generation, self._gathers = membership.members, membership.generation, 0
         self.rank, self.size = membership.rank_of(self._number), len(self._members)
         if membership.fenced:

@@ -144,8 +144,8 @@ class Recovery:
         if progress is not None:
             progress.changes = self._job.loop.needed
         everyone = self._job.world.gather(progress, RE_FORMING)
-        furthest = furthest_of(everyone)  # a script that is at most in the step behind has come further since then
-        self._state.keeps_script = progress is not None and progress.steps >= furthest.steps - 1
+        # the script has come further since then, unless it is more than a step behind, or has yet to begin
+        self._state.keeps_script = progress is not None and progress.has_script_at(furthest_of(everyone).steps)
         if assemble(self._job, everyone):
             progress = None if progress is None else replace(progress, holds=None)
             progress = self._catch_up(everyone, progress)
@@ -161,7 +161,7 @@ class Recovery:
             sends = world.rank in plan.senders
             received = transfer(world, plan.senders, self._to_send(progress, plan.in_step) if sends else None)
             if received is not None:
-                progress = self._take_over(received)
+                progress = self._take_over(received, -1 if progress is None else progress.entered)
         assert progress is not None
         return progress
 
@@ -176,16 +176,19 @@ class Recovery:
             self._job.loop.now = False
         return StateBytes(snapshot.tensors, (snapshot.state, replace(progress, again=not in_step)), progress.steps)
 
-    def _take_over(self, received: StateBytes) -> Progress:
+    def _take_over(self, received: StateBytes, entered: int) -> Progress:
         progress: Progress
         state, progress = received.rest
         self._state.load(dict(received.tensors), state)
-        return replace(progress, received=progress.steps, received_turns=progress.turns)
+        return replace(progress, received=progress.steps, received_turns=progress.turns, entered=entered)
 
     def _go_back(self, everyone: list[Progress | None]) -> Progress:
         """Take the newest checkpoint on all workers, as there is no whole state any more."""
-        furthest = furthest_of(everyone)
+        furthest, own = furthest_of(everyone), everyone[self._job.world.rank]
+        self._state.keeps_script = own is not None
         steps = go_back(self._job, self._checkpointer, self._state, everyone)
+        if own is not None and not own.has_script_at(steps):
+            self._state.load_script()
         if furthest.changes and steps < furthest.steps:
             raise InputError(
                 f"A part of the state is lost with its workers. The others would go back to the checkpoint of step "
