@@ -111,12 +111,16 @@ class State:
     def __init__(self) -> None:
         self.loaded_script: dict[str, Any] = {}
         self.loaded: list[tuple[dict[str, torch.Tensor], Any]] = []
+        self.script_loaded = False
 
     def snapshot(self, steps: int) -> Any:
         return SimpleNamespace(tensors=state_at(steps), state={"at": steps})
 
     def load(self, tensors: dict[str, torch.Tensor], state: Any) -> None:
         self.loaded.append((tensors, state))
+
+    def load_script(self) -> None:
+        self.script_loaded = True
 
 
 class Saver:
@@ -203,8 +207,9 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_workers_behind_get_the_state_of_the_furthest() -> None:
     made = {(3, -1, 0): [0.5]}
-    given = [Progress(7, turns=2, compared=3), Progress(6, compared=5), None, Progress(7, {"evaluate": made}, turns=2)]
-    given += [Progress(7, {"evaluate": made}, turns=2, compared=1)]
+    given = [Progress(7, turns=2, compared=3, entered=7), Progress(6, compared=5, entered=6), None]
+    given += [Progress(7, {"evaluate": made}, turns=2, entered=7)]
+    given += [Progress(7, {"evaluate": made}, turns=2, compared=1, entered=6)]
 
     def act(world: Any) -> tuple[Progress, State]:
         scene = Scene(world)
@@ -294,8 +299,9 @@ RESULT = StepResult(0.5, 1.0, 0.1)
 @pytest.mark.parametrize("lost", ["a shard", "the same step"])
 def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
     whole = names_of("")
-    given: list[Progress | None] = [Progress(6, holds=names_of("0."), received=2, repeat_until=3), None]
-    given += [Progress(8, holds=names_of("0.w") if lost == "a shard" else whole, received=4, result=RESULT)]
+    given: list[Progress | None] = [Progress(6, holds=names_of("0."), received=2, repeat_until=3, entered=6), None]
+    held = names_of("0.w") if lost == "a shard" else whole
+    given += [Progress(8, holds=held, received=4, result=RESULT, entered=8)]
 
     def act(world: Any) -> tuple[Progress, Scene]:
         scene = Scene(world, newest=5)
@@ -307,6 +313,21 @@ def test_a_lost_state_is_taken_from_the_newest_checkpoint(lost: str) -> None:
         assert scene.events == [("went back", {"step": 5, "steps": 3})]
         assert progress.received == (2, 5, 4)[rank]
         assert progress.result == (RESULT, None, RESULT)[rank]
+        assert not scene.state.script_loaded
+
+
+def test_a_script_that_was_behind_the_checkpoint_gets_the_values_of_that() -> None:
+    """It joined, got a state, and has yet to begin its loop; its progress is that of the state that it got."""
+    given = [Progress(6, holds=names_of("0."), entered=6), Progress(6, holds=names_of("0.w"), entered=-1, received=6)]
+
+    def act(world: Any) -> tuple[Progress, bool]:
+        scene = Scene(world, newest=5)
+        scene.state.loaded_script = {"results": [], "evaluations": {}, "once": {}}
+        return scene.of._same_state(given[world.rank]), scene.state.script_loaded
+
+    (first, kept), (second, loaded) = run(2, act)
+    assert (first.received, first.entered, kept) == (0, 6, False)
+    assert (second.received, second.entered, loaded) == (5, -1, True)
 
 
 def test_a_strategy_without_the_bits_takes_shards_of_several_steps(capable: SimpleNamespace) -> None:

@@ -194,8 +194,8 @@ def test_an_error_of_the_data_names_sample_microbatch_and_step() -> None:
 def test_the_line_of_an_error_in_a_loader_process() -> None:
     frames = f'  File "{TORCH}", line 1, in fetch\n  File "/home/me/train.py", line 41, in __getitem__\n'
     text = f"Caught EOFError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n{frames}"
-    assert locations_in_message(EOFError(text)) == ["train.py:41"]
-    assert locations_in_message(EOFError(frames)) == []
+    assert locations_in_message(text) == ["train.py:41"]
+    assert locations_in_message(frames) == []
 
 
 def test_an_error_of_the_forward_pass_names_microbatch_and_step() -> None:
