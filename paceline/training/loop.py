@@ -280,14 +280,13 @@ class TrainingLoop:
         self.activity.begin("in the script")
 
     def _follow(self, notice: int) -> None:
-        """Act on the notice of a step; while lost steps are repeated a joiner would get values of a later one.
+        """Act on the notice of a step.
 
         Raises:
             SystemExit: this worker's part is over, or the run's.
         """
-        if self.progress.steps < self.progress.repeat_until:
-            return
-        action = decide(notice, self._recovery is not None, self.job.loop.lacks_copies)
+        repeats = self.progress.steps < self.progress.repeat_until  # the registered values are those of a later step
+        action = decide(notice, self._recovery is not None, repeats or self.job.loop.lacks_copies)
         if action is Action.RE_FORM:
             assert self._recovery is not None
             with self.job.loop.not_watched():

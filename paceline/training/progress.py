@@ -155,16 +155,16 @@ class Action(Enum):
     SAVE_AND_STOP = "save and stop"
 
 
-def decide(notice: int, elastic: bool, lacks_copies: bool) -> Action:
+def decide(notice: int, elastic: bool, joiners_wait: bool) -> Action:
     """Return what all workers do after a step in which they heard a notice.
 
     Args:
         notice: the largest of all workers (``comm.rendezvous.coordinator_client``).
         elastic: whether a coordinator forms another membership.
-        lacks_copies: whether the loop has changed a tensor for the first time, so that nobody has it as it was when
-            the step returned; then joiners wait for the next step.
+        joiners_wait: whether nobody has all of the state as it was when this step returned: the loop has changed a
+            tensor for the first time, or lost steps are repeated. Then joiners wait for a later step.
     """
-    if not notice or (notice < LEAVING and (lacks_copies or not elastic)):
+    if not notice or (notice < LEAVING and (joiners_wait or not elastic)):
         return Action.GO_ON
     return Action.RE_FORM if elastic else Action.SAVE_AND_STOP
 

@@ -96,6 +96,7 @@ BUGS: dict[str, tuple[object, str, str, str]] = {
     "a part of the state is thought whole": (Recovery, "_same_state", "if assemble(self._job, everyone):", "if True:"),
     "a lost worker of another machine is not replaced": (RemoteAgent, "ended", "self._to_start += 1", "pass"),
     "a replay is forgotten": (progress, "gone_back", "max(max(one.repeat_until, one.steps) for one in known)", "steps"),
+    "a joiner comes while lost steps are repeated": (TrainingLoop, "_follow", "repeats or ", ""),
 }  # fmt: skip
 
 

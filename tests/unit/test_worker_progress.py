@@ -105,7 +105,7 @@ def test_the_results_of_calls_are_those_of_their_place() -> None:
 
 
 @pytest.mark.parametrize(
-    ("notice", "elastic", "lacks_copies", "action"),
+    ("notice", "elastic", "joiners_wait", "action"),
     [
         (0, True, True, Action.GO_ON),
         (PENDING, True, False, Action.RE_FORM),
@@ -116,8 +116,8 @@ def test_the_results_of_calls_are_those_of_their_place() -> None:
         (LEAVING, False, True, Action.SAVE_AND_STOP),
     ],
 )
-def test_what_follows_from_a_notice(notice: int, elastic: bool, lacks_copies: bool, action: Action) -> None:
-    assert decide(notice, elastic=elastic, lacks_copies=lacks_copies) is action
+def test_what_follows_from_a_notice(notice: int, elastic: bool, joiners_wait: bool, action: Action) -> None:
+    assert decide(notice, elastic=elastic, joiners_wait=joiners_wait) is action
 
 
 def test_the_furthest_send_their_state() -> None:
