@@ -71,11 +71,6 @@ def pytest_runtest_setup() -> None:
     failures.used.clear()
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
-    if not hasattr(session.config, "workerinput"):  # the process that hands out the tests
-        failures.clear()
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Keep the output and the events of a failed test's processes, and show the end of their output."""
@@ -83,7 +78,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         given = [value for value in getattr(item, "funcargs", {}).values() if isinstance(value, Path)]
         folders = [path for path in [*given, *failures.used] if path.is_dir()]
-        folder = failures.keep(item.nodeid, report.longreprtext, folders)
+        folder = failures.keep(item.nodeid, report.longreprtext, folders, afresh=report.when != "teardown")
         report.sections.append((f"processes; all of it is in {folder}", failures.last_lines(folder)))
     return report
 

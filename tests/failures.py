@@ -16,14 +16,20 @@ used: list[Path] = []
 """Folders in which the present test has run processes."""
 
 
-def clear() -> None:
-    """Remove what an earlier run of the tests has left."""
-    shutil.rmtree(FOLDER, ignore_errors=True)
+def keep(test: str, report: str, directories: Iterable[Path], afresh: bool) -> Path:
+    """Copy the report and the text files below the directories to a folder of this test; return the folder.
 
+    It stays when the test passes again: one that failed by chance may not do so for days.
 
-def keep(test: str, report: str, directories: Iterable[Path]) -> Path:
-    """Copy the report and the text files below the directories to a folder of this test; return the folder."""
+    Args:
+        test: its id.
+        report: of its failure.
+        directories: in which it has run processes.
+        afresh: whether to remove what an earlier failure of the test has left.
+    """
     folder = FOLDER / re.sub(r"[^\w.=-]+", "_", test)[-150:]
+    if afresh:
+        shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "report.txt").write_text(report)
     for number, directory in enumerate(dict.fromkeys(directories)):
