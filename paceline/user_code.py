@@ -27,11 +27,13 @@ def is_user_code(file: str) -> bool:
     return not file.startswith(_LIBRARY_STARTS) and "site-packages" not in file
 
 
+@functools.lru_cache(maxsize=1024)
 def is_user_class(kind: type) -> bool:
-    """Whether a class is defined in the user's code, by its functions: its module may be another file by now."""
-    code = next((one.__code__ for one in vars(kind).values() if inspect.isfunction(one)), None)
+    """Whether a class is defined in the user's code: it, or a function of it, as its module may have another file."""
+    if any(is_user_code(one.__code__.co_filename) for one in vars(kind).values() if inspect.isfunction(one)):
+        return True
     try:
-        return is_user_code(inspect.getfile(kind) if code is None else code.co_filename)
+        return is_user_code(inspect.getfile(kind))
     except (TypeError, OSError):  # of C, or of a notebook
         return False
 

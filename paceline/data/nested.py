@@ -137,14 +137,13 @@ class CollatedSizes:
         self.uneven = ""
         self._first: tuple[int, int] | None = None
 
-    def add(self, asked: int, data: Any) -> bool:
-        """Compare a microbatch with the first one; return whether it is the first that is uneven."""
+    def add(self, asked: int, data: Any) -> None:
+        """Compare a microbatch with the first one, until one is uneven."""
         if self.uneven:
-            return False
+            return
         found = samples_in(data, asked)
         if self._first is None:
             self._first = found, asked
         before, of = self._first
         if found * of != before * asked:
-            self.uneven = f"{found} samples for {asked} items, and {before} for another {of}"
-        return bool(self.uneven)
+            self.uneven = f"{found} samples for {asked} items in one microbatch and {before} for {of} in another"

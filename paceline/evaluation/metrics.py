@@ -95,9 +95,9 @@ class Metrics:
             else:
                 assert given is not None
                 found.append(_sum_and_count(name, metric(*given), samples))
-        if (sizes := self._sizes) is not None and sizes.add(samples, data):
-            means = [one for one in found if isinstance(one, tuple) and one[1] == samples]
-            if means:
+        if (sizes := self._sizes) is not None:
+            sizes.add(samples, data)
+            if sizes.uneven and any(isinstance(one, tuple) and one[1] == samples for one in found):
                 self._warn(sizes.uneven)
         return found
 
@@ -105,8 +105,8 @@ class Metrics:
         if not any(text.startswith(_UNEVEN) for text in self._job.learned.warnings):  # in another evaluation
             warn(
                 self._job,
-                f"{_UNEVEN} {sizes}. A metric that is a mean over a microbatch counts as its items, so samples do not "
-                f"weigh alike: return the pair (sum, count).",
+                f"{_UNEVEN} {sizes}. A metric is a mean over a microbatch, which is weighted by its items, so samples "
+                f"do not have equal weight: return the pair (sum, count).",
             )
 
     def combine(self, contributions: list[Any]) -> Any:

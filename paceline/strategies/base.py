@@ -55,6 +55,7 @@ class Capabilities:
         cuts_model: the output and the loss are computed in different places.
         sparse_gradients: several workers can train with sparse gradients.
         divides_update: different workers update different parameters.
+        makes_all_updates: each worker makes all updates of the weights that it trains, with one optimizer.
         phases: a batch may have several losses in turns, each for the parameters of its own optimizer.
         closures: it can compute a step again, for an optimizer that needs a closure.
         scales_loss: gradients may be those of a scaled loss until they have come together.
@@ -74,6 +75,7 @@ class Capabilities:
     cuts_model: bool = False
     sparse_gradients: bool = False
     divides_update: bool = False
+    makes_all_updates: bool = True
     phases: bool = False
     closures: bool = False
     scales_loss: bool = False

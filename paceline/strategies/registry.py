@@ -136,7 +136,7 @@ def check_optimizer(job: Job, able: Capabilities) -> None:
         InputError: says why.
     """
     strategy = job.settings.strategy
-    if not (able.replicated or strategy == "local-sgd"):
+    if not able.makes_all_updates:
         check_own_tensors(job.update.optimizer, dict(job.compute.model.named_parameters()), strategy)
         if not able.cuts_model:
             job.update.divided_by = strategy

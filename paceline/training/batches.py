@@ -21,9 +21,9 @@ _UNUSED = (
     "between workers."
 )
 _UNEVEN = (
-    "The collate function returned {sizes}. The loss is a mean over a microbatch, which counts as its items, so "
-    "samples do not weigh alike: the result is not that of one large batch. Return the loss as the pair (sum, count), "
-    "or leave samples out of the data set before paceline.start. Training goes on."
+    "The collate function returned {sizes}. The loss is a mean over a microbatch, and each microbatch is weighted by "
+    "its items, so samples do not have equal weight: the result is not that of one large batch. Return the loss as the "
+    "pair (sum, count), or leave samples out of the data set before paceline.start. Training goes on."
 )
 
 

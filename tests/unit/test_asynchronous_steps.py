@@ -219,6 +219,35 @@ def test_each_step_is_done_once_and_all_have_its_weights(train: Any, server: dic
     assert len(told) == 1
 
 
+def test_a_worker_that_pauses_before_its_update_is_made(train: Any) -> None:
+    """The other one makes all updates that are left, this worker's too, before it asks for its learning rate."""
+    paused, finished = threading.Event(), threading.Event()
+
+    def act(worker: Worker) -> None:
+        if worker.job.world.rank == 0:
+            paused.wait(20)
+            worker.train()
+            finished.set()
+        else:
+            client = worker.peers.client(0)
+            start = client.start
+
+            def pause(what: str, *rest: Any) -> None:
+                if what == "shard.apply" and not paused.is_set():
+                    paused.set()
+                    assert finished.wait(20)
+                start(what, *rest)
+
+            client.start = pause
+            worker.train()
+        worker.steps.synchronize(STEPS)
+
+    workers = train(2, act)
+    made = [worker.made() for worker in workers]
+    assert [len(one) for one in made] == [STEPS - 1, 1]
+    assert workers[0].weights() == workers[1].weights() == replayed(made)
+
+
 def test_training_goes_on_after_workers_have_synchronized(train: Any) -> None:
     def act(worker: Worker) -> None:
         worker.train(0, 5)

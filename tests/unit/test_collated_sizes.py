@@ -72,10 +72,10 @@ def test_a_collate_function_that_keeps_all(caplog: pytest.LogCaptureFixture) -> 
     ("shapes", "uneven"),
     [
         ([(4, [(4, 8), (4,)]), (3, [(3, 8), (3,)])], ""),
-        ([(4, [(4, 8), (4,)]), (4, [(3, 8), (3,)])], "3 samples for 4 items, and 4 for another 4"),
+        ([(4, [(4, 8), (4,)]), (4, [(3, 8), (3,)])], "3 samples for 4 items in one microbatch and 4 for 4 in another"),
         ([(4, [(3, 8), (3,)]), (4, [(3, 8), (3,)])], ""),
         ([(4, [(8, 5)]), (2, [(4, 5)])], ""),  # two views of each sample
-        ([(4, [(8, 5)]), (2, [(5, 5)])], "5 samples for 2 items, and 8 for another 4"),
+        ([(4, [(8, 5)]), (2, [(5, 5)])], "5 samples for 2 items in one microbatch and 8 for 4 in another"),
         ([(4, [(9, 4), (7, 4)]), (4, [(5, 4), (6, 4)])], ""),  # the time first
         ([(4, [(9, 4), (9, 4)]), (4, [(5, 4), (5, 4)])], ""),
         ([(4, [(9, 3), (4,)]), (4, [(5, 3), (4,)])], ""),  # the nodes of graphs, with a target for each graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,10 +61,14 @@ def reduction_for(
         if world.host_memory is not None:
             exchange = HierarchicalExchange(world, world.host_memory, tags, shares)
         else:
-            ranks_of = world.hosts  # the workers of a machine add up alike
-            of_rank = {rank: share / len(ranks_of[at]) for at, share in enumerate(shares) for rank in ranks_of[at]}
-            exchange = DirectExchange(world, tags, [of_rank[rank] for rank in sorted(of_rank)])
+            exchange = DirectExchange(world, tags, _shares_of_ranks(world.hosts, shares))
     return Reduction(world, exchange, tensors, events, name, size)
+
+
+def _shares_of_ranks(hosts: Sequence[Sequence[int]], shares: list[float]) -> list[float]:
+    """Return the share of each rank: the workers of a machine add up equal parts of its share."""
+    of_rank = {rank: share / len(ranks) for ranks, share in zip(hosts, shares, strict=False) for rank in ranks}
+    return [of_rank[rank] for rank in sorted(of_rank)]
 
 
 def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:

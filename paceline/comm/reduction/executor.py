@@ -97,10 +97,12 @@ class Reduction:
         return [views[at] for views in bucket.views[: self._own]]
 
     def written(self, member: int) -> None:
-        """Take a tensor whose slots are filled. A bucket leaves when all its tensors are, after those before it.
+        """Mark the slots of a tensor as filled.
+
+        A bucket leaves when all its tensors are written and all buckets before it have left.
 
         Raises:
-            WorkerLost: a worker was lost since these came together.
+            WorkerLost: a worker was lost after this generation formed.
         """
         self._world.check()
         bucket, _ = self._at[member]

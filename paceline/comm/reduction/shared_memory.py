@@ -108,9 +108,11 @@ class SharedMemoryExchange:
         """Write the mean of this worker's chunk into the flats of all others."""
         chunk = bucket.chunk(self._rank)
         mine = bucket.flats[0][chunk]
-        bucket.sent = self._own * (bucket.flats[0].nbytes - mine.nbytes) + (self._size - 1) * mine.nbytes
-        for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
-            if rank != self._rank and bucket.home is None:
-                flat[chunk].copy_(mine)
+        bucket.sent = self._own * (bucket.flats[0].nbytes - mine.nbytes)
+        if bucket.home is None:  # a server keeps its means
+            for rank, flat in enumerate(self._shared.flats[bucket.index][0]):
+                if rank != self._rank:
+                    flat[chunk].copy_(mine)
+                    bucket.sent += mine.nbytes
         if bucket.home in (None, self._rank):
             self._shared.announce_means(bucket)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from paceline.user_code import is_user_code
+from paceline.user_code import is_user_class, is_user_code
 
 Leaf: TypeAlias = (
     "bool | int | float | torch.Tensor | numpy.ndarray[Any, Any] | torch.Generator | random.Random | "
@@ -108,7 +108,7 @@ class Attributes:
                 self._containers.append((value, value.copy()))
                 yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
         elif isinstance(value, type):
-            yield from self._of_class(name, value, value) if is_user_code(_file_of(value)) else ()
+            yield from self._of_class(name, value, value) if is_user_class(value) else ()
         elif isinstance(value, CellType | ContextVar):
             self._containers.append((value, _content_of(value)))
             yield name, _content_of(value)
@@ -126,7 +126,7 @@ class Attributes:
 
     def _of_object(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         module = isinstance(value, nn.Module)
-        users = [kind for kind in type(value).__mro__ if is_user_code(_file_of(kind))]
+        users = [kind for kind in type(value).__mro__ if is_user_class(kind)]
         if not module and not users:
             own = type(value).__module__.partition(".")[0]
             if own in ("paceline", "torch") and not isinstance(value, Dataset | Sampler):
@@ -271,19 +271,12 @@ def _is_followed(value: Any) -> bool:
     """Whether to look into a global: not at objects of libraries, which may have threads of their own."""
     followed = (*_NUMBERS, list, dict, set, torch.Tensor, numpy.ndarray, FunctionType, nn.Module, *GENERATORS)
     known = isinstance(value, (*followed, ContextVar, threading.local, _lru_cache_wrapper))
-    return known or is_user_code(_file_of(value if isinstance(value, type) else type(value)))
+    return known or is_user_class(value if isinstance(value, type) else type(value))
 
 
 def _slots_of(kind: type) -> list[str]:
     slots = vars(kind).get("__slots__", ())
     return [key for key in ([slots] if isinstance(slots, str) else slots) if key not in ("__dict__", "__weakref__")]
-
-
-def _file_of(kind: type) -> str:
-    try:
-        return inspect.getfile(kind)
-    except (TypeError, OSError):
-        return "<builtin>"
 
 
 def _content_of(cell: CellType | ContextVar[Any]) -> Any:

@@ -38,12 +38,12 @@ _CURE = (
     "same on all workers. What the model keeps from step to step belongs in a buffer (register_buffer)."
 )
 _LAST_MICROBATCH = (
-    "The loop reads {name} ({line}), which the forward pass sets. It is that of the last microbatch which this worker "
-    "has computed, so the result depends on the number of workers. "
+    "The loop reads {name} ({line}), which the forward pass sets. The value is that of the last microbatch this worker "
+    "computed, so the result depends on the number of workers. "
 )
 _NOT_HERE = (
     "The loop reads {name} ({line}), which the forward pass sets. This worker has not run that forward pass since it "
-    "began: another worker computes this layer or these microbatches, or did so before. So it reads an old value. "
+    "started: another worker computes this layer or these microbatches. The value is stale. "
 )
 
 

@@ -73,7 +73,7 @@ class HeldShard:
         self._forward = forward
         self._forwarding, self._lock = threading.Lock(), threading.Lock()
         self._pending: dict[int, tuple[PendingGradients, bytearray]] = {}
-        self._rates: dict[int, float] = {}
+        self._rates: dict[int, float] = {}  # of the last update of each rank, which it asks for before its next one
         self._version = 0
         self._weights: tuple[int, bytes] = -1, b""
 
@@ -94,11 +94,11 @@ class HeldShard:
         return None, ()
 
     def apply(self, place: int, orders: Sequence[Order]) -> Answer:
-        """Make updates, at the other holder too; answers with the learning rate of the last one."""
+        """Make updates, at the other holder too; answers with the learning rate of the last one, the caller's own."""
         self._tell("shard.apply", (place, orders))
         with self._lock:
             self._advance(orders)
-            return self._rates[orders[-1].version], ()
+            return self._rates[orders[-1].rank], ()
 
     def pull(self, orders: Sequence[Order], version: int, known: int) -> Answer:
         """The version, at least the one that is asked for, and its weights if they are not known."""
@@ -150,8 +150,7 @@ class HeldShard:
                 start += parameter.nbytes
         for name, value in pending.buffers.items():
             self._buffers.named[name].copy_(value)
-        _, self._rates[order.version] = self._update.apply(order.done, order.factor, pending.norm)
-        self._rates.pop(order.version - 2 * len(self._pending) - 2, None)
+        _, self._rates[order.rank] = self._update.apply(order.done, order.factor, pending.norm)
         self._shard.write((self._version + 1) % 2)
         self._version += 1
 
