@@ -8,13 +8,14 @@ writes it. A full disk or a closed file loses records, never a step: the last re
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 _FLUSH_SECONDS = 0.2
 _ENCODE = json.JSONEncoder(default=str).encode
@@ -109,7 +110,15 @@ class EventLog:
             for rank, written in lines.items():
                 name = f"rank-{rank}" if isinstance(rank, int) else rank
                 try:
-                    with (self._directory / f"{name}.jsonl").open("a") as file:
-                        file.write("".join(written))
+                    with (self._directory / f"{name}.jsonl").open("ab+") as file:
+                        file.write(_line_end(file) + "".join(written).encode())
                 except OSError:
                     self.lost += len(written)
+
+
+def _line_end(file: BinaryIO) -> bytes:
+    """Return what ends the last line of a file: the worker that had this rank before may have been killed in it."""
+    if not file.seek(0, os.SEEK_END):
+        return b""
+    file.seek(-1, os.SEEK_END)
+    return b"" if file.read(1) == b"\n" else b"\n"

@@ -40,3 +40,16 @@ def test_what_cannot_be_written_is_counted_and_training_goes_on(tmp_path: Path) 
     log.mark("step", step=2)
     log.close()
     assert log.lost >= 2
+
+
+def test_a_line_that_a_killed_worker_has_not_ended_costs_nobody_else_a_record(tmp_path: Path) -> None:
+    path = tmp_path / "rank-1.jsonl"
+    path.write_text('{"event": "step"}\n{"event": "st')
+    log = EventLog(tmp_path, rank=1)
+    log.mark("recovered", text="Zürich")
+    log.flush()
+    log.mark("step")
+    log.close()
+    first, cut, *rest = path.read_text().splitlines()
+    assert (first, cut) == ('{"event": "step"}', '{"event": "st')
+    assert [json.loads(line)["event"] for line in rest] == ["recovered", "step"]
