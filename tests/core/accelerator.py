@@ -199,6 +199,37 @@ def _put(tensor: torch.Tensor, value: torch.Tensor) -> None:
     torch.utils.swap_tensors(tensor, value)
 
 
+_raised: list[BaseException] = []
+"""What hooks have raised in the backward pass."""
+
+
+def _held(hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+    """Return a hook whose exception waits for the end of the backward pass.
+
+    A hook runs between two calls of torch's device guard, which must not raise. An exception passes the guard of CUDA,
+    which is C++. The guard of a backend in Python calls Python, where a pending exception ends the process or is lost.
+    """
+
+    def run(tensor: torch.Tensor) -> None:
+        try:
+            hook(tensor)
+        except BaseException as error:  # noqa: BLE001 - raised again after the backward pass
+            _raised.append(error)
+
+    return run
+
+
+def _backward(*given: Any, **named: Any) -> None:
+    _raised.clear()
+    _autograd_backward(*given, **named)
+    if _raised:
+        raise _raised[0]
+
+
+_autograd_backward = torch.autograd.backward
+_register_hook = torch.Tensor.register_post_accumulate_grad_hook
+
+
 def install(*gpus: str) -> None:
     """Let the workers of this process take the stand-in for their device; before the session begins.
 
@@ -219,6 +250,8 @@ def install(*gpus: str) -> None:
     library.impl("empty_strided", _empty_strided, "PrivateUse1")
     library.impl("_copy_from", _copy_from, "PrivateUse1")
     sys.modules[__name__]._library = library  # type: ignore[attr-defined]  # it ends with this object
+    torch.autograd.backward = _backward
+    torch.Tensor.register_post_accumulate_grad_hook = lambda tensor, hook: _register_hook(tensor, _held(hook))
     started = dist.all_reduce
     dist.batch_isend_irecv = _exchange
     dist.all_reduce = lambda tensor, **given: started(_raw(tensor), **given)
