@@ -19,8 +19,8 @@ import torch
 from models import TASKS, Task
 from torch import nn
 
-from paceline.step.accumulate import Accumulator, Values
-from paceline.step.fixed_point import FixedPoint
+from paceline.step.gradients.accumulate import Accumulator, Values
+from paceline.step.gradients.fixed_point import FixedPoint
 
 
 class InFixedPoint:

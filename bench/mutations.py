@@ -49,8 +49,8 @@ AREAS = {
         ("tests/core/test_resumed_loops.py", "tests/core/test_session.py", "tests/recovery/test_*.py"),
     ),
     "reduction": Area(
-        ("comm/reduction/*", "comm/shm/*", "schedule/tree.py", "schedule/*shares.py", "step/accumulate.py",
-         "step/commit.py", "step/fusion.py", "step/fixed_point.py"),
+        ("comm/reduction/*", "comm/shm/*", "schedule/tree.py", "schedule/*shares.py", "step/gradients/accumulate.py",
+         "step/commit.py", "step/gradients/fusion.py", "step/gradients/fixed_point.py"),
         ("tests/core/test_[efh]*.py", "tests/recovery/test_recovery.py"),
     ),
     "checkpoint": Area(

@@ -78,7 +78,7 @@ _CALLED = {"ParquetDataset", "TokenRows", "launch", "start"}
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         if name in _CALLED:
-            import_module("paceline.excepthook").install_early()
+            import_module("paceline.system.excepthook").install_early()
         return getattr(import_module(f"paceline.{_HOMES[name]}"), name)
     raise AttributeError(f"module 'paceline' has no attribute {name!r}")
 

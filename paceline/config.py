@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.settings import GROUPS, ONE_MACHINE, SHORT, STRATEGIES, Settings, WeightsSettings
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypedDict
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from paceline.setting_values import (
+from paceline.system.number_kinds import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -190,7 +190,7 @@ class PipelineSettings(BaseModel):
 
 
 TRACKERS = ("comet", "csv", "mlflow", "tensorboard", "trackio", "wandb")
-"""The names in :mod:`paceline.trackers.registry`."""
+"""The names in :mod:`paceline.adapters.trackers.registry`."""
 
 
 class TrackingSettings(BaseModel):

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from paceline import env
+from paceline.environments import env
 from paceline.launchers import registry
 from paceline.launchers.base import Launch, WorkerSpec
 from paceline.launchers.local import become

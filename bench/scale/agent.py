@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 import fork_server
 
 import paceline.session  # noqa: F401
-from paceline.coordinator import connections
-from paceline.coordinator.messages import Connection
+from paceline.coordinator.wire import connections
+from paceline.coordinator.wire.messages import Connection
 
 sent: Counter[str] = Counter()
 received: Counter[str] = Counter()

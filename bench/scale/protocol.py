@@ -18,18 +18,18 @@ from typing import Any, cast
 
 import torch
 
+from paceline.comm.collectives.step_header import header_bytes
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.exchange import Exchange
 from paceline.comm.reduction.executor import Reduction
 from paceline.comm.reduction.hierarchical import HierarchicalExchange
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.step_header import header_bytes
 from paceline.comm.transport.base import Message as TensorMessage
 from paceline.comm.world import World
 from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.membership import MembershipProtocol
-from paceline.coordinator.messages import encode
 from paceline.coordinator.types import Bounds, Message
+from paceline.coordinator.wire.messages import encode
 from paceline.events import EventLog
 from paceline.schedule.tree import Node
 

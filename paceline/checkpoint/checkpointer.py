@@ -10,20 +10,21 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.checkpoint import files, locations, manifest, parts, save
+from paceline.checkpoint import files, manifest, parts, save
 from paceline.checkpoint.background import Background, join_all
 from paceline.checkpoint.interval import Interval
 from paceline.checkpoint.load import Content
 from paceline.checkpoint.manifest import Manifest
 from paceline.checkpoint.parts import Save
 from paceline.checkpoint.resume import Check, Search, ask, complete, read_named, read_newest
+from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.training_state import HostBuffers, Snapshot, TrainingState
 from paceline.comm.world import World
 from paceline.errors import CheckpointError, ConfigError
 from paceline.events import EventLog
-from paceline.launchers import secret
 from paceline.settings import CheckpointSettings
+from paceline.system import secret
 
 _log = logging.getLogger("paceline")
 

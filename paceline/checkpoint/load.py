@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoint import files, locations
+from paceline.checkpoint import files
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.manifest import DamagedError, Manifest
+from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.retry import is_storage_error
 from paceline.errors import CheckpointError
 

@@ -24,11 +24,11 @@ from functools import partial
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-from paceline import fault_points
 from paceline.checkpoint import files
 from paceline.checkpoint.files import Part
 from paceline.checkpoint.manifest import TENSORS, step_of
 from paceline.checkpoint.storage.base import Storage, Writer
+from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
 LEAST_BYTES = 1 << 22

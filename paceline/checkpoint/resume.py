@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint import files, load, locations
+from paceline.checkpoint import files, load
 from paceline.checkpoint.load import Content, MissingError, Reader
 from paceline.checkpoint.manifest import DamagedError, Manifest, name_of, step_of
+from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.base import Storage, split
 from paceline.checkpoint.storage.retry import MISSING_SECONDS, Retries, may_pass
-from paceline.comm.exchange import exchange, fill_from
+from paceline.comm.collectives.exchange import exchange, fill_from
 from paceline.comm.shm.tensors import room_of, views_of
 from paceline.comm.world import World
 from paceline.errors import CheckpointError

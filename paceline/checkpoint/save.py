@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline import fault_points
 from paceline.checkpoint import files, parts
 from paceline.checkpoint import manifest as manifests
 from paceline.checkpoint.parts import Save
@@ -17,6 +16,7 @@ from paceline.checkpoint.storage.retry import Retries, is_storage_error, may_pas
 from paceline.checkpoint.tensors import fingerprint_of, hash_of
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
+from paceline.system import fault_points
 
 _log = logging.getLogger("paceline")
 

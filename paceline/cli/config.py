@@ -23,7 +23,7 @@ MORE_HELP = " The script runs up to paceline.start and no further."
 def command(script: Script, arguments: Arguments = None, set_: Set = None, plan: Plan = None) -> None:
     """Show each setting of a script and where it came from."""
     from paceline import config
-    from paceline.cli import table
+    from paceline.cli.display import table
     from paceline.launchers.base import Request
     from paceline.launchers.prepare import check, known_settings
 
@@ -39,7 +39,7 @@ def command(script: Script, arguments: Arguments = None, set_: Set = None, plan:
 
 def ask_script(request: Request) -> dict[str, dict[str, object]]:
     """Run the script in one process up to ``paceline.start``, which writes the settings and exits."""
-    from paceline import env
+    from paceline.environments import env
     from paceline.launchers.base import Launch
 
     with tempfile.TemporaryDirectory(prefix="paceline-config-") as directory:

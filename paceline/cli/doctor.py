@@ -30,10 +30,10 @@ from paceline.cli.options import (
 from paceline.cli.report import say
 
 if TYPE_CHECKING:
-    from paceline.doctor.diagnosis import Diagnosis
-    from paceline.doctor.finding import Finding
+    from paceline.diagnostics.doctor.diagnosis import Diagnosis
+    from paceline.diagnostics.doctor.finding import Finding
     from paceline.launchers.base import Request
-    from paceline.launchers.places.base import Options
+    from paceline.launchers.clusters.base import Options
 
 CONTEXT: dict[str, object] = {}
 MORE_HELP = " On the machines of -H, --hostfile or --on it starts itself. Exit code: 1 if a run would fail."
@@ -66,8 +66,8 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     """Find what would go wrong, before a run starts."""
     from paceline.errors import ConfigError
     from paceline.launchers.base import Examination, Request
-    from paceline.launchers.places.base import Options
-    from paceline.launchers.places.registry import LOCAL
+    from paceline.launchers.clusters.base import Options
+    from paceline.launchers.clusters.registry import LOCAL
 
     options = Options(hosts=hosts, hostfile=hostfile, gpus=gpus, address=address, master=master)
     place = chosen_place(on, options, rendezvous, quiet=as_json)
@@ -96,10 +96,10 @@ def _examine_in(name: str, request: Request, options: Options, dry_run: bool) ->
     """Let agents on the machines of a place be doctors, and give the exit code of the first."""
     from dataclasses import replace
 
-    from paceline import env
-    from paceline.doctor.diagnosis import not_started
+    from paceline.diagnostics.doctor.diagnosis import not_started
+    from paceline.environments import env
     from paceline.errors import ConfigError, StartError
-    from paceline.launchers.places.registry import place_named
+    from paceline.launchers.clusters.registry import place_named
 
     place = place_named(name)()
     if not place.examines:
@@ -123,9 +123,9 @@ def _examine_in(name: str, request: Request, options: Options, dry_run: bool) ->
 
 def _examine_here(request: Request) -> int:
     """Examine this machine, with others if they meet; an agent of a place leaves the report to the first machine."""
-    from paceline import env
-    from paceline.doctor.diagnosis import examine
-    from paceline.doctor.examine import Wanted
+    from paceline.diagnostics.doctor.diagnosis import examine
+    from paceline.diagnostics.doctor.examine import Wanted
+    from paceline.environments import env
     from paceline.launchers.local.child import end_with_parent
 
     if env.ends_with_parent():
@@ -163,7 +163,7 @@ def _show(found: Diagnosis, request: Request) -> None:
 
 def to_json(found: Diagnosis) -> str:
     """Write the findings for programs."""
-    from paceline.doctor import finding
+    from paceline.diagnostics.doctor import finding
 
     whole = {"code": found.code, "machines": found.machines, "report_on": found.elsewhere}
     return json.dumps({**whole, "findings": finding.to_json(found.findings)}, indent=2)
@@ -171,7 +171,7 @@ def to_json(found: Diagnosis) -> str:
 
 def shown(found: Diagnosis, verbose: bool) -> list[str]:
     """Write the findings for people: what is wrong in full, failures first."""
-    from paceline.cli import table
+    from paceline.cli.display import table
 
     if found.elsewhere is not None:
         result = "there are failures" if found.code else "nothing fails"

@@ -46,8 +46,8 @@ def command(
 ) -> None:
     """Write the weights in a checkpoint as a file for inference."""
     from paceline.checkpoint import load
-    from paceline.weights.files import check_package, check_suffix, write
-    from paceline.weights.read import converted, of_checkpoint
+    from paceline.checkpoint.weights.files import check_package, check_suffix, write
+    from paceline.checkpoint.weights.read import converted, of_checkpoint
 
     check_suffix(output)
     check_package(output)

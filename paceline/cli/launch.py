@@ -24,8 +24,8 @@ from paceline.errors import ConfigError, RunFailed
 from paceline.launchers import call_worker
 from paceline.launchers.base import Request
 from paceline.launchers.call_worker import CALL, ERROR, RESULT
-from paceline.launchers.places.base import Options
-from paceline.launchers.places.registry import LOCAL
+from paceline.launchers.clusters.base import Options
+from paceline.launchers.clusters.registry import LOCAL
 from paceline.settings import Settings
 
 _T = TypeVar("_T")

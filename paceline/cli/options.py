@@ -10,7 +10,7 @@ import typer
 from paceline.cli.report import say
 
 if TYPE_CHECKING:
-    from paceline.launchers.places.base import Options
+    from paceline.launchers.clusters.base import Options
 
 BEFORE_SCRIPT = {"allow_interspersed_args": False}
 """Everything after the script is passed to it, even what looks like an option of Paceline."""
@@ -83,9 +83,9 @@ def chosen_place(on: str | None, options: Options, rendezvous: str | None, quiet
     Raises:
         ConfigError: there is no such place, or it does not read an option.
     """
-    from paceline import env
+    from paceline.environments import env
     from paceline.errors import ConfigError
-    from paceline.launchers.places import base, registry
+    from paceline.launchers.clusters import base, registry
 
     place = on or ("ssh" if options.hosts or options.hostfile else None)
     if place is None and rendezvous is None and (found := registry.find(env.inherited())):
@@ -107,8 +107,8 @@ def place_of_discovered(script: Path, place: str, elastic: str | None, nodes: st
         ConfigError: other options do not fit, or the script cannot be used.
     """
     from paceline.errors import ConfigError
-    from paceline.launchers.places.discovery import ask, is_loopback_alone
-    from paceline.launchers.places.registry import LOCAL
+    from paceline.launchers.clusters.discovery import ask, is_loopback_alone
+    from paceline.launchers.clusters.registry import LOCAL
 
     if elastic is None or nodes is not None or place not in (LOCAL, "ssh") or options.hosts or options.hostfile:
         raise ConfigError(

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from paceline.launchers.base import Request
-    from paceline.plan.costs import Profile
+    from paceline.planning.costs import Profile
     from paceline.schedule.balance import Cut
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
@@ -49,7 +49,7 @@ def command(  # noqa: PLR0913 - each is an option
     from paceline import config
     from paceline.errors import ConfigError
     from paceline.launchers.base import Request
-    from paceline.plan.costs import plan_text
+    from paceline.planning.costs import plan_text
 
     if stages is not None and stages < 1:
         raise ConfigError(f"--stages {stages}: a model is cut into at least 1 stage.")
@@ -77,11 +77,11 @@ def command(  # noqa: PLR0913 - each is an option
 def _measure(base: Request) -> Profile:
     from dataclasses import replace
 
-    from paceline import env
     from paceline.cli.report import report, say
+    from paceline.environments import env
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
-    from paceline.plan.costs import read
+    from paceline.planning.costs import read
 
     with tempfile.TemporaryDirectory(prefix="paceline-profile-") as directory:
         answer = Path(directory) / "profile.json"
@@ -105,7 +105,7 @@ def _cut(found: Profile, stages: int, workers: int, memory: float | None) -> Cut
 
 
 def _layer_lines(found: Profile) -> list[str]:
-    from paceline.cli import table
+    from paceline.cli.display import table
 
     rows: list[tuple[str, ...]] = [("layer", "forward ms", "backward ms", "parameters", "kept", "to the next")]
     for layer in found.layers:
@@ -118,7 +118,7 @@ def _layer_lines(found: Profile) -> list[str]:
 
 
 def _cut_lines(cuts: Sequence[Cut]) -> list[str]:
-    from paceline.cli import table
+    from paceline.cli.display import table
 
     rows = [("stages", "slowest ms", "each ms", "workers", "cut")]
     for cut in cuts:

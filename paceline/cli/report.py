@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 
 from paceline.errors import name_ranks
 from paceline.observe.records import Record, parsed
-from paceline.regular_files import open_regular
+from paceline.system.regular_files import open_regular
 
 if TYPE_CHECKING:
+    from paceline.coordinator.failure.coordinator_report import CoordinatorReport
     from paceline.coordinator.monitor import Alert, RunMonitor
-    from paceline.failure.coordinator_report import CoordinatorReport
     from paceline.launchers.base import Launch, Request, RunResult
 
 _PROGRESS = ("lost", "short", "joined")
@@ -47,9 +47,9 @@ def report(
     Returns:
         the exit code.
     """
-    from paceline.failure import message
-    from paceline.failure.coordinator_report import CoordinatorReport
-    from paceline.failure.root_cause import diagnose
+    from paceline.coordinator.failure import message
+    from paceline.coordinator.failure.coordinator_report import CoordinatorReport
+    from paceline.coordinator.failure.root_cause import diagnose
     from paceline.launchers.runs import newest_checkpoint
 
     coordinator = coordinator or CoordinatorReport()
@@ -82,9 +82,9 @@ def _keep(path: Path, text: str) -> None:
 
 def resume_command(launch: Launch, request: Request) -> str:
     """The command that continues this run from its newest checkpoint; or the call, if that is how it began."""
-    from paceline import env
+    from paceline.environments import env
     from paceline.launchers import call_worker
-    from paceline.launchers.places.base import given_options
+    from paceline.launchers.clusters.base import given_options
 
     if request.script == Path(call_worker.__file__):
         return f"paceline.launch(..., name={launch.run.name!r}, settings={{'resume': 'auto'}})"
@@ -118,7 +118,7 @@ def _too_early(alert: Alert, monitor: RunMonitor) -> bool:
 
 def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
     """One line for a person; of a worker that has not come also what can be seen of it from outside."""
-    from paceline.failure.worker_report import tail
+    from paceline.coordinator.failure.worker_report import tail
     from paceline.launchers.local.kernel import state_of
 
     if alert.kind == "lost":
@@ -134,7 +134,7 @@ def _line(alert: Alert, monitor: RunMonitor, launch: Launch) -> str:
 
 def summary(coordinator: CoordinatorReport) -> str:
     """How many workers were lost and replaced, in one line; empty if none was."""
-    from paceline.failure.message import lost_in_words
+    from paceline.coordinator.failure.message import lost_in_words
 
     return lost_in_words(coordinator) if coordinator.lost else ""
 

@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     from paceline.coordinator.machines import Rendezvous
     from paceline.coordinator.server import Coordinator
     from paceline.launchers.base import Launch, Request
-    from paceline.launchers.places.base import Options
-    from paceline.launchers.places.discovery import SlotsHere
-    from paceline.launchers.secret import Secret, Shared
+    from paceline.launchers.clusters.base import Options
+    from paceline.launchers.clusters.discovery import SlotsHere
+    from paceline.system.secret import Secret, Shared
 
 CONTEXT = BEFORE_SCRIPT
 MORE_HELP = f""" Options go before the script; all that follows it is passed to the script.
@@ -123,11 +123,12 @@ def command(  # noqa: PLR0913 - each argument is an option of the command line
     elsewhere = plan or horovod or dry_run or hosts or hostfile or host_discovery_script or on not in (None, "local")
     if not (no_preload or elsewhere) and pays_preload(workers, standby, elastic):
         early.begin(launcher, script, arguments or (), workers, set_ or ())
-    from paceline import config, env
+    from paceline import config
+    from paceline.environments import env
     from paceline.errors import ConfigError
     from paceline.launchers.base import Request
-    from paceline.launchers.places.base import Options
-    from paceline.launchers.places.registry import LOCAL
+    from paceline.launchers.clusters.base import Options
+    from paceline.launchers.clusters.registry import LOCAL
 
     settings = config.parse_command_line(set_ or [])
     if resume is not None:
@@ -181,9 +182,9 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
     """Train in a place, or print what would be started there; gives the exit code."""
     from dataclasses import replace
 
-    from paceline import env
-    from paceline.launchers.places.base import given_options
-    from paceline.launchers.places.registry import LOCAL, place_named
+    from paceline.environments import env
+    from paceline.launchers.clusters.base import given_options
+    from paceline.launchers.clusters.registry import LOCAL, place_named
     from paceline.launchers.prepare import check, known_settings
 
     check(request)
@@ -207,7 +208,7 @@ def train_on(name: str, request: Request, options: Options, dry_run: bool) -> in
 
 def _for_horovod(quiet: bool) -> dict[str, str]:
     """Variables by which the workers find Paceline's ``horovod``; none if Horovod is installed."""
-    from paceline import env
+    from paceline.environments import env
     from paceline.horovod.unchanged import FOLDER, is_installed
 
     if not is_installed():
@@ -270,14 +271,14 @@ def bounds(elastic: str | None, workers: int, standby: int, several: bool) -> tu
 
 def train(request: Request, quiet: bool = False, closing: bool = True) -> int:
     """Start the workers, show their progress until they end, and report a failure; gives the exit code."""
-    from paceline import env
     from paceline.coordinator import machines
-    from paceline.coordinator.messages import listen
+    from paceline.coordinator.wire.messages import listen
+    from paceline.environments import env
     from paceline.errors import ConfigError
-    from paceline.launchers import secret
     from paceline.launchers.base import HOST
     from paceline.launchers.local.child import end_with_parent
     from paceline.launchers.prepare import check, prepare
+    from paceline.system import secret
 
     check(request)
     if env.ends_with_parent():
@@ -309,7 +310,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
 
     from paceline.coordinator.agent import RemoteAgent
     from paceline.coordinator.machines import Applicant, interface_of, join
-    from paceline.doctor import start
+    from paceline.diagnostics.doctor import start
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
 
@@ -341,7 +342,7 @@ def _join(request: Request, where: Rendezvous, shared: Shared) -> int:
 
 def _discovery(script: Path | None, coordinator: Coordinator) -> SlotsHere | None:
     """What asks the script how many workers this machine may have, if there is one."""
-    from paceline.launchers.places.discovery import SlotsHere
+    from paceline.launchers.clusters.discovery import SlotsHere
 
     return None if script is None else SlotsHere(script, lambda: coordinator.over is not None)
 
@@ -353,13 +354,13 @@ def _coordinate(
     import secrets
     from dataclasses import replace
 
-    from paceline.cli.progress import display
+    from paceline.cli.display.progress import display
     from paceline.coordinator.agent import CoordinatorAgent, bounds_of
+    from paceline.coordinator.failure.message import shown_path
     from paceline.coordinator.server import Coordinator
     from paceline.coordinator.types import RunInfo
-    from paceline.doctor import start
+    from paceline.diagnostics.doctor import start
     from paceline.events import EventLog
-    from paceline.failure.message import shown_path
     from paceline.launchers.output import Relay
     from paceline.launchers.workers import Workers
 

@@ -27,7 +27,7 @@ def command(
     runs_dir: Annotated[Path, typer.Option(help="Directory of the runs.")] = Path("runs"),
 ) -> None:
     """Draw a step of a pipeline, predicted above measured."""
-    from paceline.cli import table
+    from paceline.cli.display import table
     from paceline.errors import ConfigError
     from paceline.launchers.runs import found
     from paceline.observe import summary

@@ -13,9 +13,9 @@ import typer
 from paceline.cli.options import Arguments, Plan, Script, Set
 
 if TYPE_CHECKING:
+    from paceline.diagnostics.verify.compare import Comparison
+    from paceline.diagnostics.verify.run_trace import RunTrace
     from paceline.launchers.base import Request
-    from paceline.verify.compare import Comparison
-    from paceline.verify.run_trace import RunTrace
 
 CONTEXT = {"allow_interspersed_args": True, "ignore_unknown_options": True}
 MORE_HELP = """ Options may also follow the script; what follows -- is passed to the script.
@@ -75,11 +75,11 @@ def _sizes(text: str, steps: int) -> list[int]:
 def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
     from dataclasses import replace
 
-    from paceline import env
     from paceline.cli.report import report, say
+    from paceline.diagnostics.verify.run_trace import read
+    from paceline.environments import env
     from paceline.launchers.prepare import prepare
     from paceline.launchers.workers import Workers
-    from paceline.verify.run_trace import read
 
     traces = directory / f"trace-{workers}"
     traces.mkdir()
@@ -96,8 +96,8 @@ def _run(base: Request, workers: int, steps: int, directory: Path) -> Size:
 
 
 def _print_result(sizes: list[Size]) -> int:
-    from paceline.cli import table
-    from paceline.verify.compare import compare
+    from paceline.cli.display import table
+    from paceline.diagnostics.verify.compare import compare
 
     reference, *others = sizes
     found = [(size, compare(reference.trace, size.trace)) for size in others]

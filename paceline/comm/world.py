@@ -28,7 +28,7 @@ from paceline.comm.transport.transfer import Transfer
 from paceline.comm.values import decode, encode_call
 from paceline.comm.waiting import Waiting
 from paceline.coordinator.types import Membership, neighbours
-from paceline.engines.start import Identity
+from paceline.environments.start import Identity
 from paceline.errors import (
     DisagreementError,
     PacelineError,

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paceline.coordinator.failure.worker_report import record_of
 from paceline.coordinator.machines import AgentClient
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds
 from paceline.errors import PREEMPTED
-from paceline.failure.worker_report import record_of
 from paceline.launchers.base import Launch, Request, WorkerExit
-from paceline.launchers.places.discovery import SlotsHere
+from paceline.launchers.clusters.discovery import SlotsHere
 
 _RESTARTS = 100
 """Workers started anew in one run, at most."""

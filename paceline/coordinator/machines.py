@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import SystemRandom
 
-from paceline import env
-from paceline.coordinator.authentication import AGENT, NotAuthenticated, Refused
-from paceline.coordinator.messages import Connection, connect, decode, encode, listen
 from paceline.coordinator.types import LONGEST_TEXT, Message
+from paceline.coordinator.wire.authentication import AGENT, NotAuthenticated, Refused
+from paceline.coordinator.wire.messages import Connection, connect, decode, encode, listen
+from paceline.environments import env
 from paceline.errors import ConfigError, StartError
-from paceline.launchers import secret as secrets
-from paceline.launchers.secret import Secret, Shared
+from paceline.system import secret as secrets
+from paceline.system.secret import Secret, Shared
 
 _TRY_SECONDS = 1.0
 _ANSWER_SECONDS = 10.0

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.coordinator.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
 from paceline.coordinator.hang_detection import WorkerStatus, describe
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.errors import name_ranks
-from paceline.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
 from paceline.launchers.base import WorkerExit
 from paceline.launchers.local.kernel import STOPPED, state_of
 

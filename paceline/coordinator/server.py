@@ -1,8 +1,8 @@
 """The coordinator: the one place that knows who trains. A thread of the first launcher, so that it survives any worker.
 
-Workers and the agents of other machines keep a connection to it (:mod:`paceline.coordinator.connections`). A connection
-that ends proves nothing about a worker of the coordinator's own machine, where the agent sees the process end; of a
-worker elsewhere it is the evidence. A worker speaks for itself, and an agent for the workers that it started.
+Workers and the agents of other machines keep a connection to it (:mod:`paceline.coordinator.wire.connections`). A
+connection that ends proves nothing about a worker of the coordinator's own machine, where the agent sees the process
+end; of a worker elsewhere it is the evidence. A worker speaks for itself, and an agent for the workers that it started.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from paceline.coordinator.authentication import AGENT
-from paceline.coordinator.connections import TICK_SECONDS, Connections, Peer
+from paceline.coordinator.failure.coordinator_report import CoordinatorReport
+from paceline.coordinator.failure.worker_report import describe_exit
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.key_values import KeyValues
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.membership import MembershipProtocol
 from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.coordinator.types import Bounds, Message, RunInfo
-from paceline.coordinator.validation import BLOCK
+from paceline.coordinator.wire.authentication import AGENT
+from paceline.coordinator.wire.connections import TICK_SECONDS, Connections, Peer
+from paceline.coordinator.wire.validation import BLOCK
 from paceline.errors import PREEMPTED
-from paceline.failure.coordinator_report import CoordinatorReport
-from paceline.failure.worker_report import describe_exit
 from paceline.launchers.base import WorkerExit
 from paceline.launchers.local.kernel import is_ending
 from paceline.launchers.output import Show
@@ -71,7 +71,7 @@ class Coordinator:
     """Receives what workers and agents report, and lets :class:`MembershipProtocol` decide.
 
     Args:
-        listener: see :func:`paceline.coordinator.messages.listen`.
+        listener: see :func:`paceline.coordinator.wire.messages.listen`.
         bounds: how many workers there must and may be.
         record: called with each event.
         run: what the launchers of a run have in common.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.launchers.secret import Secret
+from paceline.system.secret import Secret
 
 Message = dict[str, Any]
 """What goes over a connection to the coordinator: a JSON object."""

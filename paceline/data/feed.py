@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, TensorDataset
 
-from paceline import fault_points
 from paceline.data.keys import COLLATE, SAMPLE, preserve_generators, seed_all, seed_of, seed_untouched, was_drawn
 from paceline.data.nested import CollatedSizes, default_collate, rows
 from paceline.data.objects.attributes import Attributes, same
@@ -31,7 +30,8 @@ from paceline.data.streams.order import StreamOrder
 from paceline.errors import InputError, name_microbatches
 from paceline.launchers.local.child import end_with_parent
 from paceline.launchers.local.kernel import is_ending
-from paceline.user_code import in_user_call
+from paceline.system import fault_points
+from paceline.system.user_code import in_user_call
 
 _log = logging.getLogger("paceline")
 

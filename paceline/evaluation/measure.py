@@ -13,14 +13,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from paceline import fault_points
-from paceline.agreement import compare
+from paceline.comm.collectives.agreement import compare
 from paceline.comm.values import check
 from paceline.data.nested import tensors_in
 from paceline.errors import DisagreementError, InputError, WorkerLost
 from paceline.evaluation.chunks import Chunks
 from paceline.step.job import Job
 from paceline.step.replicas import difference, digests, frozen
+from paceline.system import fault_points
 
 _PARCEL_BYTES = 64 << 20
 """What a worker sends at once."""

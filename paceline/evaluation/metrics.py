@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.adapters.keras import loss as keras_loss
+from paceline.adapters.keras.kinds import is_keras
 from paceline.comm.values import encode
 from paceline.data.nested import CollatedSizes, map_tensors
 from paceline.data.prefetch import to_device
 from paceline.errors import InputError
-from paceline.keras import loss as keras_loss
-from paceline.keras.kinds import is_keras
 from paceline.step.job import Job
 from paceline.step.loss import Forward, described, pair_of, sum_and_count
 from paceline.step.trials.trial import warn

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from paceline.horovod.negotiation import ADD_SET, REMOVE_SET
-from paceline.horovod.operations import Task
-from paceline.horovod.requests import GLOBAL, Request
+from paceline.horovod.engine.negotiation import ADD_SET, REMOVE_SET
+from paceline.horovod.engine.operations import Task
+from paceline.horovod.engine.requests import GLOBAL, Request
 
 if TYPE_CHECKING:
-    from paceline.horovod.engine import Engine
+    from paceline.horovod.engine.engine import Engine
 
 
 class ProcessSet:

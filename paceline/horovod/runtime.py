@@ -13,16 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import env
 from paceline.comm.rendezvous.env_init import EnvRendezvous, reason_of
-from paceline.engines.start import LOOPBACK, Identity
+from paceline.environments import env
+from paceline.environments.start import LOOPBACK, Identity
 from paceline.errors import StartError
-from paceline.horovod.engine import Engine
+from paceline.horovod.engine.engine import Engine
+from paceline.horovod.engine.links import open_links
+from paceline.horovod.engine.operations import Task, open_group
+from paceline.horovod.engine.requests import GLOBAL, Request
 from paceline.horovod.errors import HorovodInternalError, NotInitialized
-from paceline.horovod.links import open_links
-from paceline.horovod.operations import Task, open_group
 from paceline.horovod.process_sets import ProcessSet, fill_in, forget
-from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.settings import HorovodSettings, read_settings
 from paceline.training.recovery.generations import Generations
 

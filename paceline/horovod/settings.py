@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline import env
+from paceline.environments import env
 
 
 @dataclass(frozen=True)

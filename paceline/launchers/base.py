@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from paceline import env
-from paceline.launchers.secret import Secret
+from paceline.environments import env
+from paceline.system.secret import Secret
 
 if TYPE_CHECKING:
     from paceline.settings import Settings

@@ -8,7 +8,7 @@ import contextlib
 import sys
 from pathlib import Path
 
-from paceline import env
+from paceline.environments import env
 
 CALL, RESULT, ERROR = "call", "result", "error"
 

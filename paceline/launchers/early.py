@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from paceline import env
+from paceline.environments import env
 from paceline.launchers import machine
 from paceline.launchers.base import library_variables
 from paceline.launchers.registry import LAUNCHERS

@@ -7,15 +7,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline import config, env
+from paceline import config
 from paceline.config import quoted
-from paceline.engines.start import MOST_WORKERS
+from paceline.environments import env
+from paceline.environments.start import MOST_WORKERS
 from paceline.errors import ConfigError
 from paceline.launchers import machine, runs
 from paceline.launchers.base import Launch, Request
 from paceline.launchers.registry import launcher_named
-from paceline.setting_values import LONGEST_SECONDS
 from paceline.settings import Settings
+from paceline.system.number_kinds import LONGEST_SECONDS
 
 _MOST_HERE = 512
 """Workers of one machine; each has a range of numbers for those that replace them."""

@@ -27,8 +27,8 @@ from paceline.config import quoted
 from paceline.errors import ConfigError
 from paceline.launchers.base import Launch, Machine, Request
 from paceline.launchers.lease import Lease
-from paceline.launchers.masking import mask
-from paceline.regular_files import read_text
+from paceline.system.masking import mask
+from paceline.system.regular_files import read_text
 
 _LONGEST_NAME = 200
 """Bytes: a file system takes 255, and the files of a run add to it."""

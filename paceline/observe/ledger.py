@@ -31,8 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.regular_files import read_text
 from paceline.schedule.pipeline.choice import ASYNC_SCHEDULES
+from paceline.system.regular_files import read_text
 
 _GATHERED = ("membership", "gathered", "recovered")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from paceline.errors import InputError
-from paceline.regular_files import open_regular
+from paceline.system.regular_files import open_regular
 
 Record: TypeAlias = Mapping[str, Any]
 

@@ -20,7 +20,7 @@ from paceline.errors import InputError, name_microbatches
 from paceline.step.buffers import Buffers
 from paceline.step.loss import Forward, check_names, is_counted, loss_of_result
 from paceline.step.optimizers.loss_scale import LossScale
-from paceline.user_code import in_user_call
+from paceline.system.user_code import in_user_call
 
 NO_GRADIENT = (
     "The loss does not depend on any parameter that requires a gradient. Look for .detach(), .item() or "

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from paceline.adapters.keras import loss as keras_loss
 from paceline.errors import InputError
-from paceline.keras import loss as keras_loss
 
 Forward = Callable[[nn.Module, Any], Any]
 _OF_LOSS = "_paceline_of_loss"

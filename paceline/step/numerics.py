@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline import env
+from paceline.environments import env
 
 
 def numerics(exact: bool) -> dict[str, int | str]:

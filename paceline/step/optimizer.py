@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline import fault_points
+from paceline.checkpoint.weights.averages import Averages
 from paceline.data.keys import generator_states, same_states
 from paceline.errors import ConfigError, InputError
 from paceline.settings import AverageSettings, Settings
@@ -26,7 +26,7 @@ from paceline.step.optimizers.loss_scale import LossScale
 from paceline.step.optimizers.own_values import OwnValues, refuse_change
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, copied, kind_of
 from paceline.step.optimizers.structure import Structure
-from paceline.weights.averages import Averages
+from paceline.system import fault_points
 
 
 @dataclass(frozen=True)

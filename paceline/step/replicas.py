@@ -20,8 +20,8 @@ import numpy
 import torch
 
 from paceline.checkpoint.tensors import raw_bytes
-from paceline.comm.host_copy import HostCopy
-from paceline.comm.step_header import StateDigest
+from paceline.comm.collectives.step_header import StateDigest
+from paceline.comm.transport.host_copy import HostCopy
 from paceline.errors import DisagreementError
 from paceline.step.job import Job
 from paceline.step.numerics import numerics

@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.comm.host_copy import HostCopy
 from paceline.comm.reduction.division import divide_all
+from paceline.comm.transport.host_copy import HostCopy
 from paceline.data.feed import Piece
-from paceline.step.accumulate import Accumulator, Values, align_value
 from paceline.step.checks import Part, check_dense
 from paceline.step.commit import Apply, with_norm
-from paceline.step.fixed_point import FixedPoint
-from paceline.step.fusion import Fusion
+from paceline.step.gradients.accumulate import Accumulator, Values, align_value
+from paceline.step.gradients.fixed_point import FixedPoint
+from paceline.step.gradients.fusion import Fusion
 from paceline.step.job import Job
 from paceline.step.trials.audit import Audit
 

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 import torch
 
-from paceline.comm.all_gather import AllGather
-from paceline.comm.step_header import PHASE_TAG
+from paceline.comm.collectives.all_gather import AllGather
+from paceline.comm.collectives.step_header import PHASE_TAG
 from paceline.data.feed import Piece
 from paceline.errors import ConfigError, DisagreementError, InputError
 from paceline.settings import Settings

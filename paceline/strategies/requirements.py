@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import nn
 
-from paceline import env
 from paceline.data.recurrent.carried import takes_state
+from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.settings import Settings
-from paceline.step.fixed_point import TYPES
+from paceline.step.gradients.fixed_point import TYPES
 from paceline.strategies.base import Capabilities
 
 _EXACT = ("allreduce", "stealing")

@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paceline.fault_points import reach
+    from paceline.system.fault_points import reach
     from paceline.testing import faults
     from paceline.testing.decorator import Worker, processes
     from paceline.testing.ranks import Ended, Kill, run
@@ -24,7 +24,7 @@ _HOMES = {
     "Kill": "paceline.testing.ranks",
     "Worker": "paceline.testing.decorator",
     "processes": "paceline.testing.decorator",
-    "reach": "paceline.fault_points",
+    "reach": "paceline.system.fault_points",
     "run": "paceline.testing.ranks",
 }
 

@@ -6,7 +6,7 @@
     run("train.py", 3, tmp_path, environment=plan.environment())
 
 The plan travels in one environment variable, ``PACELINE_FAULTS``. Where it is set, ``paceline.start`` arms the points
-of a step (``paceline.fault_points``); where it is not, they do nothing.
+of a step (``paceline.system.fault_points``); where it is not, they do nothing.
 
 A fault belongs to the worker that holds its rank when its step is first reached, and happens once in a run: it is
 marked as done by a file in the plan's directory. So neither a worker that replaces a killed one nor a repeated step
@@ -23,9 +23,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError
-from paceline.fault_points import Point
+from paceline.system.fault_points import Point
 
 Kind = Literal["kill", "stop", "exit", "error", "slow", "drop network", "fill disk"]
 POINTS: tuple[Point, ...] = get_args(Point)

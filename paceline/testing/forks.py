@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.context import ForkProcess
 
-from paceline import env
+from paceline.environments import env
 from paceline.testing.ranks import Process, Worker
 
 

@@ -1,4 +1,4 @@
-"""The faults ordered for this process; ``paceline.fault_points`` loads this module where a test has ordered any."""
+"""Faults ordered for this process. ``paceline.system.fault_points`` loads this module if a test has ordered any."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError
-from paceline.fault_points import Point
+from paceline.system.fault_points import Point
 from paceline.testing.fault_actions import slow_down, speed_up, strike
 from paceline.testing.faults import Fault, Plan, read
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from paceline import env
+from paceline.environments import env
 from paceline.launchers.machine import choose_port
 
 _LOOK_SECONDS = 0.01

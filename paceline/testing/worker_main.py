@@ -20,8 +20,8 @@ from pathlib import Path
 from types import FrameType, ModuleType, TracebackType
 from typing import Any
 
-from paceline import env
-from paceline.engines.start import Identity
+from paceline.environments import env
+from paceline.environments.start import Identity
 from paceline.errors import WorkerLost
 from paceline.launchers.local.child import end_with_parent
 

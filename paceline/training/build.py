@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from paceline import agreement
+from paceline.adapters.keras import module as keras_module
 from paceline.checkpoint.tensors import hash_of
+from paceline.comm.collectives import agreement
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.comm.world import World
 from paceline.config import Resolved, check_machines, flat
@@ -27,11 +28,9 @@ from paceline.data.order import BatchOrder, Order
 from paceline.data.recurrent.carried import CarriedState, check_rows, takes_state
 from paceline.data.sampler import SampleNumbers, in_order
 from paceline.data.source import is_stream, order_of
-from paceline.engines.start import Identity
+from paceline.environments.start import Identity
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
-from paceline.host import keep_freed_pages, threads
-from paceline.keras import module as keras_module
 from paceline.launchers.local import become
 from paceline.schedule.audits import AuditSchedule
 from paceline.settings import ONE_MACHINE, Settings
@@ -48,6 +47,7 @@ from paceline.step.replicas import digests_of
 from paceline.strategies import registry, requirements
 from paceline.strategies.base import Capabilities
 from paceline.strategies.phases import named_forwards
+from paceline.training.host import keep_freed_pages, threads
 
 _log = logging.getLogger("paceline")
 _WRAPPERS = {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule"}

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.locations import place
+from paceline.checkpoint.storage.locations import place
+from paceline.checkpoint.weights.complete import complete_weights
+from paceline.checkpoint.weights.files import check_suffix, write
 from paceline.errors import CheckpointError, ConfigError
 from paceline.training.loop import TrainingLoop
 from paceline.training.progress import WEIGHTS, Call
-from paceline.weights.complete import complete_weights
-from paceline.weights.files import check_suffix, write
 
 _log = logging.getLogger("paceline")
 

@@ -8,16 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline import config, env
-from paceline.checkpoint import files, load, locations
+from paceline import config
+from paceline.adapters.trackers.tracking import script
+from paceline.checkpoint import files, load
 from paceline.checkpoint.checkpointer import key_in
 from paceline.checkpoint.load import MissingError
 from paceline.checkpoint.manifest import DamagedError, Manifest, name_of
+from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.retry import MISSING_SECONDS, Retries, may_pass
 from paceline.config import Resolved
+from paceline.environments import env
 from paceline.errors import CheckpointError
 from paceline.settings import Settings
-from paceline.trackers.tracking import script
 
 _log = logging.getLogger("paceline")
 PART = "settings"

@@ -21,7 +21,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline import fault_points
 from paceline.data.feed import Piece
 from paceline.errors import PREEMPTED, ConfigError, WorkerLost
 from paceline.partition.flags import requires_grad_flags
@@ -32,6 +31,7 @@ from paceline.step.trials.trial import warn
 from paceline.strategies.base import Strategy
 from paceline.strategies.phases import Phases
 from paceline.strategies.registry import build, capabilities, check_loop_changes
+from paceline.system import fault_points
 from paceline.training.position import Position
 from paceline.training.progress import Action, Call, Progress, decide
 from paceline.training.records import Records

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from paceline import env
 from paceline.checkpoint.training_state import TrainingState
 from paceline.data.order import UNKNOWN
+from paceline.diagnostics.verify.trace_writer import TraceWriter
+from paceline.environments import env
 from paceline.step.job import Job, StepResult
-from paceline.verify.trace_writer import TraceWriter
 
 
 class Records:

@@ -61,8 +61,8 @@ class Report:
 
 def report_profile(job: Job, loss: Callable[[Any, Any], Any] | None, path: Path) -> None:
     """Write what the model costs, for ``paceline profile``."""
-    from paceline.plan import costs
-    from paceline.plan.profile import profile  # what traces models takes seconds to import
+    from paceline.planning import costs
+    from paceline.planning.profile import profile  # what traces models takes seconds to import
 
     found = profile(job, loss)
     if job.world.rank == 0:

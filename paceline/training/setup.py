@@ -8,22 +8,24 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from paceline import config, env, excepthook
-from paceline.agreement import versions
+from paceline import config
+from paceline.adapters.trackers.tracking import Tracking
 from paceline.checkpoint.background import join_all
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
+from paceline.comm.collectives.agreement import versions
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.ulfm import find_coordinator
+from paceline.coordinator.failure import known_errors
 from paceline.data.sampler import SampledOrder
+from paceline.environments import env
 from paceline.errors import InputError
 from paceline.events import EventLog
-from paceline.failure import known_errors
 from paceline.settings import Arguments, CheckpointSettings
 from paceline.step.job import Job
 from paceline.step.optimizers.own_values import OwnValues
 from paceline.step.trials.trial import warn
-from paceline.trackers.tracking import Tracking
+from paceline.system import excepthook
 from paceline.training import build, kept_settings
 from paceline.training.loop import TrainingLoop
 from paceline.training.recovery.beginning import Beginning

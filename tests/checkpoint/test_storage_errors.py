@@ -10,10 +10,10 @@ import pytest
 from interleaving import Interleaving, Killed, save_alone
 from test_two_writers import ALONE, NEXT, OLD, check_whole, snapshot
 
-from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.resume import read_newest
 from paceline.checkpoint.save import retain
 from paceline.checkpoint.storage.base import FENCED, Storage, split
+from paceline.checkpoint.storage.locations import storage_at
 from paceline.checkpoint.storage.retry import is_storage_error, may_pass
 from paceline.errors import CheckpointError
 

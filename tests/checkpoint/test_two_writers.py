@@ -12,11 +12,11 @@ import torch
 from interleaving import Interleaving, save_alone
 
 from paceline.checkpoint import load
-from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.manifest import name_of, step_of
 from paceline.checkpoint.resume import read_newest
 from paceline.checkpoint.save import retain
 from paceline.checkpoint.storage.base import FencedError, Writer, split, writer_of
+from paceline.checkpoint.storage.locations import storage_at
 from paceline.checkpoint.training_state import Snapshot
 from paceline.errors import CheckpointError
 

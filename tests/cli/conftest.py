@@ -28,7 +28,7 @@ def paceline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     No line is shown because a busy machine was slow.
     """
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("paceline.cli.progress._LINE_SECONDS", math.inf)
+    monkeypatch.setattr("paceline.cli.display.progress._LINE_SECONDS", math.inf)
 
     def run(*arguments: object) -> Result:
         with pytest.raises(SystemExit) as ended:

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.verify.compare import compare
-from paceline.verify.run_trace import RunTrace, StepTrace, TensorSketch
+from paceline.diagnostics.verify.compare import compare
+from paceline.diagnostics.verify.run_trace import RunTrace, StepTrace, TensorSketch
 
 Change = Callable[[StepTrace], StepTrace]
 

@@ -23,7 +23,7 @@ from paceline.coordinator.agent import CoordinatorAgent
 from paceline.errors import ConfigError
 from paceline.horovod.common.elastic import ObjectState, run_fn
 from paceline.horovod.torch.elastic.sampler import ElasticSampler
-from paceline.launchers.places.discovery import SlotsHere, is_loopback_alone, parse_slots, slots_here
+from paceline.launchers.clusters.discovery import SlotsHere, is_loopback_alone, parse_slots, slots_here
 
 Paceline = Callable[..., Any]
 
@@ -297,7 +297,7 @@ def test_what_a_discovery_script_prints() -> None:
 def test_a_discovery_script_may_fail_for_a_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.launchers.places.discovery._EVERY_SECONDS", 0.01)
+    monkeypatch.setattr("paceline.launchers.clusters.discovery._EVERY_SECONDS", 0.01)
     said, asked, script = tmp_path / "said", tmp_path / "asked", tmp_path / "discover.sh"
     script.write_text(f"#!/bin/sh\necho >> {asked}\ncat {said}\n")
     script.chmod(0o700)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from paceline import env
 from paceline.config import flat_keys, quoted, read_plan, resolve
+from paceline.environments import env
 from paceline.errors import ConfigError, PacelineError
-from paceline.launchers.masking import mask
-from paceline.setting_values import LONGEST_SECONDS
 from paceline.settings import Settings
+from paceline.system.masking import mask
+from paceline.system.number_kinds import LONGEST_SECONDS
 
 Paceline = Callable[..., Any]
 COUNT = 1000

@@ -11,8 +11,8 @@ import torch
 from fork_server import PACELINE, Command, ForkServer
 
 import paceline
+from paceline.cli.display.progress import Progress
 from paceline.cli.main import main
-from paceline.cli.progress import Progress
 from paceline.errors import ConfigError
 
 HEAD = """

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli import progress, table
+from paceline.cli.display import progress, table
+from paceline.cli.display.progress import Display, EventTail, LineDisplay, Progress
 from paceline.cli.main import __file__ as main_file
-from paceline.cli.progress import Display, EventTail, LineDisplay, Progress
 
 
 def step(number: int, time: float, **more: object) -> dict[str, object]:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from paceline.cli.report import alerts_of, resume_command, summary
+from paceline.coordinator.failure.coordinator_report import CoordinatorReport, LostWorker
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.monitor import Alert, RunMonitor
 from paceline.errors import EXIT_CODES
-from paceline.failure.coordinator_report import CoordinatorReport, LostWorker
 from paceline.launchers.base import Launch, Request
 from paceline.launchers.runs import newest_checkpoint
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, TensorDataset
 import paceline
 from paceline.errors import InputError
 from paceline.schedule.audits import AuditSchedule
-from paceline.step.fusion import Fusion
+from paceline.step.gradients.fusion import Fusion
 from paceline.step.trials.audit import Audit
 from paceline.testing.ranks import Ended
 

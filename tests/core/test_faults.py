@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from paceline import fault_points
 from paceline.errors import ConfigError
-from paceline.fault_points import Point
+from paceline.system import fault_points
+from paceline.system.fault_points import Point
 from paceline.testing import faults, ordered_faults
 from paceline.testing.faults import Plan
 from paceline.testing.ordered_faults import OrderedFaults

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from paceline.comm.step_header import header_bytes
+from paceline.comm.collectives.step_header import header_bytes
 
 Printed = Callable[..., list[dict[str, Any]]]
 
 SCRIPT = """
 import os
 from subjects import *
-from paceline.comm.all_gather import AllGather
-from paceline.comm.step_header import HEADER_TAG
+from paceline.comm.collectives.all_gather import AllGather
+from paceline.comm.collectives.step_header import HEADER_TAG
 
 sent = set()
 start = AllGather.start

@@ -160,7 +160,7 @@ UPDATED_MEANWHILE = (
     + """
 import time
 from paceline.strategies.parameter_server.async_steps import AsyncSteps
-from paceline.step.fusion import Fusion
+from paceline.step.gradients.fusion import Fusion
 rank = int(os.environ["RANK"])
 arrive, obstacle = AsyncSteps._enter, Fusion._obstacle
 def arrive_late(strategy, step):  # so that rank 1 takes step 1

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import paceline.horovod.torch as hvd
-from paceline.horovod import engine, handle, waits
-from paceline.horovod.handle import Handle
-from paceline.horovod.negotiation import REMOVE_SET, Item, Negotiation, Response
-from paceline.horovod.operations import Task
-from paceline.horovod.requests import GLOBAL, Request
+from paceline.horovod.engine.engine import engine, handle, waits
+from paceline.horovod.engine.handle import Handle
+from paceline.horovod.engine.negotiation import REMOVE_SET, Item, Negotiation, Response
+from paceline.horovod.engine.operations import Task
+from paceline.horovod.engine.requests import GLOBAL, Request
+from paceline.horovod.engine.waits import Waits
 from paceline.horovod.settings import read_settings
-from paceline.horovod.waits import Waits
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.horovod.adasum import adasum
-from paceline.horovod.negotiation import Negotiation
+from paceline.horovod.engine.adasum import adasum
+from paceline.horovod.engine.negotiation import Negotiation
+from paceline.horovod.engine.requests import GLOBAL, Request
 from paceline.horovod.process_sets import ProcessSet
-from paceline.horovod.requests import GLOBAL, Request
 from paceline.testing.ranks import Ended
 
 Run = Callable[..., list[Ended]]

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import paceline
-from paceline import lightning
+from paceline.adapters import lightning
 from paceline.errors import InputError
 
 needs_lightning = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")

@@ -16,8 +16,8 @@ from paceline.data.order import Order
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
-from paceline.step.accumulate import Accumulator
 from paceline.step.commit import commit
+from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer

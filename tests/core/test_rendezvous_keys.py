@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from paceline.comm.rendezvous import env_init
 from paceline.comm.rendezvous.env_init import EnvRendezvous
-from paceline.engines.start import Identity
+from paceline.environments.start import Identity
 from paceline.errors import StartError
 
 

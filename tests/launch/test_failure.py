@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from paceline.coordinator.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
+from paceline.coordinator.failure.message import Context, details, lost_in_words, record, short
+from paceline.coordinator.failure.root_cause import Failure, diagnose
 from paceline.errors import name_ranks
-from paceline.failure.coordinator_report import CoordinatorReport, LastSeen, LostWorker
-from paceline.failure.message import Context, details, lost_in_words, record, short
-from paceline.failure.root_cause import Failure, diagnose
 from paceline.launchers.base import Launch, RunResult, WorkerExit
 
 BOTH = {0: 0, 1: 1}

@@ -4,8 +4,8 @@ from pathlib import Path
 import pytest
 from error_texts import KNOWN, OTHERS
 
-from paceline.failure.known_error import KnownError
-from paceline.failure.known_errors import KNOWN_ERRORS, find, find_printed
+from paceline.coordinator.failure.known_error import KnownError
+from paceline.coordinator.failure.known_errors import KNOWN_ERRORS, find, find_printed
 
 PAGE = Path(__file__).parents[2] / "docs" / "ten-errors.md"
 

@@ -15,11 +15,11 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.launchers.base import Request
-from paceline.launchers.places.base import Options
-from paceline.launchers.places.kubernetes import state
-from paceline.launchers.places.kubernetes.manifests import KINDS
-from paceline.launchers.places.kubernetes.place import Kubernetes, Submission, object_name
-from paceline.launchers.places.kubernetes.yaml import dump
+from paceline.launchers.clusters.base import Options
+from paceline.launchers.clusters.kubernetes import state
+from paceline.launchers.clusters.kubernetes.manifests import KINDS
+from paceline.launchers.clusters.kubernetes.place import Kubernetes, Submission, object_name
+from paceline.launchers.clusters.kubernetes.yaml import dump
 
 OPTIONS = Options(image="registry.example/train:1")
 TRICKY = [

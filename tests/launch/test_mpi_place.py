@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
-from paceline.launchers.places.base import Options
-from paceline.launchers.places.mpi import Mpi, mpiexec_command
+from paceline.launchers.clusters.base import Options
+from paceline.launchers.clusters.mpi import Mpi, mpiexec_command
 
 REQUEST = Request(Path("train.py"), workers=2)
 

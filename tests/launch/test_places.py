@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline import env
 from paceline.cli.main import main
 from paceline.cli.run import bounds
+from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.launchers.base import Request
-from paceline.launchers.places import registry
-from paceline.launchers.places.base import (
+from paceline.launchers.clusters import registry
+from paceline.launchers.clusters.base import (
     Agent,
     Options,
     Place,
@@ -29,7 +29,7 @@ from paceline.launchers.places.base import (
     read_hostfile,
     secret_environment,
 )
-from paceline.launchers.places.clients import Client, follow
+from paceline.launchers.clusters.clients import Client, follow
 
 FORMATS = "h1 slots=4\nh2:2  # the small one\n\n# none\nh3\nh1 max_slots=9 slots=1\n"
 

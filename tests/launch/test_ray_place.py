@@ -12,12 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
+from paceline.launchers.clusters import ray as place
+from paceline.launchers.clusters.base import Options
 from paceline.launchers.machine import choose_port
-from paceline.launchers.places import ray as place
-from paceline.launchers.places.base import Options
 
 SCRIPT = """
 from functools import partial

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError, StartError
 from paceline.launchers.base import Request
-from paceline.launchers.places import slurm
-from paceline.launchers.places.base import Options
-from paceline.launchers.places.slurm import Slurm, steps
-from paceline.launchers.places.slurm_job import batch_script, fields_of, seconds_of
+from paceline.launchers.clusters.base import Options
+from paceline.launchers.clusters.slurm import place as slurm
+from paceline.launchers.clusters.slurm.job import batch_script, fields_of, seconds_of
+from paceline.launchers.clusters.slurm.place import Slurm, steps
 
 REQUEST = Request(Path("train.py"), ("--rate", "0.1"), workers=4, nodes=(2, 2))
 RUN = Path("/home/me/50% done/one")

@@ -6,8 +6,8 @@ import pytest
 
 from paceline.errors import ConfigError
 from paceline.launchers.base import Request
-from paceline.launchers.places.base import Options
-from paceline.launchers.places.spark import Spark
+from paceline.launchers.clusters.base import Options
+from paceline.launchers.clusters.spark.place import Spark
 
 OPTIONS = Options(master="local[4]")
 

@@ -10,10 +10,11 @@ import pytest
 
 from paceline.errors import StartError
 from paceline.launchers.base import Request
-from paceline.launchers.places import discovery, ssh
-from paceline.launchers.places.base import Agent, Options
-from paceline.launchers.places.clients import Client
-from paceline.launchers.places.ssh_check import Needs
+from paceline.launchers.clusters import discovery
+from paceline.launchers.clusters.base import Agent, Options
+from paceline.launchers.clusters.clients import Client
+from paceline.launchers.clusters.ssh import place as ssh
+from paceline.launchers.clusters.ssh.check import Needs
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_a_port_that_is_taken(slurm: SlurmCluster, tmp_path: Path) -> None:
     taken = tmp_path / "taken.py"
     taken.write_text(
         "import os, runpy, socket, sys\n"
-        "from paceline import env\n"
+        "from paceline.environments import env\n"
         "if env.identity().rank == 0:\n"
         "    held = socket.create_server(('127.0.0.1', env.started_by().port))\n"
         f"runpy.run_path({str(script)!r}, run_name='__main__')\n"

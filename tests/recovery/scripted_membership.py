@@ -5,8 +5,8 @@ from typing import Any
 
 from paceline.coordinator.member_list import read
 from paceline.coordinator.membership import MembershipProtocol
-from paceline.coordinator.messages import decode, encode
 from paceline.coordinator.types import Bounds, Member
+from paceline.coordinator.wire.messages import decode, encode
 
 
 class ScriptedMembership:

@@ -268,7 +268,7 @@ def test_a_stopped_worker_is_dropped(run: Run, way: str) -> None:
 AFTER_AN_UPDATE = (
     LEFT_TO_WORKER_1
     + """
-from paceline import fault_points
+from paceline.system import fault_points
 
 reach, reached = fault_points.reach, []
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from paceline.coordinator import connections, messages
-from paceline.coordinator.authentication import AGENT, Challenge, NotAuthenticated, Refused, authenticate, worker
-from paceline.coordinator.messages import LONGEST_MESSAGE, Connection, connect, decode, encode, listen
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds, RunInfo
-from paceline.doctor.start import Comparison
-from paceline.launchers import secret as secrets
+from paceline.coordinator.wire import connections, messages
+from paceline.coordinator.wire.authentication import AGENT, Challenge, NotAuthenticated, Refused, authenticate, worker
+from paceline.coordinator.wire.messages import LONGEST_MESSAGE, Connection, connect, decode, encode, listen
+from paceline.diagnostics.doctor.start import Comparison
+from paceline.system import secret as secrets
 
 SECRET = secrets.make()
 RUN = RunInfo("this run", SECRET, "train.py", "job", differences=Comparison({"torch": "2.13.0"}).differences)

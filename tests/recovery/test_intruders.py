@@ -13,7 +13,7 @@ import pytest
 from launching import Run
 from test_machines import PORT, Hosts, alone, hosts, needs_root, until  # noqa: F401 - hosts is a fixture
 
-from paceline.launchers import secret as secrets
+from paceline.system import secret as secrets
 
 ATTACK = Path(__file__).with_name("attack.py")
 SCRIPT = """

@@ -10,11 +10,11 @@ import pytest
 from scripted_membership import ScriptedMembership
 
 from paceline.coordinator import monitor
+from paceline.coordinator.failure.coordinator_report import LastSeen, LostWorker
 from paceline.coordinator.hang_detection import WorkerStatus
 from paceline.coordinator.lateness import LatenessPolicy
 from paceline.coordinator.monitor import Alert, RunMonitor, last_seen_of
 from paceline.errors import DEADLINE_PASSED, StartError, WorkerLost
-from paceline.failure.coordinator_report import LastSeen, LostWorker
 
 LOADS = WorkerStatus(0, 7, "in the data loader", waiting=False, since=0.0, line="train.py:41", step_seconds=0.1)
 WAITS = WorkerStatus(0, 7, "in the all-reduce of bucket 2", waiting=True, since=0.0, step_seconds=0.1)

@@ -10,8 +10,8 @@ from launching import Run
 from test_join_and_leave import JOINED, PATHS, on
 from test_recovery import ELASTIC, check
 
-from paceline.comm import exchange
-from paceline.comm.exchange import even_shares
+from paceline.comm.collectives import exchange
+from paceline.comm.collectives.exchange import even_shares
 from paceline.testing import faults
 
 TELL_SHARES = """

@@ -97,7 +97,7 @@ BEHIND = f"""
 import os
 from pathlib import Path
 import scripted
-from paceline import fault_points
+from paceline.system import fault_points
 from paceline.errors import WorkerLost
 
 number, done, reach = os.environ["PACELINE_WORKER"], Path(os.environ["PACELINE_RUN"], "done"), fault_points.reach

@@ -6,7 +6,7 @@ import pytest
 
 from paceline.coordinator import machines
 from paceline.coordinator.machines import AgentClient, Applicant, Rendezvous, _register, listen_if_here
-from paceline.coordinator.messages import Connection, encode, listen
+from paceline.coordinator.wire.messages import Connection, encode, listen
 from paceline.errors import StartError
 from paceline.launchers.machine import choose_port
 

@@ -14,8 +14,8 @@ import torch
 import torch._dynamo  # an optimizer imports it, and it sets a variable of the environment
 from thread_world import ThreadWorld, run
 
-from paceline.comm import exchange as exchanges
-from paceline.comm.exchange import even_shares, exchange, fill_from
+from paceline.comm.collectives import exchange as exchanges
+from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.coordinator.types import Departure, Member, Membership
 from paceline.errors import PREEMPTED, CheckpointError, WorkerLost
 from paceline.schedule.audits import AuditSchedule

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from paceline.errors import InputError
-from paceline.step.accumulate import Accumulator
 from paceline.step.checks import Part, check_gradients, mean_loss, mean_metrics, not_finite, unused
+from paceline.step.gradients.accumulate import Accumulator
 from paceline.step.loss import check_names, loss_of_result, pair_of, sum_and_count
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.comm.subgroup import Subgroup
+from paceline.comm.collectives.subgroup import Subgroup
 from paceline.data.feed import Piece
 from paceline.data.objects.forward_values import ForwardValues
 from paceline.errors import InputError

@@ -9,7 +9,7 @@ import pytest
 import paceline
 
 ROOT = Path(paceline.__file__).parent
-ELSEWHERE = {"paceline.checkpoint.parts", "paceline.comm.exchange"}
+ELSEWHERE = {"paceline.checkpoint.parts", "paceline.comm.collectives.exchange"}
 """Their examples need names that a test gives them."""
 HOROVOD = "paceline.horovod.torch"
 """The examples of its modules start workers."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from paceline.doctor import folders, identity, network, start
-from paceline.doctor.checks import comparison, gpu
-from paceline.doctor.checks.limits import check_limits
-from paceline.doctor.checks.links import better, check_links, suspicious
-from paceline.doctor.finding import Finding, from_json, size, to_json
-from paceline.doctor.limits import Limits
-from paceline.doctor.links import Link, rounds
+from paceline.diagnostics.doctor import folders, identity, network, start
+from paceline.diagnostics.doctor.checks import comparison, gpu
+from paceline.diagnostics.doctor.checks.limits import check_limits
+from paceline.diagnostics.doctor.checks.links import better, check_links, suspicious
+from paceline.diagnostics.doctor.finding import Finding, from_json, size, to_json
+from paceline.diagnostics.doctor.limits import Limits
+from paceline.diagnostics.doctor.links import Link, rounds
 
 GB = 10**9
 SOUND = Limits(

@@ -17,9 +17,10 @@ import pytest
 import torch
 
 import paceline
-from paceline import env, excepthook
+from paceline.environments import env
 from paceline.errors import InputError, RunFailed
-from paceline.user_code import in_user_call, locations_in_message, without_own_frames
+from paceline.system import excepthook
+from paceline.system.user_code import in_user_call, locations_in_message, without_own_frames
 
 
 @pytest.fixture

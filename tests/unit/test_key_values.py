@@ -10,7 +10,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.coordinator.key_values import LARGEST_KEY, LARGEST_VALUE, KeyValues
-from paceline.coordinator.validation import check
+from paceline.coordinator.wire.validation import check
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import InputError
 from paceline.launchers import runs
 from paceline.observe import ledger, records
-from paceline.regular_files import NotRegularError, open_regular, read_text
+from paceline.system.regular_files import NotRegularError, open_regular, read_text
 
 
 def odd(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> Path:

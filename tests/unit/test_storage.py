@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from paceline.checkpoint import locations
-from paceline.checkpoint.locations import storage_at
 from paceline.checkpoint.manifest import FILE
+from paceline.checkpoint.storage import locations
 from paceline.checkpoint.storage.base import FencedError, Storage, Writer, split
 from paceline.checkpoint.storage.folder import Folder
+from paceline.checkpoint.storage.locations import storage_at
 from paceline.errors import ConfigError
 from paceline.settings import CheckpointSettings
 

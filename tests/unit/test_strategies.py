@@ -17,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 from paceline.config import Resolved
-from paceline.engines.start import Identity
+from paceline.environments.start import Identity
 from paceline.events import EventLog
 from paceline.partition import gradient_check
 from paceline.settings import Settings

@@ -20,8 +20,8 @@ from fork_server import Command, ForkServer
 SCRIPT = """
 import os, sys
 from pathlib import Path
-from paceline.trackers.base import TrackedRun
-from paceline.trackers.feed import Feed
+from paceline.adapters.trackers.base import TrackedRun
+from paceline.adapters.trackers.feed import Feed
 
 name, position, stop = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 folder = Path.cwd() / "trackers"

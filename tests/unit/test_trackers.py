@@ -18,14 +18,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import paceline
 from paceline import config
+from paceline.adapters.trackers import media, png, registry, sender, tracking
+from paceline.adapters.trackers.adapters.tensorboard import TensorBoardTracker
+from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
+from paceline.adapters.trackers.feed import Feed
+from paceline.adapters.trackers.values import recorded
 from paceline.errors import ConfigError, InputError
 from paceline.events import EventLog
 from paceline.settings import TRACKERS
-from paceline.trackers import media, png, registry, sender, tracking
-from paceline.trackers.adapters.tensorboard import TensorBoardTracker
-from paceline.trackers.base import TrackedRun, Tracker, Values
-from paceline.trackers.feed import Feed
-from paceline.trackers.values import recorded
 
 
 def run_in(folder: Path, position: int = 0) -> TrackedRun:

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from paceline.checkpoint.weights.complete import complete_weights
+from paceline.checkpoint.weights.files import check_suffix, write
+from paceline.checkpoint.weights.match import match
+from paceline.checkpoint.weights.read import read
 from paceline.errors import CheckpointError, ConfigError
-from paceline.weights.complete import complete_weights
-from paceline.weights.files import check_suffix, write
-from paceline.weights.match import match
-from paceline.weights.read import read
 
 
 def tied() -> nn.Sequential:

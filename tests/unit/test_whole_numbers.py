@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.step.accumulate import Values
-from paceline.step.fixed_point import TYPES, FixedPoint, bits_of
+from paceline.step.gradients.accumulate import Values
+from paceline.step.gradients.fixed_point import TYPES, FixedPoint, bits_of
 
 TYPE = pytest.mark.parametrize("dtype", TYPES, ids=str)
 

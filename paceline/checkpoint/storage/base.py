@@ -26,7 +26,7 @@ from typing import BinaryIO
 
 from paceline.checkpoint.manifest import FILE, LARGEST, step_of
 from paceline.errors import CheckpointError
-from paceline.regular_files import NotRegularError
+from paceline.system.regular_files import NotRegularError
 
 LATEST = "latest"
 FENCED = "fenced"

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 from paceline.checkpoint.manifest import FILE
 from paceline.checkpoint.storage.base import LATEST, Storage, Writer, free_name, split, writer_of
-from paceline.regular_files import open_regular
+from paceline.system.regular_files import open_regular
 
 _PARTIAL = ".partial-"
 _TRASH = ".trash-"

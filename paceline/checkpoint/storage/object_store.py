@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 from paceline.checkpoint.manifest import FILE, step_of
 from paceline.checkpoint.storage.base import FENCED, LATEST, Storage, Writer, free_name, split, writer_of
 from paceline.errors import ConfigError
-from paceline.regular_files import NotRegularError
+from paceline.system.regular_files import NotRegularError
 
 _WRITERS = ".writers"
 _ATTEMPTS = 10

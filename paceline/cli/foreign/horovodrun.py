@@ -69,8 +69,8 @@ def command(
     ] = None,
 ) -> None:
     """Run a script written for Horovod, by the options of horovodrun."""
-    from paceline import env
     from paceline.cli.main import main
+    from paceline.environments import env
 
     found = translate(words or [])
     for name, value in found.environment.items():

@@ -20,8 +20,8 @@ import time
 from typing import Protocol
 
 from paceline.comm.assignment.store import Store
+from paceline.comm.collectives.step_header import check_steps
 from paceline.comm.shm.arena import SharedMemory
-from paceline.comm.step_header import check_steps
 from paceline.comm.world import World
 from paceline.errors import WorkerSilent, name_ranks
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline import user_code
 from paceline.comm.desync.compare import SYMMETRIC
 from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
+from paceline.system import user_code
 
 Place = tuple[int, str]
 """An argument: its position and its name."""

@@ -11,7 +11,7 @@ import functools
 import sys
 from typing import Any
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import StartError
 
 

@@ -22,16 +22,16 @@ from time import perf_counter
 
 import torch
 
-from paceline import fault_points
+from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.buckets import Bucket, pack
 from paceline.comm.reduction.division import Divisor, divide
 from paceline.comm.reduction.exchange import Exchange, Messages, Phase
-from paceline.comm.subgroup import Subgroup
 from paceline.comm.transport.base import Message
 from paceline.comm.transport.transfer import Transfer
 from paceline.comm.world import World
 from paceline.events import EventLog
 from paceline.schedule.tree import Node, total
+from paceline.system import fault_points
 
 
 class Reduction:

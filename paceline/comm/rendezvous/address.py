@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
-from paceline import env
 from paceline.comm.rendezvous.mpi_exchange import exchange
 from paceline.comm.rendezvous.port_exchange import PortServer, ask_port, peer_process
-from paceline.engines.start import LOOPBACK, Start
+from paceline.environments import env
+from paceline.environments.start import LOOPBACK, Start
 from paceline.errors import ConfigError, StartError
 
 _GRACE_SECONDS = 1.0

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.coordinator import member_list
-from paceline.coordinator.authentication import NotAuthenticated, Refused, worker
-from paceline.coordinator.messages import Connection, connect, decode, encode
 from paceline.coordinator.types import Departure, Member, Membership, Message
+from paceline.coordinator.wire.authentication import NotAuthenticated, Refused, worker
+from paceline.coordinator.wire.messages import Connection, connect, decode, encode
 from paceline.errors import PREEMPTED, StartError, WorkerLost
-from paceline.user_code import user_line
+from paceline.system.user_code import user_line
 
 _HEARTBEAT_SECONDS = 1.0
 _AGAIN_SECONDS = 0.5

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import Store
 
-from paceline import env
-from paceline.engines.start import Identity
+from paceline.environments import env
+from paceline.environments.start import Identity
 
 
 class Gpus(NamedTuple):

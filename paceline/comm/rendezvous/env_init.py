@@ -11,10 +11,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from paceline import env
 from paceline.comm.rendezvous.address import Address, find_address, listen, within
 from paceline.comm.rendezvous.networks import interface_towards
-from paceline.engines.start import Identity, Start
+from paceline.environments import env
+from paceline.environments.start import Identity, Start
 from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02

@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.comm.mpi.library import load
 from paceline.comm.rendezvous.networks import networks, shared_address
-from paceline.engines.start import Start
+from paceline.environments.start import Start
 from paceline.errors import StartError
 
 _BYTES = 4096

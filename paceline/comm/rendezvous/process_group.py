@@ -18,10 +18,10 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from paceline import env
 from paceline.comm.rendezvous.coordinator_store import CoordinatorStore
 from paceline.comm.rendezvous.gloo_sockets import gloo_sockets, listens
 from paceline.comm.transport.base import Transport
+from paceline.environments import env
 
 _LOOK_SECONDS = 0.01
 _END_SECONDS = 5.0

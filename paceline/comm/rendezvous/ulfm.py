@@ -15,13 +15,13 @@ import sys
 
 import torch.distributed as dist
 
-from paceline import env
 from paceline.comm.mpi.library import initialized
 from paceline.comm.rendezvous.address import exchange_by_mpi, within
 from paceline.comm.rendezvous.ulfm_coordinator import number_of
-from paceline.coordinator.authentication import worker
+from paceline.coordinator.wire.authentication import worker
+from paceline.environments import env
 from paceline.errors import StartError
-from paceline.launchers.secret import Secret
+from paceline.system.secret import Secret
 
 _KEY_BYTES = 32
 _coordinators: list[subprocess.Popen[str]] = []

@@ -17,11 +17,11 @@ import sys
 import time
 from typing import Any
 
-from paceline.coordinator.connections import TICK_SECONDS, Peer
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Bounds, RunInfo
-from paceline.coordinator.validation import BLOCK
-from paceline.launchers.secret import Secret
+from paceline.coordinator.wire.connections import TICK_SECONDS, Peer
+from paceline.coordinator.wire.validation import BLOCK
+from paceline.system.secret import Secret
 
 _LAST_SECONDS = 5.0
 """Without a worker, for one that is about to connect."""

@@ -24,12 +24,13 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from paceline import env, errors
+from paceline import errors
 from paceline.comm.assignment.store import Store
 from paceline.comm.values import decode, encode
 from paceline.comm.world import World
-from paceline.coordinator.authentication import NotAuthenticated, admit, authenticate, worker
-from paceline.coordinator.messages import keep_alive
+from paceline.coordinator.wire.authentication import NotAuthenticated, admit, authenticate, worker
+from paceline.coordinator.wire.messages import keep_alive
+from paceline.environments import env
 from paceline.errors import WorkerLost, WorkerSilent
 
 _FRAME = struct.Struct("<QQ")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from paceline import env
 from paceline.comm.mpi.backend import REGISTERED, abort, register
 from paceline.comm.mpi.library import initialized
 from paceline.comm.transport.base import Work
 from paceline.comm.transport.gloo import Gloo
+from paceline.environments import env
 from paceline.errors import ConfigError
 
 

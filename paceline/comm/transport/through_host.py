@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from paceline.comm.host_copy import HostCopy
 from paceline.comm.transport.base import Communicator, Message, Started, Work
 from paceline.comm.transport.gloo import Gloo
+from paceline.comm.transport.host_copy import HostCopy
 
 
 class ThroughHost:

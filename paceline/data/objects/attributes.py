@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 
-from paceline.user_code import is_user_class, is_user_code
+from paceline.system.user_code import is_user_class, is_user_code
 
 Leaf: TypeAlias = (
     "bool | int | float | torch.Tensor | numpy.ndarray[Any, Any] | torch.Generator | random.Random | "

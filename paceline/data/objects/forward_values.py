@@ -25,7 +25,7 @@ import numpy
 import torch
 
 from paceline.data.objects.values import OF_MODULES
-from paceline.user_code import is_user_code, user_line
+from paceline.system.user_code import is_user_code, user_line
 
 _ABSENT = object()
 _NEVER_DEPEND = torch.device, torch.dtype, str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
-from paceline import env as environment
+from paceline.environments import env as environment
 from paceline.horovod import runtime
 
 

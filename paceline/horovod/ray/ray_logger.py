@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline import env
+from paceline.environments import env
 
 Callback = Callable[[Any], Any]
 _LOOK_SECONDS = 0.1

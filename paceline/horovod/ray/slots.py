@@ -15,7 +15,7 @@ from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
-from paceline import env
+from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.horovod.ray import ray_logger
 from paceline.horovod.ray.ray_logger import Callback, Folder, follow

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline import env
-from paceline.engines.start import Identity
+from paceline.environments import env
+from paceline.environments.start import Identity
 from paceline.horovod import unchanged
 from paceline.horovod.ray import ray_logger
 

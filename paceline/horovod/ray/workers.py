@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from queue import Empty
 from typing import Any
 
-from paceline.engines.start import Identity
+from paceline.environments.start import Identity
 from paceline.errors import ConfigError, RunFailed, StartError, name_ranks
 from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.ray.ray_logger import Callback, call

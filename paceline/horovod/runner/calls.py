@@ -8,10 +8,11 @@ from functools import partial, update_wrapper
 from typing import Any
 
 import paceline
-from paceline import env, excepthook
+from paceline.environments import env
 from paceline.errors import ConfigError
 from paceline.horovod import unchanged
 from paceline.horovod.errors import HorovodInternalError
+from paceline.system import excepthook
 
 _CAUSE_SECONDS = 5.0
 """For the worker that has failed to say why, before others say that they lost it."""

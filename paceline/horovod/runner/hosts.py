@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.launchers.places.base import parse_hosts, read_hostfile
+from paceline.launchers.clusters.base import parse_hosts, read_hostfile
 
 INSTEAD = {
     "output-filename": "what workers print is in runs/NAME/output",

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from paceline.horovod.handle import Handle
+from paceline.horovod.engine.handle import Handle
+from paceline.horovod.engine.requests import GLOBAL
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.requests import GLOBAL
 from paceline.horovod.torch.compression import Compression, Compressor, compress_all
 from paceline.horovod.torch.gathering import allgather_part
 from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like

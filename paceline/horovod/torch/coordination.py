@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.horovod.negotiation import JOIN
-from paceline.horovod.operations import Task
+from paceline.horovod.engine.negotiation import JOIN
+from paceline.horovod.engine.operations import Task
+from paceline.horovod.engine.requests import GLOBAL, Request
 from paceline.horovod.process_sets import ProcessSet, add, global_process_set, remove
-from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.runtime import engine
 from paceline.horovod.torch.requests import submit
 

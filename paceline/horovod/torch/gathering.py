@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from paceline.horovod.handle import Handle
+from paceline.horovod.engine.handle import Handle
+from paceline.horovod.engine.requests import GLOBAL, Request
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.requests import GLOBAL, Request
 from paceline.horovod.runtime import engine, rank
 from paceline.horovod.torch.handles import Operation, Tensors, differentiated, like
 from paceline.horovod.torch.requests import Average, full_name, number_of, refuse, submit

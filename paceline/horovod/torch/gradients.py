@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from paceline.horovod.engine import PLAN, Engine
+from paceline.horovod.engine.engine import PLAN, Engine
+from paceline.horovod.engine.operations import Task
+from paceline.horovod.engine.plan import Plan
+from paceline.horovod.engine.requests import Request
 from paceline.horovod.errors import HorovodInternalError
-from paceline.horovod.operations import Task
-from paceline.horovod.plan import Plan
 from paceline.horovod.process_sets import ProcessSet
-from paceline.horovod.requests import Request
 from paceline.horovod.runtime import engine
 from paceline.horovod.torch.allreduce import allreduce_async_, grouped_allreduce_async_, sparse_allreduce_async
 from paceline.horovod.torch.compression import Compressor

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from paceline.horovod.handle import Handle
+from paceline.horovod.engine.handle import Handle
 
 Tensors = Sequence[torch.Tensor]
 

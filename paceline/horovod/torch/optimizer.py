@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from paceline.horovod.engine.requests import GLOBAL
 from paceline.horovod.process_sets import ProcessSet, global_process_set
-from paceline.horovod.requests import GLOBAL
 from paceline.horovod.runtime import generations, size
 from paceline.horovod.torch.adasum_optimizer import AdasumReducing
 from paceline.horovod.torch.compression import Compression, Compressor

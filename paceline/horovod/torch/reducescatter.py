@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from paceline.horovod.handle import Handle
+from paceline.horovod.engine.handle import Handle
 from paceline.horovod.process_sets import ProcessSet, global_process_set
 from paceline.horovod.torch.compression import Compression, Compressor, compress_all
 from paceline.horovod.torch.gathering import grouped_allgather

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from paceline.horovod.engine import Engine
+from paceline.horovod.engine.engine import Engine
+from paceline.horovod.engine.handle import Handle
+from paceline.horovod.engine.operations import Task
+from paceline.horovod.engine.requests import GLOBAL, REFUSED, Request
 from paceline.horovod.errors import InvalidRequest, NotInitialized
-from paceline.horovod.handle import Handle
-from paceline.horovod.operations import Task
 from paceline.horovod.process_sets import ProcessSet
-from paceline.horovod.requests import GLOBAL, REFUSED, Request
 from paceline.horovod.runtime import engine
 
 DTYPES = frozenset(

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from paceline import env
+from paceline.environments import env
 
 FOLDER = str(Path(__file__).resolve().parent)
 _OURS = "paceline."

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
-from paceline import env
+from paceline.environments import env
 from paceline.launchers.local import unsafe
 from paceline.launchers.local.child import end_with_parent
 

@@ -28,7 +28,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-from paceline import env
+from paceline.environments import env
 from paceline.launchers.local import become, messages, unsafe
 
 MODULES = (

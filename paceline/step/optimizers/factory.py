@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from paceline.adapters.keras import optimizer as keras_optimizer
 from paceline.errors import InputError
-from paceline.keras import optimizer as keras_optimizer
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, share_state
 
 OptimizerFactory = Callable[..., Any]

@@ -20,7 +20,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from paceline.data.objects.attributes import same
 from paceline.errors import InputError
 from paceline.step.optimizers.several import parts_of
-from paceline.user_code import is_user_class
+from paceline.system.user_code import is_user_class
 
 _ABSENT = object()
 _PLAIN = bool, int, float, str, type(None), numpy.bool_, numpy.int32, numpy.int64, numpy.float32, numpy.float64

@@ -20,15 +20,15 @@ from typing import NamedTuple
 
 import torch
 
-from paceline.comm.step_header import StepHeader
+from paceline.comm.collectives.step_header import StepHeader
 from paceline.data.feed import Piece
 from paceline.schedule.shares import even
 from paceline.schedule.tree import Node, whole_nodes
 from paceline.settings import Exact, Settings
-from paceline.step.accumulate import Accumulator
 from paceline.step.checks import Part
 from paceline.step.commit import Apply, commit
-from paceline.step.fusion import Fusion
+from paceline.step.gradients.accumulate import Accumulator
+from paceline.step.gradients.fusion import Fusion
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer

@@ -31,9 +31,9 @@ from paceline.errors import ConfigError
 from paceline.schedule.backup import BackupShares, EpochLength, EpochProgress, drop_late, resume_epoch, return_late
 from paceline.schedule.tree import Node
 from paceline.settings import Settings
-from paceline.step.accumulate import Values, add
 from paceline.step.checks import Part
 from paceline.step.commit import Apply, commit
+from paceline.step.gradients.accumulate import Values, add
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy, check_shares
 from paceline.strategies.data_parallel.allreduce import AllReduce

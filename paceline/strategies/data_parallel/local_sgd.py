@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from paceline.checkpoint.tensors import load_optimizer_state, named_tensors
+from paceline.comm.collectives.step_header import agreed_names
 from paceline.comm.reduction.choice import reduction_for
 from paceline.comm.reduction.executor import Reduction
-from paceline.comm.step_header import agreed_names
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import DisagreementError

@@ -17,20 +17,20 @@ from itertools import chain
 import torch
 from torch import nn
 
-from paceline.comm.all_gather import AllGather
+from paceline.comm.collectives.all_gather import AllGather
+from paceline.comm.collectives.step_header import NORMS_TAG, StepHeader
+from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.reduction.choice import Wanted, reduction_for
 from paceline.comm.reduction.direct import DirectExchange
 from paceline.comm.reduction.division import Divisor, divide_all
 from paceline.comm.reduction.executor import Reduction
-from paceline.comm.step_header import NORMS_TAG, StepHeader
-from paceline.comm.subgroup import Subgroup
 from paceline.comm.world import World
 from paceline.data.feed import Piece
 from paceline.errors import InputError
 from paceline.schedule.tree import Node, total
-from paceline.step.accumulate import Accumulator, Values, add, add_one, align_value
 from paceline.step.checks import check_dense
-from paceline.step.fixed_point import FixedPoint
+from paceline.step.gradients.accumulate import Accumulator, Values, add, add_one, align_value
+from paceline.step.gradients.fixed_point import FixedPoint
 from paceline.step.job import Job
 
 _GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the end of MPICH's

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.comm.all_gather import AllGather, PendingGather
-from paceline.comm.step_header import MISSING_TAG, Headers, StepHeader
+from paceline.comm.collectives.all_gather import AllGather, PendingGather
+from paceline.comm.collectives.step_header import MISSING_TAG, Headers, StepHeader
 from paceline.step.checks import Part
 from paceline.step.commit import Apply, with_norm
 from paceline.step.job import Job

@@ -24,13 +24,13 @@ from itertools import chain
 import torch
 
 from paceline.comm.assignment.leases import Lease, leases_for
-from paceline.comm.step_header import StepHeader
+from paceline.comm.collectives.step_header import StepHeader
 from paceline.data.feed import Piece
 from paceline.schedule.speed_shares import SpeedShares
 from paceline.schedule.tree import Node, nodes_of
 from paceline.settings import Settings
-from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.commit import commit
+from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Capabilities, Strategy
 from paceline.strategies.data_parallel.reducer import Reducer

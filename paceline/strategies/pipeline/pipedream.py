@@ -35,8 +35,8 @@ from paceline.schedule.pipeline.choice import async_pipeline_for
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.pipeline.pipedream import AsyncPipeline, drain, window
 from paceline.schedule.tree import Node
-from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense, non_finite
+from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
 from paceline.step.job import Job, StepResult
 from paceline.strategies.base import Strategy
 from paceline.strategies.pipeline.executor import Executor, Hooks

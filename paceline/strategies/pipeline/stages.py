@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.comm.subgroup import Subgroup
+from paceline.comm.collectives.subgroup import Subgroup
 from paceline.comm.values import sendable
 from paceline.data.feed import Piece
 from paceline.data.keys import preserve_generators

@@ -31,17 +31,17 @@ from dataclasses import replace
 import torch
 
 from paceline.checkpoint.tensors import check_savable
+from paceline.comm.collectives.step_header import Headers, StepHeader
 from paceline.comm.reduction.division import Divisor
-from paceline.comm.step_header import Headers, StepHeader
 from paceline.data.feed import Piece
 from paceline.data.keys import UPDATE, seed_of, seed_torch
 from paceline.errors import InputError, WorkerLost
 from paceline.schedule.pipeline.choice import synchronous_schedule
 from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.tree import Node
-from paceline.step.accumulate import ScatteredAccumulator, Values
 from paceline.step.checks import Part, check_dense
 from paceline.step.commit import means, skip
+from paceline.step.gradients.accumulate import ScatteredAccumulator, Values
 from paceline.step.job import Job, StepResult
 from paceline.step.trials.optimizer_probe import check_draws
 from paceline.strategies.base import Strategy

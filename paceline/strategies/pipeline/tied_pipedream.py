@@ -20,7 +20,7 @@ from paceline.comm.links.channel import TAGS, Receiver, Sender
 from paceline.comm.links.variable_length import VariableLengthReceiver, VariableLengthSender
 from paceline.errors import ConfigError
 from paceline.schedule.pipeline.pipedream import AsyncPipeline
-from paceline.step.accumulate import Values
+from paceline.step.gradients.accumulate import Values
 from paceline.step.job import Job
 from paceline.strategies.pipeline.tied import TiedWeights
 

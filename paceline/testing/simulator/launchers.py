@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 from paceline.coordinator.agent import CoordinatorAgent, RemoteAgent
-from paceline.coordinator.authentication import AGENT
-from paceline.coordinator.connections import Peer
 from paceline.coordinator.server import Coordinator
 from paceline.coordinator.types import Message
+from paceline.coordinator.wire.authentication import AGENT
+from paceline.coordinator.wire.connections import Peer
 from paceline.launchers.base import Request, WorkerExit
 from paceline.testing.simulator.hub import Hub
 from paceline.testing.simulator.network import COORDINATOR, Network, Server

@@ -10,9 +10,9 @@ from random import Random
 from typing import Any
 
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
-from paceline.coordinator.connections import TICK_SECONDS, Peer, Receiver
 from paceline.coordinator.types import Message
-from paceline.coordinator.validation import check
+from paceline.coordinator.wire.connections import TICK_SECONDS, Peer, Receiver
+from paceline.coordinator.wire.validation import check
 from paceline.testing.simulator.hub import Hub, Process
 
 _HEARTBEAT_SECONDS = 1.0

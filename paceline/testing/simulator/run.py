@@ -10,13 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from paceline import env, fault_points
 from paceline.coordinator.agent import bounds_of
 from paceline.coordinator.server import Coordinator, System
 from paceline.coordinator.types import RunInfo
-from paceline.coordinator.validation import BLOCK
+from paceline.coordinator.wire.validation import BLOCK
+from paceline.environments import env
 from paceline.errors import DEADLINE_PASSED, PREEMPTED, CheckpointError, PacelineError, StartError, WorkerLost
 from paceline.launchers.base import Request
+from paceline.system import fault_points
 from paceline.testing.simulator.drawing import History
 from paceline.testing.simulator.hub import Hub, Process
 from paceline.testing.simulator.launchers import RemoteLauncher, Slots, first_machine

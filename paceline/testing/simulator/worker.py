@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
-from paceline import config, fault_points
+from paceline import config
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.data.order import UNKNOWN
 from paceline.events import EventLog
 from paceline.schedule.audits import AuditSchedule
 from paceline.step.job import Learned, StepResult
 from paceline.strategies.base import Strategy
+from paceline.system import fault_points
 from paceline.testing.simulator.network import Link
 from paceline.testing.simulator.world import Broken, Machines, SimulatedWorld
 from paceline.training.batches import Batches

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.agreement import check
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.training_state import TrainingState
+from paceline.checkpoint.weights.match import Matched, match
+from paceline.checkpoint.weights.read import read
+from paceline.comm.collectives.agreement import check
 from paceline.errors import CheckpointError, PacelineError
 from paceline.step.job import Job
 from paceline.training.progress import Progress
 from paceline.training.recovery.state_transfer import StateBytes, transfer
-from paceline.weights.match import Matched, match
-from paceline.weights.read import read
 
 _log = logging.getLogger("paceline")
 

@@ -20,13 +20,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from paceline import env
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient, SocketLink
 from paceline.comm.rendezvous.env_init import reason_of
 from paceline.comm.rendezvous.process_group import ProcessGroup
 from paceline.comm.transport.gloo import Gloo
 from paceline.coordinator.types import Departure, Membership, neighbours
-from paceline.engines.start import Identity
+from paceline.environments import env
+from paceline.environments.start import Identity
 from paceline.errors import PREEMPTED, WorkerLost
 
 

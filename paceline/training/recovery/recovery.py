@@ -22,11 +22,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from paceline import env, fault_points
 from paceline.comm.rendezvous.coordinator_client import CoordinatorClient
 from paceline.coordinator.types import Departure, Membership
+from paceline.environments import env
 from paceline.errors import PREEMPTED, InputError, WorkerLost
 from paceline.strategies.registry import worker_counts
+from paceline.system import fault_points
 from paceline.training.progress import Progress, furthest_of, gone_back, plan_catch_up
 from paceline.training.recovery.activity import RE_FORMING
 from paceline.training.recovery.beginning import Beginning

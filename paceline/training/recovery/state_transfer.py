@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from paceline import fault_points
-from paceline.comm.exchange import even_shares, exchange, fill_from
+from paceline.comm.collectives.exchange import even_shares, exchange, fill_from
 from paceline.comm.shm.tensors import kinds_of, room_of, views_of
 from paceline.comm.world import World
+from paceline.system import fault_points
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,20 @@
+"""A loss of Keras, which takes the target first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from paceline.adapters.keras.kinds import is_keras
+
+
+def adapted(loss: Any) -> Any:
+    """A loss or a function of Keras as ``loss(output, target)``; any other one as it is."""
+    if not is_keras(loss, "Loss"):
+        return loss
+
+    def called(output: Any, target: Any) -> Any:
+        return loss(target, output)
+
+    swapped: Callable[[Any, Any], Any] = called
+    return swapped

@@ -1,0 +1,101 @@
+"""A Keras model as an ``nn.Module`` whose parameters are trained and whose buffers are not.
+
+To torch a Keras model has only parameters: what it does not train, such as the statistics of a batch norm, are
+parameters that require no gradient, and whether it trains is an argument of its call, not a mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.adapters.keras.kinds import is_keras
+from paceline.errors import InputError
+
+
+def adapted(model: Any) -> Any:
+    """The module that trains a Keras model; any other one as it is.
+
+    Raises:
+        InputError: the model has no weights yet, or is on another back end than torch.
+    """
+    if not is_keras(model, "Layer"):
+        return model
+    if not isinstance(model, nn.Module):
+        raise InputError(
+            f"{type(model).__name__} is a Keras model on another back end than torch: set KERAS_BACKEND=torch before "
+            f"keras is imported."
+        )
+    if not getattr(model, "built", False) or not model.weights:
+        raise InputError(
+            f"The Keras model {model.name!r} has no weights yet: give it a keras.Input, or call model.build(shape), "
+            f"before paceline.start."
+        )
+    return KerasModule(model)
+
+
+class KerasModule(nn.Module):
+    """Calls a Keras model with ``training`` as the mode of this module says.
+
+    The names are the paths of the Keras variables, which share their memory with it.
+
+    Args:
+        model: with weights.
+
+    Raises:
+        InputError: two of its weights have the same path.
+
+    Attributes:
+        keras_model: the same model. What this module does not have itself is looked up there.
+    """
+
+    keras_model: Any
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        names = [_name(variable) for variable in model.weights]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise InputError(f"Two weights of the Keras model have the path {twice!r}: give their layers other names.")
+        object.__setattr__(self, "keras_model", model)  # not as a module of its own: it says its parameters otherwise
+        for variable in model.trainable_weights:
+            self.register_parameter(_name(variable), variable.value)
+        for variable in model.non_trainable_weights:
+            self.register_buffer(_name(variable), variable.value)
+        self._seeds = [seed.state for layer in _layers(model) for seed in getattr(layer, "_seed_generators", ())]
+
+    def forward(self, *inputs: Any, training: bool | None = None, **named: Any) -> Any:
+        """Call the model; the seeds of its layers come from torch's random numbers, so each microbatch has its own."""
+        training = self.training if training is None else training
+        if training:
+            for seed in self._seeds:
+                seed.value.data.copy_(torch.randint(1 << 31, tuple(seed.shape)))
+        return self.keras_model(*inputs, training=training, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.keras_model, name)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KerasModule:
+        """Move in place: the variables of Keras hold the same tensors."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name, tensor in kept.items():
+            moved = self._buffers[name]
+            if tensor is not None and moved is not None and moved is not tensor:
+                tensor.data = moved.data
+                self._buffers[name] = tensor
+        return self
+
+
+def _name(variable: Any) -> str:
+    return str(variable.path).replace(".", "_")
+
+
+def _layers(model: Any) -> list[Any]:
+    return list(model._flatten_layers()) if hasattr(model, "_flatten_layers") else [model]

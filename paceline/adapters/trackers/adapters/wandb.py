@@ -1,0 +1,40 @@
+"""Weights & Biases: online, or offline with WANDB_MODE=offline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
+
+
+class WandbTracker(Tracker):
+    """Logs to one run, whose id is that of ours."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    def write(self, values: Sequence[Values]) -> None:
+        """Log the values of each step; those of one step are joined there."""
+        for one in values:
+            texts = {name: wandb.Html(f"<pre>{_escaped(Path(path))}</pre>") for name, path in one.texts.items()}
+            images = {name: wandb.Image(path) for name, path in one.images.items()}
+            self._run.log({**one.scalars, **texts, **images}, step=one.step)
+
+    def close(self) -> None:
+        """Send everything, and end the run."""
+        self._run.finish()
+
+
+def _escaped(path: Path) -> str:
+    return path.read_text().replace("&", "&amp;").replace("<", "&lt;")
+
+
+def open_tracker(run: TrackedRun) -> Tracker:
+    """Open the run, or continue it."""
+    quiet = wandb.Settings(console="off", silent=True)
+    known: dict[str, Any] = {"id": run.id, "resume": "allow", "project": run.project, "name": run.name}
+    return WandbTracker(wandb.init(**known, dir=str(run.folder), config=run.about(), settings=quiet))

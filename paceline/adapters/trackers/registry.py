@@ -1,0 +1,47 @@
+"""The trackers by name, and whether the packages that they need are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib import import_module
+from importlib.util import find_spec
+
+from paceline.adapters.trackers.base import TrackedRun, Tracker
+from paceline.errors import ConfigError
+
+_PACKAGES = {
+    "comet": "comet_ml",
+    "csv": "",
+    "mlflow": "mlflow",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""What each imports; its extra has the name of the tracker."""
+
+
+def check(names: Iterable[str]) -> None:
+    """Look for what the trackers import.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    for name in names:
+        package = _PACKAGES[name]
+        if package and find_spec(package) is None:
+            raise ConfigError(
+                f"trackers: {name!r} needs {package}, which is not installed: pip install 'paceline[{name}]'."
+            )
+
+
+def rewinds(name: str) -> bool:
+    """Whether a tracker removes later steps when it is opened."""
+    return name in ("csv", "tensorboard")
+
+
+def open_tracker(name: str, run: TrackedRun) -> Tracker:
+    """Open a tracker for a run, to which it may have written before."""
+    module = "csv_file" if name == "csv" else name
+    opened = import_module(f"paceline.adapters.trackers.adapters.{module}").open_tracker(run)
+    assert isinstance(opened, Tracker)
+    return opened

@@ -1,0 +1,115 @@
+"""The thread of one tracker: it takes values from a bounded queue, and may be as slow as it likes."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
+from paceline.adapters.trackers.ledger import Ledger
+from paceline.adapters.trackers.registry import open_tracker, rewinds
+
+_log = logging.getLogger("paceline")
+_MOST_WAITING = 10_000
+_MOST_AT_ONCE = 500
+_SECONDS = 0.2
+
+
+class Sender:
+    """Hands values to one tracker, each name in rising steps: a step that comes again is left out.
+
+    Args:
+        name: of the tracker.
+        prepare: called first, by the thread: returns the run, and the values that may not have been recorded yet.
+        opened: called by the thread once the tracker is there.
+    """
+
+    def __init__(
+        self, name: str, prepare: Callable[[], tuple[TrackedRun, list[Values]]], opened: Callable[[], None]
+    ) -> None:
+        self.name = name
+        self._prepare = prepare
+        self._opened = opened
+        self._waiting: deque[Values] = deque()
+        self._lost = 0
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"paceline-{name}", daemon=True)
+        self._thread.start()
+
+    def offer(self, values: Values) -> None:
+        """Queue values; never waits. When the queue is full they are lost."""
+        if len(self._waiting) < _MOST_WAITING:
+            self._waiting.append(values)
+            return
+        self._lost += 1
+        if self._lost == 1 and self._thread.is_alive():
+            _log.warning(
+                "tracker %s is behind by %d records: what comes until it has caught up is not recorded there",
+                *(self.name, _MOST_WAITING),
+            )
+
+    def finish(self) -> None:
+        """Let the thread end when it has sent everything."""
+        self._closed.set()
+
+    def join(self, until: float) -> None:
+        """Wait for its end, at most until a time of ``time.monotonic``."""
+        self._thread.join(max(0.0, until - time.monotonic()))
+        if self._thread.is_alive():
+            _log.warning(
+                "tracker %s did not finish within tracking.closing_seconds: its last values are lost", self.name
+            )
+
+    def _work(self) -> None:
+        try:
+            self._send()
+        except Exception as error:  # noqa: BLE001 - whatever the library of a tracker raises; training goes on
+            _log.warning("tracker %s failed and is off from now on: %s: %s", self.name, type(error).__name__, error)
+            while not self._closed.wait(_SECONDS):
+                self._waiting.clear()
+
+    def _send(self) -> None:
+        run, before = self._prepare()
+        ledger = Ledger(run.folder / f"{self.name}.json")
+        ledger.take(run.folder, run.position if rewinds(self.name) else None)
+        tracker = open_tracker(self.name, run)
+        ledger.save(run.folder, tracker.files())  # what is killed in its first write is cut off, too
+        self._opened()
+        self._hand_over(tracker, ledger, run, before)
+        while True:
+            ended = self._closed.wait(_SECONDS)
+            while self._waiting:
+                some = [self._waiting.popleft() for _ in range(min(len(self._waiting), _MOST_AT_ONCE))]
+                if not self._hand_over(tracker, ledger, run, some):
+                    return
+            if ended:
+                tracker.close()
+                ledger.save(run.folder, tracker.files())
+                return
+
+    def _hand_over(self, tracker: Tracker, ledger: Ledger, run: TrackedRun, some: Iterable[Values]) -> bool:
+        """Record what is new; returns whether this is still the one that writes."""
+        new = [one for values in some if (one := _new(values, ledger.last)) is not None]
+        if not ledger.owned:
+            return False
+        if new:
+            tracker.write(new)
+            ledger.save(run.folder, tracker.files())
+        return True
+
+
+def _new(values: Values, last: dict[str, int]) -> Values | None:
+    """Return what is later than the last step of its name, which becomes the last one."""
+
+    def later(named: Iterable[str]) -> set[str]:
+        return {name for name in named if last.get(name, -1) < values.step}
+
+    names = later({*values.scalars, *values.texts, *values.images})
+    if not names:
+        return None
+    last.update(dict.fromkeys(names, values.step))
+    kept = [{k: v for k, v in one.items() if k in names} for one in (values.texts, values.images)]
+    return Values(values.step, values.time, {k: v for k, v in values.scalars.items() if k in names}, *kept)

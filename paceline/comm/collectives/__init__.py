@@ -1,0 +1,1 @@
+"""Collective operations over a transport: gathers, exchanges, headers of steps, agreement of all ranks."""

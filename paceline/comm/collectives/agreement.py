@@ -1,0 +1,76 @@
+"""Compare what the workers are about to train, before the first step."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+
+from paceline.comm.world import World
+from paceline.errors import DisagreementError
+from paceline.system import user_code
+
+_CURES = {
+    "code": "Give every worker the same files.",
+    "version": "Install the same versions everywhere.",
+    "setting": "Start every worker with the same settings.",
+    "optimizer": "The optimizer factory must not depend on the rank.",
+    "trained": "Freeze the same parameters, and give the optimizer the same ones, on every worker.",
+    "data": "Every worker must see the whole data set, in the same order; Paceline hands out the shares. If the script "
+    "shuffles or splits it, then with the same seed everywhere.",
+    "initial": "Call torch.manual_seed(...) before the model is built, and build it alike on every worker.",
+    "threads": "Set threads= to the same number everywhere; it changes the bits.",
+    "canary": "The same small computation gives other bits on their processors. Use machines with the same processor "
+    "and libraries, and the same variables for them (MKL_CBWR, ONEDNN_MAX_CPU_ISA), or exact=False.",
+    "cpu": "Use machines with the same instruction set, or exact=False; it changes the bits.",
+    "gpu": "Use machines with the same GPUs, or exact=False; others compute other bits.",
+    "float32": "Set torch.backends.*.fp32_precision, allow_tf32 and NVIDIA_TF32_OVERRIDE alike on every worker.",
+    "cublas": "Set CUBLAS_WORKSPACE_CONFIG alike on every worker.",
+}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the libraries that decide the numbers."""
+    return {"python": platform.python_version()} | {name: _version(name) for name in ("torch", "numpy", "paceline")}
+
+
+@functools.cache
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def code_hashes() -> dict[str, str]:
+    """Return the SHA-256 of the script and of the modules imported from its folder, by file name."""
+    return {name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for name, path in user_code.script_files().items()}
+
+
+def check(world: World, facts: Mapping[str, object]) -> None:
+    """Compare facts among all workers; keys start with what they are about, as in ``version torch``.
+
+    Raises:
+        DisagreementError: names the first fact that differs, the workers and their values, and the cure.
+    """
+    compare(world.gather(dict(facts), "start"))
+
+
+def compare(everyone: Sequence[Mapping[str, object]], where: str = "") -> None:
+    """Compare the facts of all workers, which are ordered by rank.
+
+    Args:
+        everyone: the facts of each rank.
+        where: how the message begins.
+
+    Raises:
+        DisagreementError: names the first fact that differs, the workers and their values, and the cure.
+    """
+    keys = dict.fromkeys(key for own in everyone for key in own)
+    for key in keys:
+        values = [own.get(key, "nothing") for own in everyone]
+        if any(value != values[0] for value in values):
+            each = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise DisagreementError(f"{where}The workers do not agree on {key}: {each}. {_CURES[key.split()[0]]}")

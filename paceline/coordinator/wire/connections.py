@@ -1,0 +1,298 @@
+"""The coordinator's sockets: who may speak, and how much.
+
+Whoever connects proves first that it belongs to the run (:mod:`paceline.coordinator.wire.authentication`), in one
+short line and soon. After that its messages are checked (:mod:`paceline.coordinator.wire.validation`). What is wrong
+with a connection ends that one alone. One thread serves them all and waits for none: what a peer does not read stays in
+its buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import selectors
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.coordinator.types import Message
+from paceline.coordinator.wire.authentication import LONGEST_LINE, Challenge, Keys, NotAuthenticated
+from paceline.coordinator.wire.messages import LONGEST_MESSAGE, Connection, decode, encode, keep_alive
+from paceline.coordinator.wire.validation import KINDS, Kind, check
+
+TICK_SECONDS = 0.5
+_GREET_SECONDS = 10.0
+_MOST_STRANGERS = 128
+_ACCEPTED_AT_ONCE = 64
+_REPEAT_SECONDS = 60.0
+_TOLD_APART = 10
+_MOST_REASONS = 1000
+_LONGEST_REASON = 200
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection, from a stranger's to that of a worker or an agent.
+
+    Attributes:
+        connection: its end here.
+        host: its address.
+        since: when it came.
+        challenge: to a stranger; None once it has proven who it is.
+        role: that it has proven, such as ``worker 3``; empty of a stranger.
+    """
+
+    connection: Connection
+    host: str
+    since: float
+    challenge: Challenge | None
+    role: str = ""
+
+    @property
+    def worker(self) -> int | None:
+        """The number of the worker that it is; None of others."""
+        kind, _, number = self.role.partition(" ")
+        return int(number) if kind == "worker" else None
+
+
+class Receiver(Protocol):
+    """What the messages mean; all is called with the lock held."""
+
+    def handle(self, peer: Peer, message: Message) -> None:
+        """Take a message that is as it should be."""
+        ...
+
+    def disconnected(self, peer: Peer) -> None:
+        """Take note that the connection of a worker or an agent has ended."""
+        ...
+
+    def tick(self, now: float) -> None:
+        """Do what is due."""
+        ...
+
+
+class Refusals:
+    """Records whom the coordinator refuses; when the same happens often, only how often.
+
+    Args:
+        record: called with each event.
+    """
+
+    def __init__(self, record: Callable[..., None]) -> None:
+        self._record = record
+        self._seen: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def add(self, host: str, reason: str, now: float) -> None:
+        """Take note of one; a peer may have chosen a part of the reason."""
+        reason = "".join(one if one.isprintable() else "?" for one in reason[:_LONGEST_REASON])
+        if (host, reason) not in self._seen and len(self._seen) >= _MOST_REASONS:
+            host, reason = "others", "too many to tell apart"
+        since, count = self._seen.get((host, reason), (now, 0))
+        self._seen[host, reason] = since, count + 1
+        if count < _TOLD_APART:
+            self._record("refused", address=host, reason=reason, count=1)
+
+    def write(self, before: float) -> None:
+        """Record how often it happened since then, for what was first seen before a time."""
+        for (host, reason), (since, count) in list(self._seen.items()):
+            if since <= before:
+                del self._seen[host, reason]
+                if count > _TOLD_APART:
+                    self._record("refused", address=host, reason=reason, count=count - _TOLD_APART)
+
+
+class Connections:
+    """Serves the connections in a thread.
+
+    Args:
+        listener: see :func:`paceline.coordinator.wire.messages.listen`.
+        keys: the key of each role.
+        receiver: what the messages mean.
+        lock: held whenever the receiver is called, or a peer is sent something.
+        record: called with each event.
+        kinds: the messages that peers may send.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        keys: Keys,
+        receiver: Receiver,
+        lock: threading.RLock,
+        record: Callable[..., None],
+        kinds: Mapping[str, Kind] = KINDS,
+    ) -> None:
+        self._kinds = kinds
+        self._listener = listener
+        self._keys = keys
+        self._receiver = receiver
+        self._lock = lock
+        self._refusals = Refusals(record)
+        self._strangers: dict[Peer, None] = {}  # the oldest first
+        self._touched: set[Peer] = set()  # that were sent something, or have sent something, since the last look
+        self._selector = selectors.DefaultSelector()
+        self._wake, self._woken = socket.socketpair()
+        self._closed = False
+        self._accepts_at = 0.0
+        listener.setblocking(False)
+        self._woken.setblocking(False)
+        self._wake.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+        self._selector.register(self._woken, selectors.EVENT_READ, self._drain)
+        self._thread = threading.Thread(target=self._serve, name="paceline-coordinator", daemon=True)
+
+    def start(self) -> None:
+        """Serve from now on."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections."""
+        self._closed = True
+        self._wake_up()
+        self._thread.join(2 * TICK_SECONDS + 1)
+
+    def send(self, peers: Sequence[Peer], message: Message) -> None:
+        """Send all of them a message, now or when they read again; any thread may, with the lock held.
+
+        It is encoded once, however many there are.
+        """
+        line = encode(message) if peers else b""
+        for peer in peers:
+            peer.connection.send(line)
+        self._touched.update(peers)
+        if threading.current_thread() is not self._thread:
+            self._wake_up()
+
+    def refuse(self, peer: Peer, reason: str) -> None:
+        """End a connection, and record why."""
+        self._refusals.add(peer.host, f"{peer.role}: {reason}" if peer.role else reason, time.monotonic())
+        self._drop(peer)
+
+    def _wake_up(self) -> None:
+        with contextlib.suppress(OSError):  # it is awake, or has ended
+            self._wake.send(b"x")
+
+    def _serve(self) -> None:
+        try:
+            ticked = 0.0
+            while not self._closed:
+                events = self._selector.select(TICK_SECONDS)
+                with self._lock:
+                    for key, mask in events:
+                        if isinstance(key.data, Peer):
+                            self._serve_peer(key.data, mask)
+                        else:
+                            key.data()
+                    now = time.monotonic()
+                    if now - ticked > TICK_SECONDS:
+                        ticked = now
+                        self._tick(now)
+                    self._settle()
+        finally:  # also after a bug here: the workers must not wait for ever
+            self._refusals.write(time.monotonic())
+            for key in list(self._selector.get_map().values()):
+                key.fileobj.close()  # type: ignore[union-attr]
+            self._wake.close()
+            self._selector.close()
+
+    def _drain(self) -> None:
+        self._woken.recv(1 << 12)
+
+    def _accept(self) -> None:
+        now = time.monotonic()
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:  # it has gone again
+                continue
+            except OSError:  # too many files are open: try again when some may have been closed
+                self._selector.unregister(self._listener)
+                self._accepts_at = now + TICK_SECONDS
+                return
+            self._welcome(connection, str(address[0]), now)
+
+    def _welcome(self, connection: socket.socket, host: str, now: float) -> None:
+        if len(self._strangers) >= _MOST_STRANGERS:
+            most = Counter(peer.host for peer in self._strangers).most_common(1)[0][0]
+            oldest = next(peer for peer in self._strangers if peer.host == most)
+            self.refuse(oldest, f"more than {_MOST_STRANGERS} connections without a proof")
+        try:
+            keep_alive(connection)
+        except OSError:  # it has gone again
+            connection.close()
+            return
+        challenge = Challenge()
+        peer = Peer(Connection(connection, LONGEST_LINE), host, now, challenge)
+        self._strangers[peer] = None
+        self._selector.register(connection, selectors.EVENT_READ, peer)
+        self._touched.add(peer)
+        peer.connection.send(challenge.line)
+
+    def _serve_peer(self, peer: Peer, mask: int) -> None:
+        self._touched.add(peer)
+        if mask & selectors.EVENT_WRITE:
+            peer.connection.flush()
+        if not mask & selectors.EVENT_READ or peer.connection.broken:  # another peer's message may have ended it
+            return
+        try:
+            for line in peer.connection.receive():
+                if peer.challenge is not None:
+                    self._authenticate(peer, line)
+                elif not peer.connection.closed:
+                    message = decode(line)
+                    check(message, peer.role.partition(" ")[0], self._kinds)
+                    self._receiver.handle(peer, message)
+        except NotAuthenticated as error:
+            peer.connection.send(Challenge.refusal)
+            self.refuse(peer, str(error))
+        except ValueError as error:
+            self.refuse(peer, str(error))
+        except Exception as error:  # noqa: BLE001 - whatever a peer sends ends that peer only; the reason is recorded
+            self.refuse(peer, f"{type(error).__name__}: {error}")
+
+    def _authenticate(self, peer: Peer, line: bytes) -> None:
+        assert peer.challenge is not None
+        role, welcome = peer.challenge.check(line, self._keys)
+        peer.role, peer.challenge = role, None
+        del self._strangers[peer]
+        peer.connection.longest = LONGEST_MESSAGE
+        peer.connection.send(welcome)
+
+    def _tick(self, now: float) -> None:
+        if self._accepts_at and now >= self._accepts_at:
+            self._accepts_at = 0.0
+            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        while self._strangers and now - next(iter(self._strangers)).since > _GREET_SECONDS:
+            self.refuse(next(iter(self._strangers)), f"no proof within {_GREET_SECONDS:.0f} s")
+        self._refusals.write(now - _REPEAT_SECONDS)
+        self._receiver.tick(now)
+
+    def _settle(self) -> None:
+        """Let go of connections that have ended, and watch those that have yet to take what was sent."""
+        while self._touched:
+            peer = self._touched.pop()
+            connection = peer.connection
+            if connection.closed:
+                continue
+            if connection.broken and peer.challenge is not None:
+                self.refuse(peer, "ended without a proof")
+            elif connection.broken:
+                self._drop(peer)
+            else:
+                wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+                if self._selector.get_key(connection.socket).events != wanted:
+                    self._selector.modify(connection.socket, wanted, peer)
+
+    def _drop(self, peer: Peer) -> None:
+        if peer.connection.closed:
+            return
+        self._strangers.pop(peer, None)
+        self._selector.unregister(peer.connection.socket)
+        peer.connection.close()
+        if peer.role:
+            self._receiver.disconnected(peer)

@@ -1,0 +1,259 @@
+"""Compare machines: what must be the same on all, so that they can train together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from paceline.diagnostics.doctor.finding import Finding, ok, size, skipped
+
+_CLOCK_OFF, _CLOCK_FAR_OFF = 1.0, 60.0
+_MEMORY_DIFFERS = 2.0
+
+Facts = Mapping[str, Any]
+"""What one machine says of itself (:mod:`paceline.diagnostics.doctor.examine`)."""
+Machines = Mapping[str, Facts]
+"""By the names of the machines."""
+
+
+def compare(machines: Machines) -> list[Finding]:
+    """Make all comparisons."""
+    return [
+        *versions(machines),
+        *(torch_loads(name, facts["torch"]) for name, facts in machines.items()),
+        *cuda(machines),
+        instructions(machines),
+        canary(machines),
+        gpus(machines),
+        script(machines),
+        data(machines),
+        mtu(machines),
+        memory(machines),
+    ]
+
+
+def who(values: Mapping[str, object]) -> str:
+    """``2.13.0 on h1, h3; 2.12.0 on h2``, the most common first."""
+    shown = {name: "nothing" if value in (None, "") else str(value) for name, value in values.items()}
+    order = [value for value, _ in Counter(shown.values()).most_common()]
+    return "; ".join(f"{value} on {', '.join(name for name in shown if shown[name] == value)}" for value in order)
+
+
+def same(check: str, values: Mapping[str, object], why: str, cure: str, label: str = "") -> Finding:
+    """Check that a value is the same on all machines."""
+    if len({str(value) for value in values.values()}) < 2:
+        return ok(check, f"{label or check} {next(iter(values.values()), None)}")
+    return Finding(check, "failure", f"{label or check} differs: {who(values)}", why, cure)
+
+
+def versions(machines: Machines) -> list[Finding]:
+    """Compare Python, torch, NumPy and Paceline."""
+    libraries = ("Python", "torch", "numpy", "paceline")
+    return [
+        same(
+            f"{name if name != 'numpy' else 'NumPy'} version",
+            {machine: _version(name, facts) for machine, facts in machines.items()},
+            "Another version may compute other bits, or order random numbers differently; workers refuse to start.",
+            "install the same versions everywhere: pip freeze on one machine, pip install -r on the others",
+        )
+        for name in libraries
+    ]
+
+
+def _version(name: str, facts: Facts) -> object:
+    """The version that is installed; of torch also the one that is imported, if that is another."""
+    installed, imported = facts["versions"].get(name), facts["torch"].get(name)
+    if imported is None or str(imported).partition("+")[0] == str(installed).partition("+")[0]:
+        return installed
+    return f"{installed} (imported: {imported})"
+
+
+def torch_loads(machine: str, facts: Facts) -> Finding:
+    """Say whether torch can be imported."""
+    check = "torch"
+    if "error" not in facts:
+        return ok(check, f"torch {facts.get('torch')} loads").at(machine)
+    return Finding(
+        check,
+        "failure",
+        f"torch cannot be imported: {facts['error']}",
+        "No worker can start here.",
+        "install it again in this environment: pip install --force-reinstall torch",
+        machine,
+    )
+
+
+def cuda(machines: Machines) -> list[Finding]:
+    """Compare what the GPUs' libraries and drivers are, where torch has been built with them."""
+    loaded = {name: facts for name, facts in machines.items() if "error" not in facts["torch"]}
+    found = [
+        same(
+            f"{library} version",
+            {name: facts["torch"].get(library) for name, facts in loaded.items()},
+            "NCCL of two versions cannot speak to each other, and kernels of two versions compute other bits.",
+            "install the same build of torch everywhere",
+        )
+        for library in ("CUDA", "cuDNN", "NCCL")
+    ]
+    drivers = {name: facts["driver"] for name, facts in machines.items()}
+    driver = same("driver version", drivers, "", "install the same NVIDIA driver everywhere")
+    if driver.status == "failure":
+        driver = Finding(
+            driver.check, "warning", driver.values, "An old driver may not load the newest kernels.", driver.cure
+        )
+    return [one for one in [*found, driver] if not one.values.endswith((" None", " "))]
+
+
+def instructions(machines: Machines) -> Finding:
+    """Compare the instruction sets by which libraries choose how they compute."""
+    check = "instruction sets"
+    values = {
+        name: f"{facts['torch'].get('instructions', 'unknown')} ({facts['processor']['instructions']})"
+        for name, facts in machines.items()
+        if "error" not in facts["torch"]
+    }
+    if len(set(values.values())) < 2:
+        return ok(check, next(iter(values.values()), ""))
+    return Finding(
+        check,
+        "warning",
+        f"processors differ: {who(values)}",
+        "Libraries add in another order with other instructions: other bits, which workers refuse with exact=True; and "
+        "the oldest processor sets the pace.",
+        "use machines of one kind; or on all of them ATEN_CPU_CAPABILITY set to what the oldest can",
+    )
+
+
+def canary(machines: Machines) -> Finding:
+    """Compare the bits of a small computation."""
+    check = "processor canary"
+    values = {name: facts["torch"].get("canary") for name, facts in machines.items() if "error" not in facts["torch"]}
+    if len(set(values.values())) < 2:
+        return ok(check, f"the same bits ({next(iter(values.values()), 'none')})")
+    models = {name: facts["processor"]["model"] for name, facts in machines.items()}
+    return Finding(
+        check,
+        "failure",
+        f"the same computation has other bits: {who(values)} (processors: {who(models)})",
+        "exact=True cannot give the same bits on these machines; without it results vary by rounding.",
+        "use machines with the same processor and libraries, and the same variables for them (ATEN_CPU_CAPABILITY, "
+        "MKL_ENABLE_INSTRUCTIONS, ONEDNN_MAX_CPU_ISA)",
+    )
+
+
+def gpus(machines: Machines) -> Finding:
+    """Compare the GPUs that torch sees."""
+    check = "GPUs"
+    loaded = {name: facts["torch"] for name, facts in machines.items() if "error" not in facts["torch"]}
+    values = {name: ", ".join(_counted(torch.get("gpus", ()))) for name, torch in loaded.items()}
+    if not any(values.values()):
+        return skipped(check, "torch sees none")
+    if len(set(values.values())) < 2:
+        return ok(check, next(iter(values.values())))
+    return Finding(
+        check,
+        "warning",
+        f"GPUs differ: {who(values)}",
+        "Workers without a GPU train on the CPU, or the run does not start; unlike GPUs compute other bits, and the "
+        "slowest sets the pace.",
+        "use machines of one kind, and look for CUDA_VISIBLE_DEVICES, nvidia-smi and a torch without CUDA",
+    )
+
+
+def _counted(names: Sequence[str]) -> list[str]:
+    return [f"{count} x {name}" for name, count in Counter(names).items()]
+
+
+def script(machines: Machines) -> Finding:
+    """Compare the script."""
+    check = "script"
+    given = {name: facts["script"] for name, facts in machines.items() if facts["script"]}
+    if not given:
+        return skipped(check, "none was given")
+    missing = [f"{name} ({one['path']})" for name, one in given.items() if one["hash"] is None]
+    if missing:
+        return Finding(
+            check,
+            "failure",
+            f"the script is missing on {', '.join(missing)}",
+            "Each machine starts its own copy.",
+            "copy it there, into the same folder: rsync, git pull, or a shared file system",
+        )
+    return same(
+        check,
+        {name: one["hash"] for name, one in given.items()},
+        "Machines would train different programs; workers compare it, and refuse to start.",
+        "copy the same files to every machine",
+        "the content of the script",
+    )
+
+
+def data(machines: Machines) -> Finding:
+    """Compare the data set."""
+    check = "data"
+    given = {name: facts["data"] for name, facts in machines.items() if facts["data"]}
+    if not given:
+        return skipped(check, "none was given (--data)")
+    cure = "copy the same files to every machine, or put them on a shared file system"
+    absent = [f"{one['path']} {one['error']} on {name}" for name, one in given.items() if "error" in one]
+    if absent:
+        why = "Every worker reads its own share of every batch."
+        return Finding(check, "failure", f"the data set {'; '.join(absent)}", why, cure)
+    values = {name: f"{one['files']} files, {size(one['bytes'])}, hash {one['hash']}" for name, one in given.items()}
+    why = "The same number of a sample must be the same sample on all machines."
+    return same(check, values, why, cure, "the data set")
+
+
+def clock(offsets: Mapping[str, float]) -> Finding:
+    """Compare the clocks with that of the first machine.
+
+    Args:
+        offsets: seconds by which each machine is ahead of it.
+    """
+    check = "clock"
+    off = {name: offset for name, offset in offsets.items() if abs(offset) > _CLOCK_OFF}
+    if not off:
+        return ok(check, f"within {max(map(abs, offsets.values()), default=0.0):.3f} s of each other")
+    worst = max(map(abs, off.values()))
+    each = [f"{name} is {abs(offset):.1f} s {'ahead' if offset > 0 else 'behind'}" for name, offset in off.items()]
+    return Finding(
+        check,
+        "failure" if worst > _CLOCK_FAR_OFF else "warning",
+        f"clocks differ: {', '.join(each)}",
+        "Events of several machines cannot be put in order, the newest checkpoint may not be the newest, and "
+        "certificates of object stores and Kubernetes are refused.",
+        "let chrony or systemd-timesyncd set the clock (timedatectl set-ntp true)",
+    )
+
+
+def mtu(machines: Machines) -> Finding:
+    """Compare the size of packets of the interfaces."""
+    check = "MTU"
+    values = {name: facts["interface"].get("mtu") for name, facts in machines.items() if facts["interface"]}
+    if len(set(values.values())) < 2:
+        return ok(check, str(next(iter(values.values()), "unknown")))
+    return Finding(
+        check,
+        "warning",
+        f"MTU differs: {who(values)}",
+        "A packet that one machine sends may be too large for the other, or for a switch between: connections open, "
+        "and stop at the first large message.",
+        "set the same MTU on all interfaces of this network, and on its switches (ip link set DEVICE mtu 1500)",
+    )
+
+
+def memory(machines: Machines) -> Finding:
+    """Compare how much memory machines may use."""
+    check = "memory of the machines"
+    values = {name: facts["memory"] for name, facts in machines.items()}
+    least, most = min(values.values()), max(values.values())
+    if most <= _MEMORY_DIFFERS * least:
+        return ok(check, ", ".join(sorted({size(value) for value in values.values()})))
+    return Finding(
+        check,
+        "warning",
+        f"memory differs: {who({name: size(value) for name, value in values.items()})}",
+        "The same worker that fits on one machine is killed on the other.",
+        "give the machines the same memory limit, or start fewer workers where there is less",
+    )

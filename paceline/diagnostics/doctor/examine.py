@@ -1,0 +1,146 @@
+"""What the doctor asks of a machine, and how the machine finds the answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.diagnostics.doctor import folders, identity, limits, network
+from paceline.diagnostics.doctor.checks import gpu
+from paceline.diagnostics.doctor.checks.limits import check_limits
+from paceline.diagnostics.doctor.finding import Finding, to_json
+from paceline.diagnostics.doctor.links import Listener, measure
+from paceline.environments import env
+from paceline.system.secret import Secret
+
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the run will use on this machine.
+
+    Attributes:
+        workers: that start here.
+        machines: that take part.
+        host: the name of this machine.
+        runs: the folder of the runs.
+        script: that trains, if it was given.
+        data: the file or folder of the data set, if it was given.
+        checkpoints: the folder that all machines share, if it was given.
+        rendezvous: the name of the first machine.
+    """
+
+    workers: int
+    machines: int
+    host: str
+    runs: Path
+    script: Path | None = None
+    data: Path | None = None
+    checkpoints: Path | None = None
+    rendezvous: str | None = None
+
+
+class Examiner:
+    """Answers what the doctor asks of this machine.
+
+    Args:
+        wanted: what the run will use.
+        address: by which the other machines know this one; None if there are none.
+        secret: that they share.
+    """
+
+    def __init__(self, wanted: Wanted, address: str | None = None, secret: Secret | None = None) -> None:
+        self._wanted, self._secret = wanted, secret
+        self._others = wanted.machines - 1 if address is None or not env.is_loopback(address) else 0
+        self._interface = network.interface_at(address) if address else None
+        self._listener = Listener(address, secret) if address and secret else None
+        self._mark: tuple[Path, str, int] | None = None
+
+    def close(self) -> None:
+        """Leave nothing behind."""
+        if self._listener is not None:
+            self._listener.close()
+        if self._mark is not None:
+            folders.remove_mark(*self._mark)
+
+    def answer(self, question: str, given: Answer) -> Answer:
+        """Answer one question.
+
+        Raises:
+            KeyError: another version of Paceline asks.
+        """
+        known: dict[str, Callable[..., Answer]] = {
+            "clock": lambda: {"time": time.time()},
+            "echo": lambda text: {"text": text},
+            "facts": self._facts,
+            "look": self._look,
+            "measure": self._measure,
+        }
+        return known[question](**given)
+
+    def _facts(self, token: str, number: int) -> Answer:
+        """Everything that the machine knows of itself."""
+        wanted, limit = self._wanted, limits.look()
+        loaded = identity.torch_facts()
+        gpus, processes, error = gpu.query()
+        findings = [
+            *check_limits(limit, wanted.workers),
+            *self._check_folders(token, number),
+            *self._check_network(),
+            *gpu.check_gpus(gpus, processes, error),
+        ]
+        if gpus:
+            variable = env.inherited().get("CUDA_VISIBLE_DEVICES")
+            seen = len(loaded.get("gpus", ()))
+            findings.append(gpu.visible(len(gpus), seen, variable, loaded.get("CUDA"), wanted.workers))
+        return {
+            "versions": identity.versions(),
+            "torch": loaded,
+            "processor": identity.processor(),
+            "driver": gpus[0]["driver_version"] if gpus else None,
+            "script": _described(wanted.script, lambda path: {"hash": identity.script_hash(path)}),
+            "data": _described(wanted.data, identity.data_facts),
+            "interface": asdict(self._interface) if self._interface else None,
+            "memory": min(limit.memory, limit.memory_limit or limit.memory),
+            "rendezvous": network.resolve(wanted.rendezvous) if wanted.rendezvous else None,
+            "port": self._listener.port if self._listener else 0,
+            "findings": to_json(findings),
+        }
+
+    def _check_folders(self, token: str, number: int) -> list[Finding]:
+        found = [folders.room("run directory", self._wanted.runs), folders.room("temporary files", folders.temporary())]
+        if self._wanted.checkpoints is not None:
+            self._mark = self._wanted.checkpoints, token, number
+            found.append(folders.leave_mark(*self._mark))
+            if found[-1].status != "failure":
+                found.append(folders.room("room for checkpoints", self._wanted.checkpoints))
+        return found
+
+    def _check_network(self) -> list[Finding]:
+        if self._wanted.machines < 2:
+            return []
+        host = self._wanted.host
+        return [
+            network.own_name(host, network.resolve(host), self._others + 1),
+            network.interface_variables(env.inherited(), self._interface, network.interfaces()),
+        ]
+
+    def _look(self, names: list[str], token: str) -> Answer:
+        """What this machine sees of the others: their addresses, and their marks in the shared folder."""
+        folder = self._wanted.checkpoints
+        return {
+            "names": {name: network.resolve(name) for name in names},
+            "marks": folders.marks_seen(folder, token, len(names)) if folder is not None else [],
+        }
+
+    def _measure(self, address: str, port: int) -> Answer:
+        assert self._secret is not None
+        return asdict(measure(address, port, self._secret))
+
+
+def _described(path: Path | None, describe: Callable[[Path], Answer]) -> Answer | None:
+    return None if path is None else {"path": str(path), **describe(path)}

@@ -1,0 +1,271 @@
+"""Several machines: the first one asks, the others answer, over the connections that a run uses, too.
+
+::
+
+    machine h2                          h1, with the address of --rendezvous
+    machine (its name)        ->
+                              <-        ask clock / echo / facts / look / measure
+    answer                    ->
+                              <-        report (exit code)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.coordinator.machines import Rendezvous
+from paceline.coordinator.types import Message
+from paceline.coordinator.wire.authentication import AGENT, NotAuthenticated, Refused, authenticate
+from paceline.coordinator.wire.connections import Connections, Peer
+from paceline.coordinator.wire.messages import Connection, decode, encode, keep_alive
+from paceline.coordinator.wire.validation import DOCTOR_KINDS
+from paceline.diagnostics.doctor.examine import Answer, Examiner, Wanted
+from paceline.diagnostics.doctor.finding import Finding
+from paceline.diagnostics.doctor.reach import attempt
+from paceline.system.secret import Secret, Shared
+
+_ANSWER_SECONDS = 150.0
+"""To load torch on a busy machine, or read the blocks of a data set."""
+_SILENCE_SECONDS = 300.0
+_TRY_SECONDS = 1.0
+
+
+class GoneError(Exception):
+    """A machine does not answer any more; says why."""
+
+
+class Asked:
+    """A machine that can be asked: this one.
+
+    Args:
+        host: its name.
+        address: by which the others know it.
+        examiner: who answers.
+    """
+
+    def __init__(self, host: str, address: str, examiner: Examiner | None = None) -> None:
+        self.host, self.address, self.name = host, address, host
+        self._examiner = examiner
+        self.answers: queue.SimpleQueue[Answer | None] = queue.SimpleQueue()
+
+    def start(self, question: str, **given: Any) -> None:
+        """Ask; it works on the answer from now on."""
+        assert self._examiner is not None
+        examiner = self._examiner
+        threading.Thread(
+            target=lambda: self.answers.put(examiner.answer(question, given)), name="paceline-doctor", daemon=True
+        ).start()
+
+    def finish(self, what: str, seconds: float = _ANSWER_SECONDS) -> Answer:
+        """Wait for the answer.
+
+        Raises:
+            GoneError: the machine has ended, or takes too long.
+        """
+        try:
+            answer = self.answers.get(timeout=seconds)
+        except queue.Empty:
+            raise GoneError(f"{self.name} did not answer within {seconds:.0f} s ({what})") from None
+        if answer is None:
+            self.answers.put(None)
+            raise GoneError(f"the connection to {self.name} ended ({what})")
+        return answer
+
+    def end(self, code: int) -> None:
+        """Say that this is all."""
+
+
+class Remote(Asked):
+    """A machine that can be asked: another one.
+
+    Args:
+        host: its name.
+        peer: the connection.
+        connections: by which it is asked.
+        lock: of the connections.
+    """
+
+    def __init__(self, host: str, peer: Peer, connections: Connections, lock: threading.RLock) -> None:
+        super().__init__(host, peer.host)
+        self.peer, self._connections, self._lock = peer, connections, lock
+
+    def start(self, question: str, **given: Any) -> None:
+        """Ask; it works on the answer from now on."""
+        self._send({"type": "ask", "question": question, "given": given})
+
+    def end(self, code: int) -> None:
+        """Say that this is all."""
+        self._send({"type": "report", "code": code})
+
+    def _send(self, message: Message) -> None:
+        with self._lock:
+            if not self.peer.connection.closed:
+                self._connections.send([self.peer], message)
+
+
+@dataclass
+class Gathering:
+    """The machines that have come to the first one; the receiver of their messages."""
+
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    machines: list[Remote] = field(default_factory=list)
+    connections: Connections | None = None
+    came: threading.Condition = field(default_factory=threading.Condition)
+
+    def open(self, listener: socket.socket, secret: Secret) -> None:
+        """Take whoever comes."""
+        self.connections = Connections(listener, secret.key, self, self.lock, lambda *_, **__: None, DOCTOR_KINDS)
+        self.connections.start()
+
+    def wait(self, count: int, seconds: float) -> list[Remote]:
+        """Wait until so many other machines have come, or no longer."""
+        with self.came:
+            self.came.wait_for(lambda: len(self.machines) >= count, seconds)
+            return self.machines[:count]
+
+    def close(self) -> None:
+        """End all connections, after what was sent."""
+        if self.connections is not None:
+            deadline = time.monotonic() + 2.0
+            while any(one.peer.connection.unsent for one in self.machines) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            self.connections.close()
+
+    def handle(self, peer: Peer, message: Message) -> None:
+        """Take what a machine says."""
+        machine = next((one for one in self.machines if one.peer is peer), None)
+        if message["type"] == "machine" and machine is None:
+            assert self.connections is not None
+            with self.came:
+                self.machines.append(Remote(message["host"], peer, self.connections, self.lock))
+                self.came.notify()
+        elif message["type"] == "answer" and machine is not None:
+            machine.answers.put(message["value"])
+
+    def disconnected(self, peer: Peer) -> None:
+        """Take note that a machine is gone."""
+        for one in self.machines:
+            if one.peer is peer:
+                one.answers.put(None)
+
+    def tick(self, now: float) -> None:
+        """Nothing is due."""
+
+
+def name_all(machines: Sequence[Asked]) -> None:
+    """Name each machine by its host name, and by its address too where that is not enough."""
+    hosts = [one.host for one in machines]
+    for number, one in enumerate(machines):
+        one.name = one.host
+        if hosts.count(one.host) > 1:
+            one.name = f"{one.host} ({one.address})"
+        if any(other.name == one.name for other in machines[:number]):
+            one.name += f" #{number}"
+
+
+def token() -> str:
+    """Make a name for what the doctor writes into a shared folder."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a machine came to the first one: the connection, and the secret; or why it did not."""
+
+    connection: Connection | None = None
+    secret: Secret | None = None
+    problem: Finding | None = None
+
+
+def join(where: Rendezvous, host: str, shared: Shared, seconds: float) -> Joined:
+    """Connect to the first machine, which may yet have to start."""
+    deadline = time.monotonic() + seconds
+    while True:
+        secret = shared.read()
+        joined = _try_to_join(where, host, secret) if secret else Joined(problem=_no_secret(shared, where))
+        if joined.connection is not None or time.monotonic() >= deadline:
+            return joined
+        time.sleep(min(_TRY_SECONDS, max(0.0, deadline - time.monotonic())))
+
+
+def _try_to_join(where: Rendezvous, host: str, secret: Secret) -> Joined:
+    tried = attempt(where.address, where.port)
+    if tried.socket is None:
+        return Joined(problem=unreachable(where, tried.cause))
+    try:
+        keep_alive(tried.socket)
+        authenticate(tried.socket, AGENT, secret.key(AGENT), 10.0)
+    except Refused:
+        tried.socket.close()
+        return Joined(problem=_other_secret(where))
+    except (NotAuthenticated, OSError) as error:
+        tried.socket.close()
+        return Joined(problem=unreachable(where, f"connected, and then {error}"))
+    connection = Connection(tried.socket)
+    connection.send(encode({"type": "machine", "host": host}))
+    return Joined(connection, secret)
+
+
+def unreachable(where: Rendezvous, cause: str) -> Finding:
+    """The first machine cannot be reached."""
+    address = "" if where.name == where.address else f" ({where.address})"
+    return Finding(
+        "rendezvous port",
+        "failure",
+        f"port {where.port} of {where.name}{address} cannot be reached: {cause}",
+        "Every machine of a run connects to this port of the first one.",
+        f"start paceline doctor on {where.name} with the same --rendezvous; let TCP port {where.port} through its "
+        f"firewall (nft list ruleset, iptables -L, the security group of the cloud); look whether {where.name} there "
+        "resolves to this address, and not to 127.0.1.1",
+    )
+
+
+def _no_secret(shared: Shared, where: Rendezvous) -> Finding:
+    return Finding(
+        "secret",
+        "failure",
+        f"there is no secret file {shared.file} here",
+        "Only who knows the secret of the run may take part.",
+        f"copy it from {where.name}, with mode 0600",
+    )
+
+
+def _other_secret(where: Rendezvous) -> Finding:
+    return Finding(
+        "secret",
+        "failure",
+        f"{where} does not accept the secret of this machine",
+        "Only who knows the secret of the run may take part.",
+        "give both machines the same --secret-file (or PACELINE_SECRET)",
+    )
+
+
+def serve(connection: Connection, wanted: Wanted, secret: Secret) -> int | None:
+    """Answer what the first machine asks until it has made its report; gives the exit code, None if it went away."""
+    examiner = Examiner(wanted, str(connection.socket.getsockname()[0]), secret)
+    until = time.monotonic() + _SILENCE_SECONDS
+    try:
+        while time.monotonic() < until and not connection.broken:
+            select.select([connection.socket], [connection.socket] if connection.unsent else [], [], _TRY_SECONDS)
+            connection.flush()
+            for line in connection.receive():
+                message = decode(line)
+                if message["type"] == "report":
+                    return int(message["code"])
+                until = time.monotonic() + _SILENCE_SECONDS
+                value = examiner.answer(message["question"], message["given"])
+                connection.send(encode({"type": "answer", "value": value}))
+        return None
+    finally:
+        examiner.close()
+        with contextlib.suppress(OSError):
+            connection.close()

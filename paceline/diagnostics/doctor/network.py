@@ -1,0 +1,191 @@
+"""The network as this machine sees it: its names, its interfaces, and the port where the machines meet."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.coordinator.machines import interface_of
+from paceline.diagnostics.doctor.finding import Finding, ok
+from paceline.environments import env
+
+_NET = Path("/sys/class/net")
+_LISTENS = "0A"
+
+
+@dataclass(frozen=True)
+class Interface:
+    """An interface of this machine: the name, bytes of its packets, and its speed in megabits a second, if known."""
+
+    name: str
+    mtu: int
+    speed: int | None
+
+
+def interface_at(address: str) -> Interface | None:
+    """Find the interface that has an address."""
+    name = interface_of(address)
+    if name is None:
+        return None
+    speed = _number(name, "speed")
+    return Interface(name, _number(name, "mtu") or 0, speed if speed and speed > 0 else None)
+
+
+def _number(name: str, what: str) -> int | None:
+    try:
+        return int((_NET / name / what).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def resolve(name: str) -> str | None:
+    """The IPv4 address of a name, as this machine knows it."""
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except (OSError, UnicodeError):
+        return None
+
+
+def own_name(name: str, address: str | None, machines: int) -> Finding:
+    """Libraries that are told no address take that of the machine's own name."""
+    check = "own name"
+    if address is not None and not (env.is_loopback(address) and machines > 1):
+        return ok(check, f"{name} is {address}")
+    found = f"resolves to {address}, which no other machine can reach" if address else "has no address here"
+    return Finding(
+        check,
+        "warning",
+        f"wrong name resolution: the machine's own name {name} {found}",
+        "Paceline tells its workers the interface; torchrun, and gloo without GLOO_SOCKET_IFNAME, take the address of "
+        "this name, and the others then fail with 'Connection refused'.",
+        f"in /etc/hosts, give {name} the address of the network instead of {address or 'none'}",
+    )
+
+
+def rendezvous_name(text: str, name: str, address: str, machines: int) -> Finding:
+    """The name of the first machine must be an address that the others reach."""
+    check = "rendezvous name"
+    if machines < 2 or not env.is_loopback(address) or env.is_loopback(name):
+        return ok(check, f"{name} is {address}")
+    return Finding(
+        check,
+        "failure",
+        f"wrong name resolution: {name} resolves to {address} on {socket.gethostname()}",
+        "That is this machine alone (Debian writes 127.0.1.1 for a machine's own name into /etc/hosts): the first "
+        "machine would listen where nobody else can connect, and any other one would take itself for the first.",
+        f"in /etc/hosts, give {name} the address of the network, or write the address into --rendezvous {text}",
+    )
+
+
+def same_address(name: str, found: Mapping[str, str | None]) -> Finding:
+    """All machines must find the first one at the same address."""
+    check = "rendezvous name"
+    known = {machine: address for machine, address in found.items() if address and not env.is_loopback(address)}
+    if len(set(known.values())) < 2:
+        return ok(check, f"{name} is the same address on all machines")
+    return Finding(
+        check,
+        "warning",
+        "wrong name resolution: " + ", ".join(f"{name} is {address} on {where}" for where, address in known.items()),
+        "Machines that look at different addresses do not meet, or do over another network than the rest.",
+        "give the name one address: the same /etc/hosts or DNS on all machines",
+    )
+
+
+def check_names(machine: str, resolved: Mapping[str, str | None], addresses: Mapping[str, str]) -> Finding:
+    """Check that a machine finds the others under their own names.
+
+    Args:
+        machine: that was asked.
+        resolved: what each name is there.
+        addresses: what each name should be.
+    """
+    check = "names of the others"
+    wrong = [
+        f"{name} {f'is {found}' if found else 'has no address'}, and it is at {addresses[name]}"
+        for name, found in resolved.items()
+        if name != machine and found != addresses[name]
+    ]
+    if not wrong:
+        return ok(check, f"{len(resolved)} names")
+    return Finding(
+        check,
+        "warning",
+        f"wrong name resolution: {'; '.join(wrong)}",
+        "Paceline connects by address; MPI, Ray, Spark and ssh connect by name, and so do scripts.",
+        "give all machines the same /etc/hosts, or DNS",
+    )
+
+
+def interface_variables(variables: Mapping[str, str], own: Interface | None, interfaces: Sequence[str]) -> Finding:
+    """The interfaces that the user has chosen for gloo and NCCL must be the one by which the others are reached."""
+    check = "network interface"
+    name = own.name if own else "unknown"
+    wrong = []
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        value = variables.get(variable)
+        if value is None:
+            continue
+        chosen = _chosen(value, interfaces, prefixes=variable.startswith("NCCL"))
+        if not chosen:
+            wrong.append(f"{variable}={value}, and there is no such interface (there are {', '.join(interfaces)})")
+        elif own and own.name not in chosen:
+            wrong.append(f"{variable}={value}, and the other machines are reached through {own.name}")
+    if not wrong:
+        speed = f", {own.speed} Mbit/s" if own and own.speed else ""
+        return ok(check, f"{name}, MTU {own.mtu if own else 'unknown'}{speed}")
+    return Finding(
+        check,
+        "failure",
+        f"wrong interface: {'; '.join(wrong)}",
+        "Workers would tell each other addresses that cannot be reached: they wait until the timeout, or fail with "
+        "'Unable to find address for' or 'no socket interface found'.",
+        f"unset the variable (Paceline chooses {name}), or set it to {name}",
+    )
+
+
+def _chosen(value: str, interfaces: Sequence[str], prefixes: bool) -> list[str]:
+    """The interfaces that a variable names; NCCL takes prefixes, ``=`` for whole names and ``^`` for all but those."""
+    if not prefixes:
+        return [name for name in interfaces if name in value.split(",")]
+    without, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    words = value.lstrip("^").lstrip("=").split(",")
+    named = {one for one in interfaces for word in words if one == word or (not exact and one.startswith(word))}
+    return [one for one in interfaces if (one in named) != without]
+
+
+def interfaces() -> list[str]:
+    """The names of this machine's interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def port_in_use(port: int, error: str) -> Finding:
+    """Another program has the port where the machines should meet."""
+    holder = holder_of(port)
+    return Finding(
+        "rendezvous port",
+        "failure",
+        f"port {port} is in use here{f' by {holder}' if holder else ''}: {error}",
+        "The run cannot listen there; the others would speak to that program.",
+        "end that program, or choose another port in --rendezvous",
+    )
+
+
+def holder_of(port: int) -> str | None:
+    """Name the process that listens on a port, as far as this user may see it."""
+    wanted = f":{port:04X}"
+    inodes = set()
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            rows = [line.split() for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]]
+            inodes |= {f"socket:[{row[9]}]" for row in rows if row[1].endswith(wanted) and row[3] == _LISTENS}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if inodes & {os.readlink(link) for link in (process / "fd").iterdir()}:
+                command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {process.name} ({command[:80]})"
+    return None

@@ -1,0 +1,64 @@
+"""The quick part, at every start of several machines: compare what costs nothing to know when one joins."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.coordinator.types import Message
+from paceline.diagnostics.doctor.identity import script_hash, versions
+
+_CLOCK_OFF = 5.0
+_LONGEST = 60
+
+
+def about(script: Path) -> Message:
+    """Describe this machine, without importing torch: tens of milliseconds."""
+    return {**versions(), "CUDA": _cuda() or "none", "script": script_hash(script) or "none"}
+
+
+def _cuda() -> str | None:
+    """The version of CUDA that torch is built with, as its file of versions has it."""
+    try:
+        found = importlib.util.find_spec("torch")
+        text = (Path(str(found.origin)).parent / "version.py").read_text() if found else ""
+        for node in ast.parse(text).body:
+            if isinstance(node, ast.AnnAssign | ast.Assign):
+                target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+                if ast.unparse(target) == "cuda" and isinstance(node.value, ast.Constant):
+                    return str(node.value.value) if node.value.value else None
+    except (OSError, ValueError, SyntaxError, ImportError):
+        pass
+    return None
+
+
+class Comparison:
+    """Compares the machines that join with this one.
+
+    Args:
+        own: what :func:`about` says of this machine.
+    """
+
+    def __init__(self, own: Message) -> None:
+        self._own, self._host = own, socket.gethostname()
+
+    def differences(self, host: str, theirs: Mapping[str, object]) -> list[str]:
+        """Say in a line each what is not the same on a machine that has just joined; ``time`` is that of its clock."""
+        lines = []
+        for name, here in self._own.items():
+            there = theirs.get(name)
+            if there is not None and there != here:
+                what = "the content of the script" if name == "script" else f"the version of {name}"
+                lines.append(f"{what} differs: {_short(here)} on {self._host}, {_short(there)} on {_short(host)}")
+        clock = theirs.get("time")
+        if isinstance(clock, int | float) and abs(off := clock - time.time()) > _CLOCK_OFF:
+            lines.append(f"the clock of {_short(host)} is {abs(off):.0f} s {'ahead' if off > 0 else 'behind'}")
+        return [f"{line}; `paceline doctor` on both says more" for line in lines]
+
+
+def _short(value: object) -> str:
+    return "".join(one for one in str(value)[:_LONGEST] if one.isprintable())

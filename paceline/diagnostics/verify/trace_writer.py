@@ -1,0 +1,71 @@
+"""Record the state after each step, as a hash and two numbers per tensor, for ``paceline verify``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import torch
+
+from paceline.checkpoint.tensors import hash_of
+from paceline.environments import env
+from paceline.step.job import Job
+
+
+class TraceWriter:
+    """Write ``trace.jsonl``: the state before the first step and after each one."""
+
+    def __init__(self, wanted: env.Trace, job: Job, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self.steps = wanted.steps
+        self._state = state
+        self._parameters = job.update.parameters
+        self._file = (wanted.directory / "trace.jsonl").open("w") if job.world.rank == 0 else None
+        epsilon = max(
+            (torch.finfo(value.dtype).eps for value in self._parameters.values() if value.is_floating_point()),
+            default=0.0,
+        )
+        self._write(
+            {
+                "step": -1,
+                "loss": None,
+                "samples": None,
+                "learning_rate": None,
+                "gradient": {},
+                "epsilon": torch.finfo(getattr(torch, job.settings.autocast)).eps if job.settings.autocast else epsilon,
+                "exact": job.settings.exact,
+                "threads": torch.get_num_threads(),
+                "batch": job.order.batch,
+            }
+        )
+
+    def step(self, step: int, loss: float, samples: int, learning_rate: float) -> None:
+        """Record the state after a step."""
+        gradients = {name: value.grad for name, value in self._parameters.items() if value.grad is not None}
+        self._write(
+            {
+                "step": step,
+                "loss": loss,
+                "samples": samples,
+                "learning_rate": learning_rate,
+                "gradient": {name: sketch(value) for name, value in gradients.items()} if self._file else {},
+            }
+        )
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._file is not None:
+            line["state"] = {name: sketch(value) for name, value in self._state().items()}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+def sketch(tensor: torch.Tensor) -> tuple[str, float, float]:
+    """A short hash, the 2-norm, and the dot product with a fixed vector of random signs."""
+    flat = tensor.detach().reshape(-1).double().cpu()
+    return hash_of(tensor).hex()[:16], flat.norm().item(), flat.dot(_signs(flat.numel())).item()
+
+
+@lru_cache(maxsize=32)
+def _signs(length: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(length)
+    return torch.randint(0, 2, (length,), generator=random, dtype=torch.float64) * 2 - 1

@@ -1,0 +1,205 @@
+"""The gradients of one optimizer in fixed buckets, reduced in a fixed order: a steady step negotiates nothing.
+
+An optimizer whose workers have submitted the same gradients in two steps agrees on a plan. From then on a bucket leaves
+as soon as it is full, if those before it have left, over a process group of its own::
+
+    backward     g9 g8 g7 g6 │ g5 g4 g3 │ g2 g1 g0
+    bucket 0                 └──────
+    bucket 1                            └──────
+    bucket 2                                       └──────   and a number: how many workers leave the plan
+
+A worker that joins (``hvd.join``) sends zeros, and that it leaves. All learn it at the end of the same step, and go on
+by negotiation, in which it takes part with zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from paceline.horovod.engine.operations import start_all_reduce
+from paceline.horovod.engine.requests import Request
+from paceline.horovod.engine.timeline import Timeline
+
+if TYPE_CHECKING:
+    from paceline.horovod.errors import HorovodInternalError
+
+
+class Watch(Protocol):
+    """Who is told of waits (``waits``)."""
+
+    timeline: Timeline | None
+    """Where buckets are recorded."""
+
+    def waiting(self, name: str, set_: int) -> None:
+        """A wait begins, ..."""
+        ...
+
+    def waited(self, name: str) -> None:
+        """... and ends."""
+        ...
+
+    def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
+        """The error for a wait that has failed."""
+        ...
+
+
+_FIRST_BYTES = 1 << 20
+_BYTES = 5 << 20
+"""As in ``comm.reduction``: on gloo smaller buckets overlap better than the 25 MB of NCCL."""
+
+
+class _Bucket:
+    """Some gradients in one vector."""
+
+    def __init__(self, parameters: list[torch.Tensor], dtype: torch.dtype, extra: int) -> None:
+        sizes = [one.numel() for one in parameters]
+        self.flat = torch.zeros(sum(sizes) + extra, dtype=dtype)
+        parts = self.flat[: sum(sizes)].split(sizes)
+        self.views = {one: part.view(one.shape) for one, part in zip(parameters, parts, strict=True)}
+        self.missing = set(parameters)
+        self.work: dist.Work | None = None
+
+
+class Plan:
+    """The buckets of one optimizer.
+
+    Args:
+        watch: of this worker.
+        group: the process group for this plan alone.
+        parameters: in the order in which their gradients are expected, with their names.
+        dtype: of gradients on the way; None: their own, which all have.
+        factors: before and after the sum.
+        set_: the process set.
+    """
+
+    def __init__(
+        self,
+        watch: Watch,
+        group: dist.ProcessGroup,
+        parameters: Sequence[tuple[torch.Tensor, str]],
+        dtype: torch.dtype | None,
+        factors: tuple[float, float],
+        set_: int,
+    ) -> None:
+        self._watch, self._group, self._set = watch, group, set_
+        self._before, self._after = factors
+        self._names = dict(parameters)
+        dtype = dtype or parameters[0][0].dtype
+        chunks = _cut([one for one, _ in parameters], dtype.itemsize)
+        last = len(chunks) - 1
+        self._buckets = [_Bucket(chunk, dtype, extra=place == last) for place, chunk in enumerate(chunks)]
+        self._bucket_of = {one: bucket for bucket in self._buckets for one in bucket.views}
+        self._started = 0
+        self.open = True
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter; it must not change any more in this step."""
+        bucket = self._bucket_of[parameter]
+        view, gradient = bucket.views[parameter], parameter.grad
+        assert gradient is not None
+        if self._before == 1.0:
+            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        else:
+            torch.mul(gradient, self._before, out=view)
+        bucket.missing.discard(parameter)
+        if not bucket.missing:
+            self._start_full()
+
+    def _start_full(self) -> None:
+        while self._started < len(self._buckets) and not self._buckets[self._started].missing:
+            bucket = self._buckets[self._started]
+            if (timeline := self._watch.timeline) is not None:
+                timeline.begin([self._request(bucket)])
+            bucket.work = start_all_reduce(self._group, bucket.flat)
+            self._started += 1
+
+    def finish(self) -> None:
+        """End a step: send zeros for what has no gradient, wait, and write the results into the gradients.
+
+        Raises:
+            HorovodInternalError: another worker left, or the deadline has passed.
+        """
+        self._send_rest()
+        for bucket in self._buckets:
+            self._wait(bucket)
+            self._write(bucket)
+        if self._buckets[-1].flat[-1] > 0:
+            self.close()
+        self._begin()
+
+    def _send_rest(self) -> None:
+        for bucket in self._buckets[self._started :]:
+            for one in bucket.missing:
+                bucket.views[one].zero_()
+            bucket.missing.clear()
+        self._start_full()
+
+    def _wait(self, bucket: _Bucket) -> None:
+        assert bucket.work is not None
+        what = self._called(bucket)
+        self._watch.waiting(what, self._set)
+        try:
+            bucket.work.wait()
+        except RuntimeError as error:
+            raise self._watch.await_cause(what, error) from error
+        finally:
+            self._watch.waited(what)
+        if (timeline := self._watch.timeline) is not None:
+            timeline.end([self._request(bucket)])
+
+    def _called(self, bucket: _Bucket) -> str:
+        name = self._names[next(iter(bucket.views))]
+        return f"{name} and {len(bucket.views) - 1} more" if len(bucket.views) > 1 else name
+
+    def _request(self, bucket: _Bucket) -> Request:
+        """What a bucket would be if it were negotiated."""
+        flat = bucket.flat
+        dtype = str(flat.dtype).removeprefix("torch.")
+        return Request(self._set, self._called(bucket), "allreduce", (dtype,), ((flat.numel(),),))
+
+    def _write(self, bucket: _Bucket) -> None:
+        for one, view in bucket.views.items():
+            if one.grad is None or one.grad.is_sparse:
+                one.grad = torch.empty_like(one)
+            if self._after == 1.0:
+                one.grad.copy_(view)
+            elif one.grad.dtype == view.dtype:
+                torch.mul(view, self._after, out=one.grad)
+            else:
+                one.grad.copy_(view).mul_(self._after)
+
+    def _begin(self) -> None:
+        self._started = 0
+        for bucket in self._buckets:
+            bucket.missing = set(bucket.views)
+            bucket.work = None
+        self._buckets[-1].flat[-1:].zero_()
+
+    def leave(self) -> None:
+        """Send zeros, and that this worker takes part no more, in the place of a step."""
+        if self.open:
+            self._buckets[-1].flat[-1] = 1
+            self._send_rest()
+            self.open = False
+
+    def close(self) -> None:
+        """Free the process group."""
+        self.open = False
+        dist.destroy_process_group(self._group)
+
+
+def _cut(parameters: list[torch.Tensor], width: int) -> list[list[torch.Tensor]]:
+    """Neighbouring parameters, up to the bytes of a bucket."""
+    chunks: list[list[torch.Tensor]] = [[]]
+    room = _FIRST_BYTES
+    for one in parameters:
+        if chunks[-1] and room < one.numel() * width:
+            chunks.append([])
+            room = _BYTES
+        chunks[-1].append(one)
+        room -= one.numel() * width
+    return chunks

@@ -1,0 +1,293 @@
+"""Processes of this machine by which an engine runs agents elsewhere: ``ssh``, ``srun``, ``mpiexec``."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from paceline.environments import env
+from paceline.errors import StartError
+from paceline.launchers.local.child import command_of
+from paceline.launchers.local.launcher import kill_group
+from paceline.launchers.output import Lines
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+_LOOK_SECONDS = 0.05
+_LAST_SECONDS = 10.0
+_SIGN_SECONDS = 2.0
+_KILL_SECONDS = 2.0
+_KEPT_LINES = 20
+
+
+@dataclass(frozen=True)
+class Client:
+    """How one is started, and stopped.
+
+    Attributes:
+        name: of the machine; before each line that it prints, except for the first client.
+        command: what is executed here.
+        environment: more variables.
+        first_input: what its standard input gets first. Then an empty line says every now and then that this process is
+            there, the line ``stop`` stops what it runs, and the end of the input ends that at once. None: it has no
+            input, and passes a signal on.
+        stop: that signal.
+    """
+
+    name: str
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    first_input: bytes | None = field(default=None, repr=False)
+    stop: signal.Signals = signal.SIGTERM
+
+
+Ended = Callable[[Client, int], bool]
+"""Called when one has ended, with its exit code (negative: a signal); whether the others go on."""
+Again = Callable[[Client, int], float | None]
+"""Called when another one than the first has ended: the seconds until it is started again; None: it is not."""
+More = Callable[[], Sequence[Client]]
+"""Called now and then while the first one runs: those to be started, too."""
+
+
+def follow(
+    clients: Sequence[Client],
+    inherited: Mapping[str, str],
+    grace_seconds: float,
+    ended: Ended,
+    again: Again = lambda client, code: None,
+    more: More = tuple,
+) -> int:
+    """Start all, pass on what they print, wait for all, and give the exit code of the first.
+
+    A first signal stops the run after a checkpoint; a second one ends it at once. They end with this process, however
+    that ends, if the system can do that.
+
+    Args:
+        clients: the one with the coordinator first.
+        inherited: the environment that all get.
+        grace_seconds: from the first signal to the last one.
+        ended: decides what becomes of the others.
+        again: decides whether one that has ended while the first one runs is started anew.
+        more: gives those that are started later.
+
+    Raises:
+        StartError: one could not be started; those before it are ended.
+    """
+    with stop_signals() as received:
+        started = _Started(clients, inherited, grace_seconds, ended, again, more)
+        try:
+            started.start()
+            while started.running and len(received) < 2 and time.monotonic() < started.deadline:
+                started.look()
+                if received:
+                    started.stop()
+                time.sleep(_LOOK_SECONDS)
+        finally:
+            started.close()
+    code = started.codes.get(0, -signal.SIGKILL)
+    return code if code >= 0 else 128 - code
+
+
+class _Started:
+    """The processes of some clients."""
+
+    def __init__(
+        self,
+        clients: Sequence[Client],
+        inherited: Mapping[str, str],
+        grace_seconds: float,
+        ended: Ended,
+        again: Again,
+        more: More,
+    ) -> None:
+        self._clients = list(clients)
+        self._inherited = inherited
+        self._grace_seconds = grace_seconds
+        self._ended = ended
+        self._again, self._more = again, more
+        self._due: dict[int, float] = {}
+        self._sign_at = 0.0
+        self._relays: list[threading.Thread] = []
+        self.running: dict[int, subprocess.Popen[bytes]] = {}
+        self.codes: dict[int, int] = {}
+        self.deadline = math.inf
+
+    def start(self) -> None:
+        for place in range(len(self._clients)):
+            self._start(place)
+
+    def _start(self, place: int) -> None:
+        client = self._clients[place]
+        self.running[place] = process = _start(client, self._inherited)
+        self._relays += _relay(process, f"[{client.name}] " if place else "")
+        _write(process, client.first_input or b"")
+
+    def look(self) -> None:
+        """Take note of those that have ended, start those that are due, and say that this process is there."""
+        now = time.monotonic()
+        for place, process in list(self.running.items()):
+            if (code := process.poll()) is not None:
+                self._take_end(place, process, code)
+        if 0 in self.running and self.deadline == math.inf:
+            for place in [place for place, due in self._due.items() if due <= now]:
+                del self._due[place]
+                self._start(place)
+            for client in self._more():
+                self._clients.append(client)
+                self._start(len(self._clients) - 1)
+        if now >= self._sign_at:
+            self._sign_at = now + _SIGN_SECONDS
+            for process in self.running.values():
+                _write(process, b"\n")
+
+    def _take_end(self, place: int, process: subprocess.Popen[bytes], code: int) -> None:
+        del self.running[place]
+        self.codes[place] = code
+        _close_input(process)
+        client = self._clients[place]
+        if place and 0 in self.running and self.deadline == math.inf:
+            delay = self._again(client, code)
+            if delay is not None:
+                self._due[place] = time.monotonic() + delay
+                return
+        if not self._ended(client, code):
+            self.stop()
+        elif place == 0:  # the run is over; a machine that is out of reach never says so
+            self.deadline = min(self.deadline, time.monotonic() + _LAST_SECONDS)
+
+    def stop(self) -> None:
+        """Ask all to end, once."""
+        if self.deadline < math.inf:
+            return
+        self.deadline = time.monotonic() + self._grace_seconds + _LAST_SECONDS
+        for place, process in self.running.items():
+            if self._clients[place].first_input is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(self._clients[place].stop)
+            else:
+                _write(process, b"stop\n")
+
+    def close(self) -> None:
+        """End those that are left."""
+        for process in self.running.values():
+            _close_input(process)
+        until = time.monotonic() + _KILL_SECONDS
+        for process in self.running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if process.stdin is not None:
+                    process.wait(max(0.0, until - time.monotonic()))
+            kill_group(process.pid)
+            process.wait()
+        for relay in self._relays:
+            relay.join(_LAST_SECONDS)
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):  # it has ended, or is about to
+            process.stdin.write(data)
+            process.stdin.flush()
+
+
+def _close_input(process: subprocess.Popen[bytes]) -> None:
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+
+
+def _start(client: Client, inherited: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    try:
+        return subprocess.Popen(
+            command_of(frozenset(), tuple(client.command)),
+            env={**inherited, **client.environment},
+            stdin=subprocess.DEVNULL if client.first_input is None else subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise StartError(f"{client.command[0]} could not be started: {error.strerror}.") from None
+
+
+def _relay(process: subprocess.Popen[bytes], prefix: str) -> list[threading.Thread]:
+    """Pass on what it prints, in whole lines."""
+    pipes = ((process.stdout, sys.stdout), (process.stderr, sys.stderr))
+    threads = [threading.Thread(target=_copy, args=(pipe, to, prefix), daemon=True) for pipe, to in pipes]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def _copy(pipe: IO[bytes], to: IO[str], prefix: str) -> None:
+    with pipe:
+        copy(pipe.fileno(), to, prefix)
+
+
+def run_here(command: Sequence[str], environment: Mapping[str, str], folder: str | Path) -> tuple[int, str]:
+    """Run an agent on this machine, in the process that an engine has started; gives the exit code, and the last lines.
+
+    Engines set the number of threads of their own processes, which says nothing about workers.
+    """
+    inherited = {name: value for name, value in env.inherited().items() if name != "OMP_NUM_THREADS"}
+    with subprocess.Popen(
+        command_of(frozenset(), (sys.executable, *command[1:])),
+        env={**inherited, **environment},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        last = deque(process.stdout, _KEPT_LINES)
+    return process.returncode, "".join(last)
+
+
+def say(line: str) -> None:
+    """Tell the user."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+def copy(source: int, to: IO[str], prefix: str) -> None:
+    """Pass on what comes from a file descriptor until its end, in whole lines."""
+    lines = Lines()
+    while data := os.read(source, 1 << 16):
+        _print(lines.take(data), to, prefix)
+    _print(lines.rest(), to, prefix)
+
+
+def _print(lines: list[str], to: IO[str], prefix: str) -> None:
+    if lines:
+        to.write("".join(f"{prefix}{line}\n" for line in lines))
+        to.flush()
+
+
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """The signals to this process that ask for the end, as they come; SIGUSR1 hastens nothing."""
+    found: list[int] = []
+
+    def keep(number: int, frame: FrameType | None) -> None:
+        if not found or number != signal.SIGUSR1:
+            found.append(number)
+
+    before = {one: signal.signal(one, keep) for one in _STOPPING}
+    try:
+        yield found
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)

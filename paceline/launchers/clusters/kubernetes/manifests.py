@@ -1,0 +1,236 @@
+"""The manifests of a run: an Indexed Job with its Service, a JobSet, or Kubeflow's TrainJob.
+
+A pod is a machine of the run: its command is the agent's, its host name has its index, and the one of index 0 holds the
+coordinator. A pod that is lost is replaced by one of the same index, which joins the run under the same name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.environments import env
+from paceline.errors import PREEMPTED
+from paceline.launchers.clusters.kubernetes.yaml import comment, dump
+
+PORT = 29500
+RUNS = "runs"
+_AFTER_GRACE_SECONDS = 15
+"""For the processes of a pod to end, when its workers have."""
+_REPLACED = 6
+_USER = 1000
+_JOBSET = "jobset.sigs.k8s.io/jobset-name"
+_COMMENTS = {
+    "publishNotReadyAddresses: true": "names from the start",
+    f"backoffLimitPerIndex: {_REPLACED}": "failures of one pod, besides those that are ignored",
+    "type: DisruptionTarget": "evicted, preempted, or its node is gone",
+    f"values: [{PREEMPTED}]": "it was told to leave, and left",
+    "values: [1, 2]": "the script failed, or wrong usage: a new pod would fail alike",
+    'succeededIndexes: "0"': "the pod that holds the coordinator",
+    "medium: Memory": "else 64 MiB, too small for shared memory of workers",
+}
+
+Manifest = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pods:
+    """What is wanted of the pods of a run.
+
+    Attributes:
+        name: of all objects.
+        image: of the container.
+        command: the agent's.
+        count: how many pods.
+        workers: of each pod.
+        grace_seconds: from SIGTERM to the last checkpoint.
+        runs: the folder of run directories.
+        namespace: none: that of the context.
+        gpus: of each pod.
+        volume: a PersistentVolumeClaim, for the run directories.
+    """
+
+    name: str
+    image: str
+    command: tuple[str, ...]
+    count: int
+    workers: int
+    grace_seconds: float
+    runs: str
+    namespace: str | None = None
+    gpus: int | None = None
+    volume: str | None = None
+
+    def metadata(self) -> Manifest:
+        """The name and the namespace."""
+        return {"name": self.name} | ({"namespace": self.namespace} if self.namespace else {})
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of object.
+
+    Attributes:
+        resource: its name for kubectl.
+        first: what the host name of pod 0 adds to the name of the run.
+        label: by which its pods are found; the value is the name.
+        write: the manifests of a run.
+    """
+
+    resource: str
+    first: str
+    label: str
+    write: Callable[[Pods], list[Manifest]]
+
+    def objects(self, name: str) -> list[str]:
+        """What is made for a run."""
+        return [f"{one}/{name}" for one in (self.resource, *(["service"] if self.resource == "job" else []), "secret")]
+
+    def rendezvous(self, name: str) -> str:
+        """Where the pods of a run meet."""
+        return f"{name}{self.first}.{name}:{PORT}"
+
+
+def text(kind: Kind, pods: Pods) -> str:
+    """Write the manifests, but for the secret."""
+    where = f" -n {pods.namespace}" if pods.namespace else ""
+    told = (
+        f"The pods know each other by a secret, which is not in this file. Make it before:\n"
+        f"  openssl rand -hex 32 | kubectl create secret generic {pods.name}{where} "
+        f"--from-file={env.SECRET}=/dev/stdin"
+    )
+    return comment(told) + dump(kind.write(pods), _COMMENTS)
+
+
+def secret(pods: Pods, value: str) -> Manifest:
+    """The object by which the pods get the secret of the run."""
+    data = {env.SECRET: value}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": pods.metadata(), "type": "Opaque", "stringData": data}
+
+
+def _job(pods: Pods) -> list[Manifest]:
+    service = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": pods.metadata(),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {"batch.kubernetes.io/job-name": pods.name},
+        },
+    }
+    spec = _job_spec(pods, {"subdomain": pods.name})
+    return [service, {"apiVersion": "batch/v1", "kind": "Job", "metadata": pods.metadata(), "spec": spec}]
+
+
+def _jobset(pods: Pods) -> list[Manifest]:
+    worker = {"name": "worker", "replicas": 1, "template": {"spec": _job_spec(pods, {})}}
+    spec = {
+        "network": {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True},
+        "replicatedJobs": [worker],
+    }
+    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": pods.metadata(), "spec": spec}]
+
+
+def _trainjob(pods: Pods) -> list[Manifest]:
+    pod = {
+        "terminationGracePeriodSeconds": termination_seconds(pods.grace_seconds),
+        "securityContext": _POD_SECURITY,
+        "volumes": _volumes(pods),
+        "containers": [
+            {"name": "node", "securityContext": _CONTAINER_SECURITY, "volumeMounts": _mounts(pods)},
+        ],
+    }
+    job = {"name": "node", "template": {"spec": {"template": {"spec": pod}}}}
+    patch = {"manager": "paceline/run", "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [job]}}}}
+    spec = {
+        "runtimeRef": {"name": "torch-distributed"},
+        "trainer": {
+            "image": pods.image,
+            "command": list(pods.command),
+            "numNodes": pods.count,
+            "env": _environment(pods),
+            "resourcesPerNode": _resources(pods),
+        },
+        "runtimePatches": [patch],
+    }
+    head = {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob"}
+    return [{**head, "metadata": pods.metadata(), "spec": spec}]
+
+
+def _job_spec(pods: Pods, network: Mapping[str, str]) -> Manifest:
+    rules = [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "Ignore", "onExitCodes": {"operator": "In", "values": [PREEMPTED]}},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [1, 2]}},
+    ]
+    return {
+        "completionMode": "Indexed",
+        "completions": pods.count,
+        "parallelism": pods.count,
+        "backoffLimitPerIndex": _REPLACED,
+        "podFailurePolicy": {"rules": rules},
+        "successPolicy": {"rules": [{"succeededIndexes": "0"}]},
+        "template": {
+            "spec": {
+                **network,
+                "restartPolicy": "Never",
+                "terminationGracePeriodSeconds": termination_seconds(pods.grace_seconds),
+                "securityContext": _POD_SECURITY,
+                "containers": [
+                    {
+                        "name": "train",
+                        "image": pods.image,
+                        "command": list(pods.command),
+                        "env": _environment(pods),
+                        "resources": _resources(pods),
+                        "securityContext": _CONTAINER_SECURITY,
+                        "volumeMounts": _mounts(pods),
+                    }
+                ],
+                "volumes": _volumes(pods),
+            }
+        },
+    }
+
+
+_POD_SECURITY = {
+    "runAsNonRoot": True,
+    "runAsUser": _USER,
+    "runAsGroup": _USER,
+    "fsGroup": _USER,
+    "seccompProfile": {"type": "RuntimeDefault"},
+}
+_CONTAINER_SECURITY = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def termination_seconds(grace_seconds: float) -> int:
+    """How long a pod may take to end after SIGTERM."""
+    return math.ceil(grace_seconds) + _AFTER_GRACE_SECONDS
+
+
+def _environment(pods: Pods) -> list[Manifest]:
+    return [{"name": env.SECRET, "valueFrom": {"secretKeyRef": {"name": pods.name, "key": env.SECRET}}}]
+
+
+def _resources(pods: Pods) -> Manifest:
+    requests = {"cpu": str(pods.workers), "memory": f"{pods.workers}Gi"}
+    return {"requests": requests} | ({"limits": {"nvidia.com/gpu": str(pods.gpus)}} if pods.gpus else {})
+
+
+def _mounts(pods: Pods) -> list[Manifest]:
+    return [{"name": "shm", "mountPath": "/dev/shm"}, {"name": RUNS, "mountPath": pods.runs}]
+
+
+def _volumes(pods: Pods) -> list[Manifest]:
+    kept: Manifest = {"persistentVolumeClaim": {"claimName": pods.volume}} if pods.volume else {"emptyDir": {}}
+    return [{"name": "shm", "emptyDir": {"medium": "Memory"}}, {"name": RUNS, **kept}]
+
+
+KINDS = {
+    "job": Kind("job", "-0", "batch.kubernetes.io/job-name", _job),
+    "jobset": Kind("jobset", "-worker-0-0", _JOBSET, _jobset),
+    "trainjob": Kind("trainjob", "-node-0-0", _JOBSET, _trainjob),
+}

@@ -1,0 +1,124 @@
+"""``--on kubernetes``: pods that an Indexed Job, a JobSet or a TrainJob starts and replaces."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+from paceline.config import quoted
+from paceline.environments import env
+from paceline.errors import ConfigError, StartError
+from paceline.launchers.base import Request
+from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
+from paceline.launchers.clusters.kubernetes import manifests
+from paceline.launchers.clusters.kubernetes.following import Following, say
+from paceline.launchers.clusters.kubernetes.kubectl import Kubectl
+from paceline.launchers.clusters.kubernetes.manifests import KINDS, Kind, Pods
+
+_LONGEST_NAME = 46
+"""A host name has 63 characters; the kind and the index of the pod add to it."""
+
+
+@dataclass(frozen=True)
+class Submission(Placement):
+    """What is submitted: the pods, in an object of a kind."""
+
+    kind: Kind
+    pods: Pods
+    detach: bool
+
+
+class Kubernetes(Place):
+    """Write the manifests, apply them with the user's context, and follow the pods."""
+
+    examines: ClassVar[bool] = False
+    reads: ClassVar[frozenset[str]] = frozenset({"image", "namespace", "kind", "gpus", "volume", "detach"})
+
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Submission:
+        """Write the manifests."""
+        kind = KINDS.get(options.kind or "job")
+        if kind is None:
+            raise ConfigError(f"--kind {quoted(options.kind)}: give one of {', '.join(KINDS)}.")
+        if not options.image:
+            raise ConfigError(
+                "--on kubernetes needs --image: one with Paceline, the script and its packages, as "
+                "docs/places/kubernetes.md builds it."
+            )
+        if options.gpus is not None and options.gpus < 1:
+            raise ConfigError(f"--gpus {options.gpus}: give the GPUs of each pod, or leave it out.")
+        if request.secret_file is not None:
+            raise ConfigError("--secret-file has no effect with --on kubernetes: a Secret of the run is made.")
+        run = request.name or f"{request.script.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+        name = object_name(run)
+        least, most = request.nodes or (1, 1)
+        runs = Path(os.path.normpath("/" / request.runs))
+        agents = replace(
+            request,
+            name=run,
+            runs=runs,
+            least=request.least or request.workers * least,
+            most=request.most or request.workers * most,
+            settings={"resume": "auto", **request.settings},
+        )
+        command = agent_command(
+            agents, request.workers, request.workers * most, (least, most), kind.rendezvous(name), "python"
+        )
+        pods = Pods(
+            name=name,
+            image=options.image,
+            command=tuple(command),
+            count=most,
+            workers=request.workers,
+            grace_seconds=request.grace_seconds,
+            runs=str(runs),
+            namespace=options.namespace,
+            gpus=options.gpus,
+            volume=options.volume,
+        )
+        known = secret_environment(request)
+        return Submission(
+            place="kubernetes",
+            agents=tuple(Agent(f"{name}-{index}", pods.command, known) for index in range(most)),
+            text=manifests.text(kind, pods),
+            kind=kind,
+            pods=pods,
+            detach=options.detach,
+        )
+
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        """Submit the pods, and follow them to the end of the run; what was made is removed then."""
+        assert isinstance(placement, Submission)
+        kind, pods = placement.kind, placement.pods
+        kubectl = Kubectl(pods.namespace)
+        if kubectl.get(kind.resource, pods.name):
+            raise ConfigError(
+                f"There is a {kind.resource} {pods.name} already. Choose another --name, or remove it: "
+                f"kubectl delete {' '.join(kind.objects(pods.name))}"
+            )
+        secret = json.dumps(manifests.secret(pods, placement.agents[0].environment[env.SECRET]))
+        following = Following(kubectl, kind, pods, request.patience_seconds)
+        try:
+            kubectl.run("apply", "-f", "-", given=f"{secret}\n---\n{placement.text}")
+        except StartError:
+            following.remove()
+            raise
+        where = f"-n {pods.namespace} " if pods.namespace else ""
+        if placement.detach:
+            say(f"submitted {kind.resource} {pods.name}. See it: kubectl {where}logs -f -l {kind.label}={pods.name}")
+            say(f"Remove it: kubectl {where}delete {' '.join(kind.objects(pods.name))}")
+            return 0
+        say(f"submitted {kind.resource} {pods.name}; waiting for its pods")
+        return following.wait()
+
+
+def object_name(run: str) -> str:
+    """Make the name of a run one of Kubernetes: lower case letters, digits and hyphens, of which a letter is first."""
+    name = re.sub("[^a-z0-9]+", "-", run.lower()).strip("-")
+    name = name if name[:1].isalpha() else f"run-{name}"
+    return name[:_LONGEST_NAME].rstrip("-")

@@ -1,0 +1,346 @@
+"""A Ray cluster: an actor on each node starts an agent there, and Ray puts the actors of lost nodes on others.
+
+::
+
+    here         launcher ── paceline run -n 0        the coordinator: any other node may be lost
+    each node    actor ── paceline run -n 4 ── workers
+
+There is one actor for each node, not for each worker: an agent replaces a lost worker in seconds and without Ray, and
+the workers of a node share its memory. The fewest nodes are one placement group, so that two runs cannot wait for each
+other's; more nodes come one by one. The actors end with the launcher, and what they started ends with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from paceline.environments import env
+from paceline.errors import PREEMPTED, ConfigError, StartError
+from paceline.launchers.base import Request
+from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
+from paceline.launchers.clusters.clients import Client, follow, run_here, say
+from paceline.launchers.local.child import end_with_parent
+from paceline.launchers.machine import choose_port, listens
+
+_HERE = "HERE:PORT"
+"""Stands for the rendezvous in a placement: known when the cluster is."""
+_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+_SAY_SECONDS = 5.0
+_LAST_SECONDS = 10.0
+
+
+class RayPlace(Place):
+    """Nodes of a Ray cluster."""
+
+    reads = frozenset({"address", "gpus", "slot_cpus"})
+
+    def __init__(self) -> None:
+        self._address: str | None = None
+        self._bundle: dict[str, float] = {}
+        self._strategy = "STRICT_SPREAD"
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str]) -> str | None:
+        """A Ray job, or a shell that was told of a cluster."""
+        return next((f"{name} is set" for name in ("RAY_ADDRESS", "RAY_JOB_ID") if environment.get(name)), None)
+
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
+        """Decide the resources of each node, and the commands."""
+        if find_spec("ray") is None:
+            raise StartError("--on ray: Ray is not installed. Install it with: pip install 'paceline[ray]'")
+        if options.address is not None and "://" in options.address:
+            raise ConfigError(f"--address {options.address}: give auto, or the host:port of the head, as in head:6379.")
+        if options.gpus is not None and options.gpus < 0:
+            raise ConfigError(f"--gpus {options.gpus}: the number of GPUs of each node cannot be negative.")
+        self._address = options.address
+        cpus = options.slot_cpus or request.workers
+        self._bundle = {"CPU": float(cpus), **({"GPU": float(options.gpus)} if options.gpus else {})}
+        self._strategy = "PACK" if options.slot_cpus else "STRICT_SPREAD"
+        nodes = request.nodes or (1, 1)
+        request = replace(
+            request,
+            script=request.script.absolute(),
+            runs=request.runs.absolute(),
+            plan=request.plan and request.plan.absolute(),
+            secret_file=request.secret_file and request.secret_file.absolute(),
+            least=request.least or request.workers * nodes[0],
+            most=request.most or request.workers * nodes[1],
+        )
+        machines = nodes if request.examination is None else (nodes[0] + 1, nodes[1] + 1)  # this one is examined, too
+        here = agent_command(replace(request, standby=0), 0, 0, machines, _HERE)
+        there = agent_command(request, request.workers, 0, machines, _HERE)
+        known = secret_environment(request)
+        passed = {name: environment[name] for name in sorted(environment) if _travels(name)}
+        text = [
+            f"cluster: {options.address or 'the one that is found, or a new one of this machine'}",
+            f"placement group: {nodes[0]} x {_resources(self._bundle)}, strategy {self._strategy}",
+            *([f"and up to {nodes[1] - nodes[0]} more, each in a group of its own"] if nodes[1] > nodes[0] else []),
+            f"here: {shlex.join(here)}",
+            f"each node: {shlex.join(there)}",
+        ]
+        agents = [Agent(f"node {n}", tuple(there), {**passed, **known}) for n in range(nodes[1])]
+        return Placement("ray", (Agent("here", tuple(here), known), *agents), "\n".join(text))
+
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        """Place the actors, then train; this process waits with the coordinator."""
+        import ray
+
+        fewest = request.nodes[0] if request.nodes else 1
+        with _connected(ray, self._address, int(self._bundle["CPU"]), fewest, request.patience_seconds):
+            port = choose_port(None)
+            where = f"{_own_address(ray)}:{port}"
+            here, *there = [replace(one, command=_meeting_at(where, one.command)) for one in placement.agents]
+            nodes = _Nodes(ray, self._bundle, self._strategy)
+            try:
+                nodes.place(fewest, request.patience_seconds)
+                nodes.start(there, fewest, str(request.script.absolute()), port, request.patience_seconds)
+                coordinator = Client(here.machine, here.command, here.environment)
+                return follow([coordinator], env.inherited(), request.grace_seconds, lambda client, code: False)
+            finally:
+                nodes.close()
+
+
+def _travels(name: str) -> bool:
+    """Whether a variable goes to the nodes, where the others are those with which Ray was started."""
+    return name == "OMP_NUM_THREADS" or name.startswith("PACELINE_")
+
+
+def _meeting_at(where: str, command: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(where if word == _HERE else word for word in command)
+
+
+def _resources(bundle: Mapping[str, float]) -> str:
+    return ", ".join(f"{count:g} {name}" for name, count in bundle.items())
+
+
+@contextlib.contextmanager
+def _connected(ray: Any, address: str | None, cpus: int, fewest: int, seconds: float) -> Iterator[None]:
+    """Connect to a cluster, or start one on this machine if none is named and none is found.
+
+    A process that is connected already, as in a notebook, stays so; its cluster is the one.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    own = not ray.is_initialized()
+    if own:
+        _connect(ray, address, cpus, fewest, seconds)
+        signal.signal(signal.SIGTERM, _end)  # Ray has set a handler that ends with another code
+    elif address not in (None, "auto", ray.get_runtime_context().gcs_address):
+        raise ConfigError(
+            f"--address {address}: this process is connected to the Ray cluster at "
+            f"{ray.get_runtime_context().gcs_address}. Leave the address out, or call ray.shutdown() first."
+        )
+    try:
+        yield
+    finally:
+        if own:
+            ray.shutdown()
+            signal.signal(signal.SIGTERM, before)
+
+
+def _connect(ray: Any, address: str | None, cpus: int, fewest: int, seconds: float) -> None:
+    env.set_default("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": "CRITICAL", "configure_logging": True}
+    limit = threading.Timer(seconds, _give_up, (address, seconds))  # Ray may try for ever
+    limit.daemon = True
+    limit.start()
+    try:
+        try:
+            ray.init(address=address or "auto", **quiet)
+        except ConnectionError as error:
+            if address is not None or env.inherited().get("RAY_ADDRESS"):
+                raise StartError(_unreachable(address, str(error))) from None
+            if fewest > 1:
+                raise StartError(
+                    f"--on ray: no Ray cluster was found, and a new one has one node, of {fewest} that are asked for. "
+                    f"Name the cluster with --address, or leave --nodes out."
+                ) from None
+            say("no Ray cluster was found: starting one on this machine")
+            ray.init(num_cpus=max(cpus, os.cpu_count() or 1), include_dashboard=False, **quiet)
+    except (RuntimeError, ValueError) as error:
+        raise StartError(_unreachable(address, str(error))) from None
+    finally:
+        limit.cancel()
+
+
+def _unreachable(address: str | None, why: str) -> str:
+    return (
+        f"--on ray: the cluster at {address or 'RAY_ADDRESS'} cannot be reached: {why.strip().splitlines()[0]} "
+        f"Is this machine a node of it (ray status), and is --address the host:port of its head?"
+    )
+
+
+def _give_up(address: str | None, seconds: float) -> None:
+    say(f"paceline: {_unreachable(address, f'no answer in {seconds:.0f} s.')}")
+    os._exit(StartError.exit_code)
+
+
+def _end(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+def _own_address(ray: Any) -> str:
+    """The address of this node, as the others know it."""
+    here = ray.get_runtime_context().get_node_id()
+    return next(str(node["NodeManagerAddress"]) for node in ray.nodes() if node["NodeID"] == here)
+
+
+class _Nodes:
+    """The actors of a run and the resources that are held for them."""
+
+    def __init__(self, ray: Any, bundle: dict[str, float], strategy: str) -> None:
+        self._ray = ray
+        self._bundle = bundle
+        self._strategy = strategy
+        self._groups: list[Any] = []
+        self._actors: list[Any] = []
+        self._running: dict[Any, str] = {}
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def place(self, fewest: int, seconds: float) -> None:
+        """Wait until the cluster has room for the fewest nodes.
+
+        Raises:
+            StartError: it has none in time.
+        """
+        group = self._reserve(fewest)
+        begin, said = time.monotonic(), False
+        while not group.wait(_LOOK_SECONDS):
+            waited = time.monotonic() - begin
+            if waited > seconds:
+                raise StartError(f"--on ray: {self._shortage(fewest)}; none came within {seconds:.0f} s (--patience).")
+            if waited > _SAY_SECONDS and not said:
+                said = True
+                say(f"waiting for the cluster: {self._shortage(fewest)}")
+
+    def start(self, agents: list[Agent], fewest: int, script: str, port: int, seconds: float) -> None:
+        """Start an actor for each agent; those beyond the fewest come when there is room.
+
+        The agents start when the coordinator listens on its port: one of them, on the same node, would take its part.
+
+        Raises:
+            StartError: a node does not have the script, or did not say so in time.
+        """
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray = self._ray
+        kind: Any = ray.remote(max_restarts=-1, max_task_retries=-1)(NodeAgent)
+        for number, agent in enumerate(agents):
+            group, index = (self._groups[0], number) if number < fewest else (self._reserve(1), 0)
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+            actor = kind.options(
+                num_cpus=self._bundle["CPU"], num_gpus=self._bundle.get("GPU", 0), scheduling_strategy=strategy
+            ).remote(agent.command, dict(agent.environment), os.getcwd(), script)
+            self._actors.append(actor)
+        try:
+            answers = ray.get([actor.missing.remote() for actor in self._actors[:fewest]], timeout=seconds)
+        except ray.exceptions.GetTimeoutError:
+            raise StartError(
+                f"--on ray: not all of the {fewest} actors have started within {seconds:.0f} s (--patience). "
+                f"`ray status` shows what the cluster waits for."
+            ) from None
+        if wrong := [text for text in answers if text]:
+            raise StartError(f"--on ray: {wrong[0]}")
+        self._watcher = threading.Thread(target=self._watch, args=(port,), name="paceline-ray", daemon=True)
+        self._watcher.start()
+
+    def _reserve(self, count: int) -> Any:
+        from ray.util import placement_group
+
+        self._groups.append(placement_group([self._bundle] * count, strategy=self._strategy))
+        return self._groups[-1]
+
+    def _shortage(self, count: int) -> str:
+        """Say what is asked for, and what there is."""
+
+        def counted(there: Mapping[str, float]) -> str:
+            return _resources({name: there.get(name, 0) for name in self._bundle})
+
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        nodes = [f"{node['NodeManagerAddress']} with {counted(node['Resources'])}" for node in alive]
+        kind = "node" if self._strategy == "STRICT_SPREAD" else "slot"
+        wanted = f"{count} {kind}{'s' * (count > 1)} with {_resources(self._bundle)}{' each' * (count > 1)}"
+        return f"{wanted} asked for; there: {'; '.join(nodes)}; free: {counted(self._ray.available_resources())}"
+
+    def _watch(self, port: int) -> None:
+        """Start the agents; say which of them fail, and when a lost node has no substitute yet."""
+        while not listens(port):
+            if self._closed.wait(_POLL_SECONDS):
+                return
+        self._running = {actor.run.remote(): f"node {number}" for number, actor in enumerate(self._actors)}
+        said = False
+        while not self._closed.wait(_LOOK_SECONDS):
+            done, _ = self._ray.wait(list(self._running), timeout=0) if self._running else ([], [])
+            for one in done:
+                self._say_end(self._running.pop(one), one)
+            missing = self._ray.util.placement_group_table(self._groups[0])["state"] != "CREATED"
+            if missing and not said:
+                say("a node is gone; Ray looks for another one with " + _resources(self._bundle))
+            said = missing
+
+    def _say_end(self, name: str, run: Any) -> None:
+        try:
+            address, code, text = self._ray.get(run)
+        except self._ray.exceptions.RayError as error:
+            address, code, text = name, 1, f"its actor has failed: {error}"
+        if code not in (0, PREEMPTED) and not self._closed.wait(_SAY_SECONDS):  # else the run has ended, and says why
+            for line in text.splitlines():
+                say(f"[{address}] {line}")
+
+    def close(self) -> None:
+        """Wait until the agents have ended, at most for a moment; end the actors, and give the resources back."""
+        from ray.util import remove_placement_group
+
+        self._closed.set()
+        if self._watcher is not None:
+            self._watcher.join(_LAST_SECONDS)
+        if running := list(self._running):
+            self._ray.wait(running, num_returns=len(running), timeout=_LAST_SECONDS)
+        for actor in self._actors:
+            self._ray.kill(actor)
+        for group in self._groups:
+            remove_placement_group(group)
+
+
+class NodeAgent:
+    """The actor of a node. When Ray starts it again on another one, its ``run`` begins again there."""
+
+    def __init__(self, command: tuple[str, ...], environment: dict[str, str], folder: str, script: str) -> None:
+        self._command = command
+        self._environment = environment
+        self._folder = folder
+        self._script = script
+
+    def missing(self) -> str:
+        """Say what this node lacks; empty: nothing."""
+        lacking = [path for path in (self._folder, self._script) if not os.path.exists(path)]
+        if not lacking:
+            return ""
+        return (
+            f"node {_address_here()} has no {lacking[0]}. Put the script where all nodes see it: a shared folder, "
+            f"the image of the nodes, or ray job submit --working-dir."
+        )
+
+    def run(self) -> tuple[str, int, str]:
+        """Run the agent; gives the address of the node, the exit code, and the last lines."""
+        if lacking := self.missing():
+            return _address_here(), StartError.exit_code, lacking
+        end_with_parent()  # Ray's own way takes a minute when the whole cluster is gone
+        return _address_here(), *run_here(self._command, self._environment, self._folder)
+
+
+def _address_here() -> str:
+    import ray
+
+    return str(ray.util.get_node_ip_address())

@@ -1,0 +1,135 @@
+"""Slurm: agents on the nodes of an allocation, by srun; or a batch script that does so, submitted and followed.
+
+::
+
+    login node    paceline run --on slurm ── sbatch ──> job.sh                here: follows its output
+    first node    job.sh ── paceline run --on slurm ─┬─ srun ── agent of the first node: the coordinator
+                                                     └─ srun ── agent of the second node
+
+Each agent has an srun of its own: when a node is lost that srun ends, and the others do not notice. Slurm ends an agent
+whose srun was killed.
+
+Signals, as Slurm 22.05 has them: SIGTERM makes srun kill its task, SIGUSR1 is passed on, so that asks an agent to stop.
+`scancel` and a preemption send SIGTERM to all processes of a job; SIGUSR1 on top changes nothing in a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from paceline.environments import env
+from paceline.errors import ConfigError
+from paceline.launchers import runs
+from paceline.launchers.base import Request
+from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
+from paceline.launchers.clusters.clients import Client, follow
+from paceline.launchers.clusters.slurm.job import batch_script, fields_of, follow_job, require, scontrol, submit
+
+_NOT_A_TASK = ("", "4294967290", "4294967291")
+"""SLURM_STEP_ID of salloc's shell and of a batch script; those of srun count from 0."""
+_SRUN = ("srun", "--nodes=1", "--ntasks=1", "--overlap", "--export=ALL", "--kill-on-bad-exit=0")
+_REFUSED = (2, 3, 126, 127)
+"""Exit codes of an agent that could not begin: no such script or Python there, or the first node is out of reach."""
+
+
+@dataclass(frozen=True)
+class Submission(Placement):
+    """A batch script; ``detach``: whether to leave it as soon as it is submitted."""
+
+    detach: bool
+
+
+class Slurm(Place):
+    """The nodes of the allocation that this process is in, or of a job that is submitted."""
+
+    reads: ClassVar[frozenset[str]] = frozenset({"time", "partition", "account", "gpus", "detach"})
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str]) -> str | None:
+        nodes = environment.get("SLURM_JOB_NUM_NODES", "1")
+        if not _in_allocation(environment) or nodes == "1":
+            return None
+        return f"Slurm's job {environment['SLURM_JOB_ID']} has {nodes} nodes"
+
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
+        if not _in_allocation(environment):
+            if request.examination is not None:
+                raise ConfigError(
+                    "--on slurm: the doctor examines the nodes of an allocation; `salloc --nodes 2 paceline doctor` "
+                    "gets one."
+                )
+            run = runs.choose(request)
+            text = batch_script(request, options, run)
+            require("sbatch", "scancel", "scontrol")
+            submission = Agent("", ("sbatch", "--parsable", str(run / "job.sh")))
+            return Submission("slurm", (submission,), text, options.detach)
+        job = environment["SLURM_JOB_ID"]
+        if given := options.given():
+            raise ConfigError(
+                f"--{given[0]} is for a job that is submitted, and this process is in job {job}. Leave it out, or "
+                f"`unset SLURM_JOB_ID` to submit another job."
+            )
+        require("srun", "scontrol")
+        nodes = scontrol("show", "hostnames", environment["SLURM_JOB_NODELIST"]).split()
+        address = fields_of(scontrol("show", "node", nodes[0], "-o"))["NodeAddr"]
+        agents = steps(request, nodes, f"{address}:{_port(int(job))}")
+        return Placement("slurm", agents, "\n".join(shlex.join(agent.command) for agent in agents))
+
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        if isinstance(placement, Submission):
+            job = submit(placement, request)
+            return 0 if placement.detach else follow_job(job, request.grace_seconds)
+        return _run_steps(placement, request)
+
+
+def _in_allocation(environment: Mapping[str, str]) -> bool:
+    """Whether this process is in a job, but is no task of srun."""
+    return "SLURM_JOB_ID" in environment and environment.get("SLURM_STEP_ID", "") in _NOT_A_TASK
+
+
+def _port(job: int) -> int:
+    """A port by the job, as no node can say which ones are free on another; and by the process, for runs in one job."""
+    return 10_000 + (7919 * job + os.getpid()) % 20_000
+
+
+def steps(request: Request, nodes: list[str], rendezvous: str) -> tuple[Agent, ...]:
+    """Decide which srun starts the agent of each node.
+
+    Args:
+        request: what the user asked for.
+        nodes: of the allocation.
+        rendezvous: ``host:port`` of the first node.
+
+    Raises:
+        ConfigError: there are too few.
+    """
+    fewest, most = request.nodes or (len(nodes), len(nodes))
+    if len(nodes) < fewest:
+        raise ConfigError(f"--nodes {fewest}: the allocation has {len(nodes)}: {' '.join(nodes)}.")
+    nodes = nodes[:most]
+    here = request.workers
+    bounded = replace(request, least=request.least or here * fewest, most=request.most or here * len(nodes))
+    command = agent_command(bounded, here, here * len(nodes), (fewest, len(nodes)), rendezvous)
+    known = secret_environment(request)
+    return tuple(Agent(node, (*_SRUN, f"--nodelist={node}", *command), known) for node in nodes)
+
+
+def _run_steps(placement: Placement, request: Request) -> int:
+    refused: list[int] = []
+
+    def ended(client: Client, code: int) -> bool:
+        if code not in _REFUSED or client is clients[0]:
+            return True
+        refused.append(code)
+        sys.stderr.write(f"the agent of {client.name} could not begin: exit code {code}; see its lines above\n")
+        return False
+
+    clients = [Client(one.machine, one.command, one.environment, stop=signal.SIGUSR1) for one in placement.agents]
+    code = follow(clients, env.inherited(), request.grace_seconds, ended)
+    return refused[0] if refused else code

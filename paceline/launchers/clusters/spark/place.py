@@ -1,0 +1,258 @@
+"""Spark: a barrier stage with one task for each machine; each task runs an agent.
+
+::
+
+    driver   paceline run --on spark ── submits ──> barrier stage
+       │                                              task 0 ─ agent: coordinator and workers
+       └── output, and the signal to stop ──────────> task 1 ─ agent: workers
+                                                      ...   they agree on the first one's address by allGather
+
+What an agent prints goes to the driver over connections that the task opens; when the driver closes its side, or is
+gone, the task stops its agent. Spark cancels a barrier stage when it loses one of its tasks, and does not repeat it:
+it is submitted again here, and the run resumes. An elastic run has no barrier: see ``spark_jobs``.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from paceline.environments import env
+from paceline.errors import ConfigError, StartError, WorkerLost
+from paceline.launchers import runs
+from paceline.launchers.base import Request
+from paceline.launchers.clusters.base import Agent, Options, Place, Placement, agent_command, secret_environment
+from paceline.launchers.clusters.clients import Client, follow, say, stop_signals
+from paceline.launchers.clusters.spark.jobs import Slots, Stage, reason_of
+from paceline.launchers.clusters.spark.tasks import MEETING, Driver
+from paceline.launchers.machine import choose_port
+
+_ATTEMPTS = 4
+"""As Spark's spark.stage.maxConsecutiveAttempts."""
+_ANSWER_SECONDS = 5.0
+_LOOK_SECONDS = 0.1
+_LAST_SECONDS = 10.0
+_QUIET = {"spark.ui.showConsoleProgress": "false", "spark.log.level": "OFF"}
+"""What Spark has to say is said here, in words; on an executor its logs have it."""
+
+
+class Spark(Place):
+    """A Spark cluster that the driver, this process, connects to, or is connected to by a session."""
+
+    reads = frozenset({"master", "session"})
+    _session: Any = None
+
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
+        """One agent for each task; where they meet is known when they run."""
+        self._session, master = options.session, options.master
+        if self._session is not None:
+            master = _master_of(self._session)
+        elif master is None:
+            raise ConfigError(
+                "--on spark: name the cluster with --master, such as spark://host:7077, yarn or local[2]."
+            )
+        fewest, tasks = request.nodes or (1, 1)
+        if request.least is not None:
+            return _elastic(master, _absolute(request), fewest, tasks)
+        if fewest != tasks:
+            raise ConfigError(
+                f"--nodes {fewest}:{tasks}: a barrier stage has a fixed number of tasks; give one number, as in "
+                f"--nodes {tasks}, or --elastic, too."
+            )
+        total = tasks * request.workers
+        command = tuple(
+            agent_command(_absolute(request), request.workers, total, (tasks, tasks), MEETING, python="python")
+        )
+        known = secret_environment(request)
+        text = f"on {master}, a barrier stage of {tasks} tasks with {request.workers} CPUs each, and in each:\n"
+        agents = tuple(Agent(f"task {number}", command, known) for number in range(tasks))
+        return Placement(master, agents, text + "  " + shlex.join(command))
+
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        """Submit the stage; again, to resume from the newest checkpoint, when Spark has lost one of its tasks."""
+        if request.least is not None:
+            return self._carry_out_elastic(placement, request)
+        agent, tasks = placement.agents[0], len(placement.agents)
+        context = self._session.sparkContext if self._session is not None else _connect(placement.place, request)
+        try:
+            _check_allocation(context)
+            with stop_signals() as received, Driver(context, request, agent.environment) as driver:
+                for attempt in range(1, _ATTEMPTS + 1):
+                    command = agent.command if attempt == 1 or request.examination else _resumed(agent.command, request)
+                    stage = Stage(context, driver.task(command), tasks, request)
+                    code = _follow(stage, driver, received, request.grace_seconds)
+                    if code is not None:
+                        return code
+                    say(f"Spark has lost a task of attempt {attempt} of {_ATTEMPTS}: {stage.lost}")
+        finally:
+            if self._session is None:
+                context.stop()
+        lost = f"Spark has lost tasks in {_ATTEMPTS} attempts; the logs of its executors say why."
+        if request.examination is not None:
+            raise StartError(lost)
+        raise WorkerLost(
+            f"{lost} To go on from the newest checkpoint, give --resume auto --name {_name(agent.command)}."
+        )
+
+    def _carry_out_elastic(self, placement: Placement, request: Request) -> int:
+        """Submit a job for each agent; the coordinator is here, so that any of them may be lost."""
+        context = self._session.sparkContext if self._session is not None else _connect(placement.place, request)
+        try:
+            port = choose_port(None)
+            where = f"{context.getConf().get('spark.driver.host')}:{port}"
+            here, *there = [
+                replace(one, command=tuple(where if word == MEETING else word for word in one.command))
+                for one in placement.agents
+            ]
+            with Slots(context, there, request) as slots:
+                slots.start(port)
+                coordinator = Client(here.machine, here.command, here.environment)
+                return follow([coordinator], env.inherited(), request.grace_seconds, lambda client, code: False)
+        finally:
+            if self._session is None:
+                context.stop()
+
+
+def _elastic(master: str, request: Request, fewest: int, tasks: int) -> Placement:
+    here = agent_command(replace(request, standby=0), 0, 0, (fewest, tasks), MEETING)
+    there = agent_command(request, request.workers, 0, (fewest, tasks), MEETING, python="python")
+    known = secret_environment(request)
+    agents = [Agent(f"task {number}", tuple(there), known) for number in range(tasks)]
+    text = (
+        f"on {master}, {tasks} jobs of a task with {request.workers} CPUs each, and in each:\n  {shlex.join(there)}\n"
+        f"here:\n  {shlex.join(here)}"
+    )
+    return Placement(master, (Agent("here", tuple(here), known), *agents), text)
+
+
+def _follow(stage: Stage, driver: Driver, received: list[int], grace_seconds: float) -> int | None:
+    """Wait for the exit code of the run; none if Spark has lost a task.
+
+    Raises:
+        StartError: the stage could not run.
+    """
+    deadline = math.inf
+    stage.start()
+    while stage.is_alive() and len(received) < 2 and time.monotonic() < deadline:
+        if received and deadline == math.inf:
+            deadline = time.monotonic() + (grace_seconds + _LAST_SECONDS if driver.stop() else 0.0)
+        stage.join(_LOOK_SECONDS)
+    if stage.is_alive():
+        stage.cancel()
+        return 128 + received[0]
+    driver.drain()
+    if stage.codes is None and stage.lost is None:
+        raise StartError(stage.error)
+    if stage.codes is None:
+        return 128 + received[0] if received else None
+    return stage.codes[0]
+
+
+def _resumed(command: tuple[str, ...], request: Request) -> tuple[str, ...]:
+    """The command of an agent that goes on from the run's newest checkpoint; without one from where it began."""
+    run = request.runs.absolute() / _name(command)
+    if request.resume is not None and runs.newest_checkpoint(run) is None:
+        return command
+    end = command.index("run") + 1
+    return (*command[:end], "--resume", "auto", *command[end:])
+
+
+def _name(command: tuple[str, ...]) -> str:
+    return command[command.index("--name") + 1]
+
+
+def _absolute(request: Request) -> Request:
+    """Name files as all machines see them, and the run as each attempt does."""
+    return replace(
+        request,
+        script=request.script.absolute(),
+        runs=request.runs.absolute(),
+        plan=request.plan and request.plan.absolute(),
+        secret_file=request.secret_file and request.secret_file.absolute(),
+        name=request.name or runs.choose(request).name,
+    )
+
+
+def _connect(master: str, request: Request) -> Any:
+    """Start the driver's JVM and connect to the cluster; gives the SparkContext.
+
+    Raises:
+        StartError: pyspark, Java or the master is not there.
+    """
+    try:
+        from pyspark import SparkConf, SparkContext
+    except ImportError:
+        raise StartError(
+            "--on spark needs pyspark: pip install 'paceline[spark]', here and on the executors."
+        ) from None
+    variables = env.inherited()
+    if shutil.which("java") is None and not (Path(variables.get("JAVA_HOME", "/none")) / "bin" / "java").exists():
+        raise StartError(
+            "--on spark needs Java 17 or newer, and there is no java in PATH nor in JAVA_HOME. Install one, such as "
+            "default-jre-headless on Debian."
+        )
+    _check_master(master)
+    SparkContext._ensure_initialized()
+    configuration = SparkConf().setMaster(master).setAppName(f"paceline {request.script.name}")
+    for key, value in _QUIET.items():
+        configuration.set(key, value)
+    configuration.setIfMissing("spark.task.cpus", str(request.workers))
+    try:
+        context = SparkContext(conf=configuration)
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] not in ("py4j", "pyspark"):
+            raise
+        raise StartError(f"Spark at {master} could not be used: {reason_of(error)}") from None
+    if "PYSPARK_PYTHON" not in variables:
+        context.pythonExec = sys.executable
+    return context
+
+
+def _master_of(session: Any) -> str:
+    """The master of a SparkSession.
+
+    Raises:
+        ConfigError: it is none, or one of Spark Connect.
+    """
+    context = getattr(session, "sparkContext", None)
+    if context is None:
+        connect = ".connect." in type(session).__module__
+        raise ConfigError(
+            "on = a session of Spark Connect: it runs no barrier stages. Use on='spark' with master=..., or a "
+            "SparkSession that is made with .master(...)."
+            if connect
+            else f"on = a {type(session).__name__}: give the name of a place, or a SparkSession."
+        )
+    return str(context.master)
+
+
+def _check_allocation(context: Any) -> None:
+    if context.getConf().get("spark.dynamicAllocation.enabled", "false").lower() == "true":
+        raise StartError(
+            "Spark runs no barrier stage with dynamic allocation: set spark.dynamicAllocation.enabled to false."
+        )
+
+
+def _check_master(master: str) -> None:
+    """Look whether a standalone master answers, as Spark itself tries for a minute."""
+    if not master.startswith("spark://"):
+        return
+    reasons = []
+    for one in master.removeprefix("spark://").split(","):
+        host, _, port = one.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()
+            return
+        except (OSError, ValueError) as error:
+            reasons.append(f"{one}: {getattr(error, 'strerror', None) or error}")
+    raise StartError(
+        f"No Spark master answers at {master} ({'; '.join(reasons)}). Is it started, and is the port right?"
+    )

@@ -1,0 +1,287 @@
+"""Hosts that are reached by OpenSSH: an agent on each, which ends with its connection.
+
+::
+
+    launcher ─┬─ ssh ─ h1: leash ─ agent, with the coordinator ─ workers
+              └─ ssh ─ h2: leash ─ agent ─────────────────────── workers
+
+With a discovery script the first agent is here, so that any other host may come and go; what the script names later
+gets agents of its own.
+
+The secret of the run goes there through the standard input of ssh: command lines are no place for it, as everybody on a
+machine can read them. What holds the agent there (``ssh_remote.py``) ends it when the connection ends.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from paceline.environments import env
+from paceline.errors import ConfigError, StartError, WorkerLost
+from paceline.launchers.base import Request
+from paceline.launchers.clusters.base import (
+    Agent,
+    Options,
+    Place,
+    Placement,
+    agent_command,
+    parse_hosts,
+    read_hostfile,
+    secret_environment,
+)
+from paceline.launchers.clusters.clients import Client, More, follow
+from paceline.launchers.clusters.discovery import Discovery, Slots, ask, is_here, slots_here
+from paceline.launchers.clusters.ssh import remote as ssh_remote
+from paceline.launchers.clusters.ssh.check import CONNECTION_FAILED, Needs, check_hosts, first_input
+
+_OPTIONS = {
+    "BatchMode": "yes",  # a question would wait for ever
+    "ConnectTimeout": "10",
+    "ServerAliveInterval": "5",
+    "ServerAliveCountMax": "4",
+    "LogLevel": "ERROR",
+}
+"""Besides the user's own configuration; host keys are checked as that says."""
+_PASSED_ON = ("PACELINE_", "HOROVOD_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_")
+_PASSED_ON_WHOLE = ("PYTHONPATH", "PYTHONHASHSEED", "CUBLAS_WORKSPACE_CONFIG")
+_HERE = "localhost"
+_FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 60.0
+_LEFT = 75
+_KILLED = 128
+_REFUSED = (2, 3, 126, 127)
+"""Exit codes of an agent that could not begin; without it the others would wait for --patience."""
+
+
+class Ssh(Place):
+    """Hosts of ``-H`` or ``--hostfile``."""
+
+    reads = frozenset({"hosts", "hostfile"})
+
+    def decide(self, request: Request, options: Options, environment: Mapping[str, str]) -> Placement:
+        hosts = _hosts(request, options)
+        total = sum(count for _, count in hosts)
+        nodes = (len(hosts), len(hosts)) if request.discovery is None else (1, request.most or 1)
+        meeting = f"{hosts[0][0]}:PORT"  # both are known when the hosts have been asked
+        given = {**_passed_on(environment), **secret_environment(request)}
+        agents = tuple(
+            Agent(name, tuple(agent_command(request, count, total, nodes, meeting)), given) for name, count in hosts
+        )
+        return Placement("ssh", agents, "\n".join(map(_shown, agents)))
+
+    def carry_out(self, placement: Placement, request: Request) -> int:
+        agents = placement.agents
+        files = tuple(map(str, request.files))
+        known = {name: text for name, text in agents[0].environment.items() if name != env.SECRET}
+        needs = Needs(sys.executable, os.getcwd(), files, known)
+        must_meet, grows = request.examination is None, request.discovery is not None  # a doctor says more than that
+        address, port = check_hosts({one.machine: _reach(one.machine) for one in agents}, needs, must_meet, grows)
+
+        def client(agent: Agent) -> Client:
+            return _client(agent, f"{address}:{port}", request.grace_seconds)
+
+        clients = [client(one) for one in agents]
+        growth = None if request.discovery is None else _Growth(request.discovery, request, agents, needs, client)
+        ends = _Ends(clients[0], request.examination is not None, growth)
+        more: More = tuple if growth is None else growth.take
+        try:
+            code = follow(clients, env.inherited(), request.grace_seconds, ends.ended, ends.again, more)
+        finally:
+            if growth is not None:
+                growth.over.set()
+        if ends.refused:
+            return ends.refused
+        if code == CONNECTION_FAILED:
+            raise WorkerLost(
+                f"The connection to {agents[0].machine}, the first host, is lost, and the coordinator with it: the run "
+                f"is over. With --resume auto and the same --name it goes on from its newest checkpoint."
+            )
+        return code
+
+
+class _Ends:
+    """What becomes of the run, and of a host, when an agent has ended.
+
+    Args:
+        first: holds the coordinator.
+        examines: whether the agents are doctors, which all have something to say.
+        growth: what starts more agents, if there is a discovery script.
+
+    Attributes:
+        refused: the exit code of an agent without which the others would wait; 0: none.
+    """
+
+    def __init__(self, first: Client, examines: bool, growth: _Growth | None) -> None:
+        self._first, self._examines, self._growth = first, examines, growth
+        self._delays: dict[str, float] = {}
+        self.refused = 0
+
+    def again(self, client: Client, code: int) -> float | None:
+        if code not in (CONNECTION_FAILED, _LEFT) and 0 <= code < _KILLED:
+            return None
+        why = "is lost" if code != _LEFT else "has left"
+        if self._growth is not None and not self._growth.keeps(client.name):
+            sys.stderr.write(f"host {client.name} {why}\n")
+            return None
+        delay = self._delays.get(client.name, _FIRST_DELAY_SECONDS)
+        self._delays[client.name] = min(2 * delay, _LONGEST_DELAY_SECONDS)
+        sys.stderr.write(f"host {client.name} {why}; its agent is started again in {delay:.0f} s\n")
+        return delay
+
+    def ended(self, client: Client, code: int) -> bool:
+        if client is self._first:
+            return self._examines  # others may yet say why they did not come
+        if code not in _REFUSED or self._examines:
+            return True
+        sys.stderr.write(f"the agent of {client.name} has ended with exit code {code}; see its lines above\n")
+        if client.name in self._delays or self._growth is not None:  # the others train
+            return True
+        self.refused = code
+        return False
+
+
+class _Growth:
+    """Agents for the workers that a discovery script has named since the start.
+
+    Args:
+        script: asked once a second.
+        request: what the user asked for.
+        agents: those of the start; the first one is here.
+        needs: what a host must have.
+        client: starts an agent.
+    """
+
+    def __init__(
+        self, script: Path, request: Request, agents: Sequence[Agent], needs: Needs, client: Callable[[Agent], Client]
+    ) -> None:
+        self._request, self._needs, self._client, self._model = request, needs, client, agents[0]
+        self._lock = threading.Lock()
+        self._have = {one.machine: int(_option(one.command, "--workers")) for one in agents}
+        self._new: list[Client] = []
+        self._told: set[str] = set()
+        self.over = threading.Event()
+        self._discovery = Discovery(script, self.over.is_set, self._look)
+
+    def take(self) -> list[Client]:
+        """Those to be started since the last call."""
+        with self._lock:
+            new, self._new = self._new, []
+        return new
+
+    def keeps(self, host: str) -> bool:
+        """Whether a host that was lost is to come back; else it is forgotten."""
+        if host in _by_host(self._discovery.hosts):
+            return True
+        with self._lock:
+            self._have.pop(host, None)
+        return False
+
+    def _look(self, hosts: Slots) -> None:
+        for host, slots in _by_host(hosts).items():
+            with self._lock:
+                room = (self._request.most or 0) - sum(self._have.values())
+                count = min(room, slots - self._have.get(host, 0))
+            if count > 0 and self._is_fit(host):
+                nodes, meeting = (1, self._request.most or 1), _option(self._model.command, "--rendezvous")
+                command = tuple(agent_command(self._request, count, count, nodes, meeting))
+                with self._lock:
+                    self._have[host] = self._have.get(host, 0) + count
+                    self._new.append(self._client(Agent(host, command, self._model.environment)))
+
+    def _is_fit(self, host: str) -> bool:
+        """Check a host, unless it takes part already; what it lacks is said once."""
+        if self._have.get(host):
+            return True
+        try:
+            check_hosts({one: _reach(one) for one in dict.fromkeys((_HERE, host))}, self._needs, more_come=True)
+        except StartError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                sys.stderr.write(f"{error}\n")
+            return False
+        return True
+
+
+def _hosts(request: Request, options: Options) -> list[tuple[str, int]]:
+    if request.discovery is not None:
+        return _first_hosts(ask(request.discovery), request.most or 0)
+    if (options.hosts is None) == (options.hostfile is None):
+        raise ConfigError("--on ssh: give the hosts by -H host1:4,host2:2 or by --hostfile FILE, one of the two.")
+    if request.nodes is not None:
+        raise ConfigError(
+            "--nodes has no effect with --on ssh, which uses all hosts: leave it out, and say with --elastic how few "
+            "workers may train."
+        )
+    if options.hosts is not None:
+        return parse_hosts(options.hosts, request.workers)
+    assert options.hostfile is not None
+    return read_hostfile(options.hostfile, request.workers)
+
+
+def _first_hosts(found: Slots, most: int) -> list[tuple[str, int]]:
+    """This machine, which may have no workers, and the others that the script names, with so many workers at most."""
+    taken = {_HERE: 0}
+    for host, slots in _by_host(found).items():
+        count = min(slots, most - sum(taken.values()))
+        if count or host == _HERE:
+            taken[host] = count
+    return list(taken.items())
+
+
+def _by_host(found: Slots) -> Slots:
+    """With one name for this machine, in the place of all that it has."""
+    here = {_HERE: slots_here(found)} if any(map(is_here, found)) else {}
+    return {**here, **{host: slots for host, slots in found.items() if not is_here(host)}}
+
+
+def _option(command: Sequence[str], name: str) -> str:
+    return command[command.index(name) + 1]
+
+
+def _passed_on(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that agents get from here, but for the loopback of a launcher that has started this one."""
+    return {
+        name: text
+        for name, text in environment.items()
+        if (name.startswith(_PASSED_ON) or name in _PASSED_ON_WHOLE)
+        and not (name.endswith("_SOCKET_IFNAME") and text == "lo")
+    }
+
+
+def _reach(host: str) -> list[str]:
+    """The command that runs Python on a host; it reads there what to do."""
+    python = [sys.executable, "-I", "-c", ssh_remote.BOOT]
+    if is_here(host):
+        return python
+    return [*_ssh(host), f"exec {shlex.join(python)}"]
+
+
+def _ssh(host: str) -> list[str]:
+    return ["ssh", "-T", *(word for name, text in _OPTIONS.items() for word in ("-o", f"{name}={text}")), "--", host]
+
+
+def _client(agent: Agent, meeting: str, grace_seconds: float) -> Client:
+    """What starts an agent, and holds it."""
+    order = {
+        "command": _meet(agent.command, meeting),
+        "environment": dict(agent.environment),
+        "directory": os.getcwd(),
+        "grace": grace_seconds,
+    }
+    return Client(agent.machine, _reach(agent.machine), first_input=first_input(order))
+
+
+def _meet(command: Sequence[str], meeting: str) -> list[str]:
+    words = list(command)
+    words[words.index("--rendezvous") + 1] = meeting
+    return words
+
+
+def _shown(agent: Agent) -> str:
+    """As a person would type it."""
+    command = f"cd {shlex.quote(os.getcwd())} && {shlex.join(agent.command)}"
+    return command if is_here(agent.machine) else shlex.join([*_ssh(agent.machine), command])

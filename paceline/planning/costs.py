@@ -1,0 +1,66 @@
+"""The profile of a model as a file, and the plan file made from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.schedule.balance import Cluster, Cut, LayerCost
+from paceline.system.regular_files import read_text
+
+
+@dataclass(frozen=True)
+class Profile:
+    """The measured costs of a model.
+
+    Attributes:
+        model: the name of its class.
+        layers: the cost of each.
+        samples: of the measured microbatch.
+        microbatches: of a step.
+        link_bytes_per_second: between two workers; none with a single worker.
+    """
+
+    model: str
+    layers: tuple[LayerCost, ...]
+    samples: int
+    microbatches: int
+    link_bytes_per_second: float | None
+
+    def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
+        """Workers like the measured ones; without a measured link, transfers are free."""
+        link = self.link_bytes_per_second or float("inf")
+        return Cluster(link, memory_bytes, workers, self.microbatches)
+
+
+def write(profile: Profile, path: Path) -> None:
+    """Write a profile as JSON."""
+    path.write_text(json.dumps(asdict(profile)))
+
+
+def read(path: Path) -> Profile:
+    """Read what :func:`write` wrote."""
+    values = json.loads(read_text(path))
+    return Profile(**{**values, "layers": tuple(LayerCost(**layer) for layer in values["layers"])})
+
+
+def plan_text(profile: Profile, cut: Cut) -> str:
+    """A plan file (TOML) with this cut, for people to edit."""
+    times = ", ".join(f"{seconds * 1000:.2f}" for seconds in cut.seconds)
+    names = ", ".join(f'"{layer.name}"' for layer in profile.layers)
+    return "\n".join(
+        (
+            f"# {profile.model}, measured with microbatches of {profile.samples}: milliseconds per stage: {times}",
+            'strategy = "pipeline"',
+            "",
+            "[pipeline]",
+            f"stages = {len(cut.bounds)}",
+            "# The layers at which stages 1, 2, ... begin. All layers:",
+            f"# {names}",
+            f"cut = {json.dumps(list(cut.names))}",
+            "# Workers of each stage.",
+            f"replicas = {json.dumps(list(cut.replicas))}",
+            "",
+        )
+    )

@@ -1,0 +1,74 @@
+"""Measures a model on its first microbatch, and the link between workers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+from paceline.comm.transport.base import Message
+from paceline.comm.world import World
+from paceline.errors import ConfigError
+from paceline.partition.cut import layers_of
+from paceline.partition.loss_check import check_loss
+from paceline.partition.profile import measure_layers
+from paceline.planning.costs import Profile
+from paceline.schedule.balance import LayerCost
+from paceline.step.job import Job
+from paceline.step.loss import pair_of
+
+_LINK_BYTES = 8 << 20
+_LINK_REPEATS = 5
+
+
+def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
+    """Measure the layers of a model on rank 0, and the links of all workers; all workers call this together.
+
+    Raises:
+        ConfigError: the loss is not ``loss(output, target)``, so the model cannot be cut.
+        InputError: the model cannot be cut, or the loss uses its parameters.
+    """
+    if loss is None:
+        raise ConfigError(
+            "Layers are measured with loss(output, target), but the script gives forward(model, microbatch): a model "
+            "that is cut has its output on another worker than its input."
+        )
+    costs = _layer_costs(job) if job.world.rank == 0 else []
+    job.world.gather(None, "profile")  # the other workers stay idle while rank 0 measures
+    link = _link(job.world)
+    order, model = job.order, type(job.compute.model).__name__
+    return Profile(model, tuple(costs), len(order.parts_of(0)[0]), order.microbatches, link)
+
+
+def _layer_costs(job: Job) -> list[LayerCost]:
+    piece = job.feed.load(0, [range(1)])[0]
+    check_loss(job.compute, piece)
+    return measure_layers(job.compute, layers_of(job.compute.model, pair_of(piece.data)[0]), piece)
+
+
+def _link(world: World) -> float | None:
+    """Bytes per second between neighbours, in each direction; of the slowest link."""
+    found = []
+    world.await_process_group()
+    for first in range(world.size - 1):
+        if world.rank in (first, first + 1):
+            found.append(_speed(world, 2 * first + 1 - world.rank))
+        world.gather(None, "profile")
+    speeds = [speed for measured in world.gather(found, "profile") for speed in measured]
+    return min(speeds, default=None)
+
+
+def _speed(world: World, peer: int) -> float:
+    """Measure both directions at once, as neighbours in a pipeline use them."""
+    own, others = (torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2))
+    seconds = []
+    for tag in range(_LINK_REPEATS + 1):
+        begin = time.perf_counter()
+        for transfer in world.start_transfers([Message(own, peer, tag)], [Message(others, peer, tag)]):
+            transfer.wait()
+        world.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return _LINK_BYTES / median(seconds[1:])

@@ -1,0 +1,1 @@
+"""What Paceline needs of the operating system and of Python: files, secrets, tracebacks, masking."""

@@ -1,0 +1,150 @@
+"""The user's own code: lines of a traceback or a stack, the script, and the modules beside it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+import sysconfig
+import traceback
+from functools import partial
+from pathlib import Path
+from types import FrameType, ModuleType, TracebackType
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_LIBRARIES = {_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))}
+_LEFT_OUT = "<left out>"
+_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
+_MARK = re.compile(rf'  File "{_LEFT_OUT}", line (\d+)(, in )?')
+_IN_USER_CALL = "_paceline_in_user_call"
+_LIBRARY_STARTS = (*(f"{folder}{os.sep}" for folder in _LIBRARIES), "<")
+
+
+def is_user_code(file: str) -> bool:
+    """Whether a source file is the user's, and not of Python or an installed package."""
+    return not file.startswith(_LIBRARY_STARTS) and "site-packages" not in file
+
+
+@functools.lru_cache(maxsize=1024)
+def is_user_class(kind: type) -> bool:
+    """Whether a class is defined in the user's code: it, or a function of it, as its module may have another file."""
+    if any(is_user_code(one.__code__.co_filename) for one in vars(kind).values() if inspect.isfunction(one)):
+        return True
+    try:
+        return is_user_code(inspect.getfile(kind))
+    except (TypeError, OSError):  # of C, or of a notebook
+        return False
+
+
+def user_frames(trace: TracebackType | None) -> list[traceback.FrameSummary]:
+    """Return the frames of a traceback that are in the user's code, the innermost last."""
+    return [frame for frame in traceback.extract_tb(trace) if is_user_code(frame.filename)]
+
+
+def in_user_call(error: BaseException, note: str) -> None:
+    """Note on an error of a function of the user in which call it was raised."""
+    error.add_note(note)
+    setattr(error, _IN_USER_CALL, True)
+
+
+def without_own_frames(error: BaseException, trace: TracebackType | None, where: str) -> str:
+    """Return a traceback without the frames between the line that called Paceline and the function that it called.
+
+    An error of Paceline itself keeps all frames.
+
+    Args:
+        error: that nobody has caught.
+        trace: its traceback.
+        where: says where the frames are that are left out.
+
+    Returns:
+        the text; empty if nothing is left out.
+    """
+    whole = traceback.TracebackException(type(error), error, trace)
+    pending, counts = [whole], []
+    while pending:
+        one = pending.pop()
+        counts += _leave_out(one, hasattr(error, _IN_USER_CALL))
+        pending += [other for other in (one.__cause__, one.__context__) if other is not None]
+    return _MARK.sub(partial(_left_out, where), "".join(whole.format())) if counts else ""
+
+
+def _left_out(where: str, mark: re.Match[str]) -> str:
+    lines = f"{mark[1]} line{'' if mark[1] == '1' else 's'}"
+    return f"  [{lines} of Paceline left out; {where}]"
+
+
+def _leave_out(one: traceback.TracebackException, in_call: bool) -> list[int]:
+    """Replace each run of frames that lies between two of the user's by a mark; return how long they are."""
+    ours = [frame.filename.startswith(_PACKAGE + os.sep) for frame in one.stack]
+    users = [is_user_code(frame.filename) for frame in one.stack]
+    wanted = [number for number, user in enumerate(users) if user]
+    if in_call:  # perhaps of a library: then nothing of the user's follows
+        wanted.append(max((number + 1 for number, own in enumerate(ours) if own), default=0))
+    last = min(max(wanted, default=0), len(ours) - 1)
+    kept: list[traceback.FrameSummary] = []
+    counts, run = [], 0
+    for number, frame in enumerate(one.stack):
+        if number < last and (ours[number] or (run and not users[number])):
+            run += 1
+            continue
+        if run:
+            kept.append(traceback.FrameSummary(_LEFT_OUT, run, "", lookup_line=False, line=""))
+            counts.append(run)
+            run = 0
+        kept.append(frame)
+    one.stack = traceback.StackSummary.from_list(kept)
+    return counts
+
+
+def locations_in_message(message: str) -> list[str]:
+    """Return the user's lines in the traceback that an error of a loader process has as text, the innermost last."""
+    found = _FRAME.findall(message) if "Original Traceback" in message else []
+    return [f"{Path(file).name}:{line}" for file, line in found if is_user_code(file)]
+
+
+def user_line(frame: FrameType | None) -> str:
+    """Return the innermost line of the user's code on a stack, as ``train.py:41``; empty if there is none."""
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if is_user_code(file):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def script_modules() -> list[ModuleType]:
+    """Return the main module and the modules imported from its folder; in a notebook the main module alone."""
+    main = sys.modules["__main__"]
+    script = getattr(main, "__file__", None)
+    if script is None:
+        return [main]
+    folder = os.path.join(os.path.dirname(os.path.realpath(script)), "")
+    return [main, *(module for module in list(sys.modules.values()) if module is not main and _is_in(module, folder))]
+
+
+def script_files() -> dict[str, Path]:
+    """Return the files of the script and of the modules beside it, by their sorted paths relative to its folder."""
+    files = sorted({Path(file).resolve() for module in script_modules() if (file := getattr(module, "__file__", None))})
+    home = Path(getattr(sys.modules["__main__"], "__file__", None) or "").resolve().parent
+    return {str(file.relative_to(home)): file for file in files if file.is_file()}
+
+
+def _is_in(module: ModuleType, folder: str) -> bool:
+    """Whether the module's source is below a folder, and not of a package that is installed there."""
+    file = getattr(module, "__file__", None)
+    if not file or not os.path.isabs(file) or not file.endswith(".py"):
+        return False
+    path = _real_path(file)
+    return path.startswith(folder) and "site-packages" not in path
+
+
+@functools.cache
+def _real_path(path: str) -> str:
+    """Return ``os.path.realpath(path)`` with one look at each folder of the 2,000 modules."""
+    folder, name = os.path.split(path)
+    if folder == path or name in ("", "..") or os.path.islink(path):
+        return os.path.realpath(path)
+    return os.path.join(_real_path(folder), name)
