@@ -1,1 +1,1 @@
-"""Bytes between workers."""
+"""Communication between workers."""

@@ -1,7 +1,7 @@
-"""Values as bytes, and back: JSON, with the elements of tensors behind it.
+"""Encoding of values as bytes: JSON, followed by the elements of tensors.
 
-What arrives over a socket or through shared memory is read by this alone, so it cannot run code. Numbers come out with
-the same bits, and containers with the same types. Of classes there are only those that are marked :func:`sendable`.
+Data from sockets and shared memory is decoded by this module alone, so it cannot run code. Numbers keep their bits, and
+containers keep their types. Instances of a class can be sent only if the class is marked :func:`sendable`.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ _C = TypeVar("_C", bound=type)
 
 
 def sendable(cls: _C) -> _C:
-    """Mark a data class or a named tuple as one whose objects can be sent."""
+    """Mark a data class or named tuple so that its instances can be sent."""
     _CLASSES[cls.__name__] = cls
     return cls
 
 
 def encode(value: object) -> bytes:
-    """Write a value.
+    """Encode a value.
 
     Raises:
-        TypeError: a part of it cannot be sent; says which.
+        TypeError: part of the value cannot be sent. The message names this part.
     """
     encoder = _Encoder()
     text = json.dumps(encoder.plain(value, ""), separators=(",", ":")).encode()
@@ -51,16 +51,16 @@ def encode(value: object) -> bytes:
 
 
 def check(value: object) -> None:
-    """Check that a value can be written, without a copy of its tensors.
+    """Check that a value can be encoded, without copying its tensors.
 
     Raises:
-        TypeError: a part of it cannot be sent; says which.
+        TypeError: part of the value cannot be sent. The message names this part.
     """
     _Checker().plain(value, "")
 
 
 def encode_call(what: str, value: object, made: tuple[float, float]) -> bytes:
-    """Write what a worker says in a gather: where in the script it is, its value, and which calls it has made.
+    """Encode a worker's message in a gather: the name of the call, the value, and the fingerprint of earlier calls.
 
     Raises:
         InputError: the value cannot be sent.
@@ -72,10 +72,10 @@ def encode_call(what: str, value: object, made: tuple[float, float]) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """Read what :func:`encode` has written.
+    """Decode the output of :func:`encode`.
 
     Raises:
-        ValueError: it has not written this.
+        ValueError: the data is no output of :func:`encode`.
     """
     try:
         length, rest = _HEAD.unpack_from(data)
@@ -93,7 +93,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 class _Encoder:
-    """Makes of each value what JSON has: of anything but these and lists an object with its kind as the only key."""
+    """Converter to JSON. Values other than lists and JSON's scalars become objects whose only key is their kind."""
 
     def __init__(self) -> None:
         self.parts: list[bytes] = []
@@ -142,7 +142,7 @@ class _Encoder:
 
 
 class _Checker(_Encoder):
-    """Goes through the same, and leaves tensors where they are."""
+    """Encoder that visits every value but does not copy tensors."""
 
     def tensor(self, value: torch.Tensor) -> list[Any]:
         return []
@@ -199,5 +199,5 @@ _READERS: dict[str, Callable[[_Decoder, Any], Any]] = {
 
 
 def _fields(cls: Any) -> tuple[str, ...]:
-    """The names of the fields of a data class or a named tuple."""
+    """Return the field names of a data class or named tuple."""
     return tuple(one.name for one in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else cls._fields

@@ -1,4 +1,4 @@
-"""How a worker waits for others: which ones, for what, and what ends the wait."""
+"""Waits of a worker for other workers: the awaited ranks, the purpose, and the checks that end a wait."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from paceline.errors import PacelineError, WorkerLost, WorkerSilent, name_ranks
 
 
 class Awaited(NamedTuple):
-    """The ranks that a worker waits for, and since when (``Waiting.clock``)."""
+    """Ranks that a worker waits for, and the start of the wait on ``Waiting.clock``."""
 
     ranks: tuple[int, ...] = ()
     since: float = 0.0
 
 
 class Recorder(Protocol):
-    """What waits need to know of the script's own collectives (``comm.desync.recorder``)."""
+    """Methods of the recorder of the script's own collectives (``comm.desync.recorder``) that waits call."""
 
     def look(self) -> None:
         """Raise if another worker is known to have made a different call."""
@@ -33,15 +33,15 @@ class Recorder(Protocol):
 
 
 class Waiting:
-    """One worker among others; they may change when there is a coordinator.
+    """One of several workers. The other workers may change if the run has a coordinator.
 
     Attributes:
-        rank: of this worker, from 0.
-        size: how many workers there are.
-        timeout: seconds to wait for another worker.
-        awaited: whom this worker waits for now.
-        recorder: of the script's own collectives; none in one process.
-        clock: the seconds in which waits are counted.
+        rank: rank of this worker, from 0.
+        size: number of workers.
+        timeout: timeout in seconds of a wait for another worker.
+        awaited: ranks that this worker is waiting for.
+        recorder: recorder of the script's own collectives. None in a single process.
+        clock: function that returns the time in seconds, by which waits are measured.
     """
 
     recorder: Recorder | None = None
@@ -58,32 +58,32 @@ class Waiting:
 
     @property
     def others(self) -> list[int]:
-        """The ranks of all other workers."""
+        """Ranks of all other workers."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @property
     def alarmed(self) -> bool:
-        """Whether a worker was lost since these workers came together."""
+        """Whether a worker has been lost since the current membership formed."""
         return self.coordinator is not None and self.coordinator.alarmed
 
     def check(self) -> None:
-        """Do not begin what another worker's loss has made useless.
+        """Raise WorkerLost early if a worker has already been lost.
 
         Raises:
-            WorkerLost: a worker was lost since these came together.
+            WorkerLost: a worker has been lost since the current membership formed.
         """
         if self.alarmed:
             raise WorkerLost(f"Rank {self.rank}: another worker was lost.")
 
     def check_silence(self, ranks: Sequence[int], waited: float) -> None:
-        """Do not wait any longer than for the timeout.
+        """Raise WorkerSilent if a wait has exceeded the timeout.
 
         Args:
-            ranks: the workers for whom this one waits; none: it is not known for whom.
-            waited: seconds.
+            ranks: ranks that this worker waits for. If empty, the error names all other ranks.
+            waited: duration of the wait in seconds.
 
         Raises:
-            WorkerSilent: they stayed silent for the timeout.
+            WorkerSilent: the ranks have sent nothing for the timeout.
         """
         if waited <= self.timeout:
             return
@@ -97,19 +97,19 @@ class Waiting:
         raise self.explain(silent)
 
     def is_missing(self, rank: int) -> bool:
-        """Whether a worker was dropped from the next membership."""
+        """Return whether a worker will be missing from the next membership. True for all if the coordinator is lost."""
         if self.coordinator is None or not self.coordinator.alarmed:
             return False
         return self.coordinator.broken or self._members[rank].worker in self.coordinator.missing
 
     def waits_for(self, ranks: Sequence[int]) -> None:
-        """Remember whom this worker waits for; nobody when it goes on."""
+        """Record the ranks that this worker waits for, or an empty sequence when the wait has ended."""
         if tuple(ranks) != self.awaited.ranks:
             self.awaited = Awaited(tuple(ranks), self.clock())
 
     @contextmanager
     def waiting_for(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Wait for these workers, unless the main thread does so for others already, of whose wait this is a part."""
+        """Record a wait for these ranks, if the main thread calls this outside of any other recorded wait."""
         tells = not self.awaited.ranks and threading.current_thread() is threading.main_thread()
         if tells:
             self.waits_for(ranks)
@@ -121,7 +121,7 @@ class Waiting:
 
     @contextmanager
     def awaiting(self, purpose: str) -> Iterator[None]:
-        """Say what waits are for meanwhile.
+        """Set the purpose of the waits inside this context.
 
         Args:
             purpose: completes "rank 0 has waited 30 s for rank 1 ...", such as ``"to send the output of stage 0"`` or
@@ -135,11 +135,11 @@ class Waiting:
 
     @property
     def purpose(self) -> str:
-        """What this worker waits for, as given to :meth:`awaiting`; empty if nothing was said."""
+        """Purpose of the current waits, as given to :meth:`awaiting`. Empty outside of :meth:`awaiting`."""
         return self._purpose
 
     def doing(self) -> str:
-        """What this worker does while it waits, in words."""
+        """Return a description of what this worker does while it waits."""
         if not self._purpose or self._purpose.startswith("to "):
             return f"waiting for others {self._purpose}".rstrip()
         return self._purpose

@@ -1,4 +1,4 @@
-"""The workers of one run: how they come together, gather values, and send tensors."""
+"""Workers of one run: rendezvous, gathers of values, and transfers of tensors."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ from paceline.errors import (
 )
 
 PENDING, LEAVING = 1, 2
-"""Notices in step headers: the world is about to change; this worker is to leave."""
+"""Notices in step headers: the membership is about to change; this worker is about to leave."""
 
 _POLL_SECONDS = 0.02
-_PROBE_TAG = (1 << 28) - 8  # the back end for MPI has those above
+_PROBE_TAG = (1 << 28) - 8  # the MPI back end reserves the tags above
 _WITHIN = ("start", "step", "audit")
-"""Gathers inside something else that is recorded."""
+"""Gathers that are part of another recorded call, and so are not recorded themselves."""
 
 
 class World(Waiting):
-    """All workers of one run, as one of them sees it; with a coordinator they may change.
+    """This worker's view of all workers of a run, which may change if the run has a coordinator.
 
     Attributes:
-        device: where this worker computes; a spare on the CPU until it joins.
-        transport: moves tensors between workers.
-        generation: how often the workers have changed.
-        hosts: the ranks of the workers of each machine.
-        host_memory: what the workers of this machine share; none if a worker of any machine cannot, as on GPUs.
-        recorder: what the script does with ``torch.distributed``; none in one process.
-        end_servers: ends those of a parameter server, which others read until the workers have come together anew.
+        device: device on which this worker computes. A spare is on the CPU until it joins.
+        transport: transport of tensors between workers.
+        generation: number of membership changes.
+        hosts: ranks of the workers on each machine.
+        host_memory: memory shared by this machine's workers. None if any worker of the run cannot share (GPUs).
+        recorder: recorder of the script's calls of ``torch.distributed``. None in a single process.
+        end_servers: stops this worker's parameter servers, which others read until the next membership has formed.
     """
 
     recorder: CallRecorder | None = None
@@ -83,23 +83,23 @@ class World(Waiting):
             coordinator.on_alarm = self._interrupt
 
     def rendezvous(self) -> None:
-        """Come together with the workers that the environment names.
+        """Join the workers that the environment describes.
 
         Raises:
-            StartError: they did not come.
+            StartError: a worker has not joined before the timeout, or rank 0 cannot be reached.
         """
         if self.size > 1 and not dist.is_initialized():
             EnvRendezvous(self._who, self.timeout).join(lambda *at: self._agree(*at).backend)
-        elif self.size > 1:  # the script has made a group, or an earlier session
+        elif self.size > 1:  # the script or an earlier session has made a group
             self._agree(dist.distributed_c10d._get_default_store(), self.rank, self.size)
         if self.size > 1:
             self.transport.open()
-            # launchers number the workers of a machine one after the other; of others no two are taken for neighbours
+            # launchers give consecutive ranks to the workers of a machine; any other numbering disables shared memory
             self._share_memory(self.gather(self.rank - self.local_rank, "start"))
             self.recorder = self._record_calls()
 
     def _agree(self, store: Store, rank: int, size: int) -> Transport:
-        """The transport of the workers that come together at a store."""
+        """Agree with the other workers at a store on their devices, and return the transport that fits."""
         chosen = devices.agree(store, rank, size, self.device)
         if chosen != (self.device, self._shares_device):
             self.device, self._shares_device = chosen
@@ -107,10 +107,10 @@ class World(Waiting):
         return self.transport
 
     def join(self, membership: Membership) -> None:
-        """Come together with the members of a generation, after :meth:`leave`.
+        """Join the members of a generation, after :meth:`leave`.
 
         Raises:
-            WorkerLost: one of them was lost on the way.
+            WorkerLost: a member was lost before all had joined.
         """
         assert self.coordinator is not None
         self._members, self.generation = membership.members, membership.generation
@@ -118,22 +118,22 @@ class World(Waiting):
         machines = [(one.host, one.address) for one in self._members]
         near = neighbours(self._members, self.rank)
         self.local_rank, self.local_size = near.index(self.rank), len(near)
-        if membership.fenced:  # who was dropped may come back and write into what it knows
+        if membership.fenced:  # a dropped worker may resume and write into the old arenas
             self._arena = None
-        if self.size == 1 and self.generation > 0:  # the script may have used a group before
+        if self.size == 1 and self.generation > 0:  # the script may have used a process group before
             self._group.enter(self.coordinator.open_store(), 0, 1)
             self._group.join()
         if self.size > 1:
             self._come_together(membership, machines)
             recorder = self._record_calls()
-            if self.shared_memory is not None:  # nobody may read what was published in an earlier generation
+            if self.shared_memory is not None:  # no worker may read calls of an earlier generation
                 self.shared_memory.all_gather(b"")
             self.recorder = recorder
 
     def _come_together(self, membership: Membership, machines: Sequence[tuple[str, str]]) -> None:
-        """Through shared memory alone if that is known to be there: torch's group then follows while training goes on.
+        """Connect the members, through shared memory alone if all of them are known to be on one machine.
 
-        A group takes a tenth of a second, and only the script may want it.
+        torch's group then forms during training: it takes 0.1 seconds, and only the script may need it.
         """
         assert self.coordinator is not None
         self._group.enter(self.coordinator.open_store(), self.rank, self.size)
@@ -144,17 +144,17 @@ class World(Waiting):
         if self.host_memory is not None:
             self._group.join_soon()
             return
-        self.check()  # before the alarm could interrupt this
+        self.check()  # an earlier alarm does not interrupt join()
         try:
             self._group.join()
-            if self.alarmed:  # it came while the connections were made
+            if self.alarmed:  # raised while the connections were made
                 raise WorkerLost(f"Rank {self.rank}: another worker was lost while all came together.")
         except RuntimeError as error:
             raise WorkerLost(f"Rank {self.rank}: could not reach the others: {reason_of(error)}.") from error
         self._share_memory(machines)
 
     def leave(self) -> None:
-        """Leave the others, who may be gone or blocked, without sending or waiting."""
+        """Leave the other workers without sending or waiting, because they may be gone or blocked."""
         patch.stop()
         if self.host_memory is not None:
             self.host_memory.give_up()
@@ -164,29 +164,29 @@ class World(Waiting):
         self._group.leave()
 
     def arena_handle(self) -> tuple[int, str] | None:
-        """By what others on this machine find the arena of this worker."""
+        """Return the handle by which workers on this machine open this arena, or None if it cannot be shared."""
         return self._own_arena().handle if self.transport.capabilities.same_host else None
 
     def worker_ids(self, ranks: Sequence[int]) -> list[int]:
-        """The numbers of the worker processes that have these ranks."""
+        """Return the numbers of the worker processes with these ranks."""
         return [self._members[rank].worker for rank in ranks]
 
     def await_process_group(self) -> None:
-        """Until torch's group is there, if it is on its way.
+        """Wait until torch's process group has formed, if it is forming in the background.
 
         Raises:
-            WorkerLost: another worker was lost meanwhile.
+            WorkerLost: another worker was lost during the wait.
         """
         while self._group.is_connecting(_POLL_SECONDS):
             self.check()
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """What all workers share; none if they are on several machines, or on GPUs."""
+        """Memory shared by all workers. None if they are on several machines or on GPUs."""
         return self.host_memory if len(self.hosts) == 1 else None
 
     def _share_memory(self, machines: Sequence[Hashable]) -> None:
-        """Share memory with the workers of the same machine; all workers of all machines call this together."""
+        """Share memory with the workers of the same machine. All workers of the run must call this method together."""
         self.hosts = tuple(
             tuple(rank for rank, machine in enumerate(machines) if machine == one) for one in dict.fromkeys(machines)
         )
@@ -200,15 +200,15 @@ class World(Waiting):
         return self._arena
 
     def _interrupt(self) -> None:
-        """Somebody was lost: end what blocks on the network. In shared memory each wait looks for itself."""
+        """End the calls that block on the network after a loss. Waits in shared memory check the alarm themselves."""
         if self.shared_memory is None or self._in_process_group:
             self._host_transport.abort()
             self._group.interrupt()
 
     def rings(self, count: int) -> Rings | None:
-        """Ring buffers from each worker to each; none if the workers are on several machines, or too many.
+        """Return ``count`` ring buffers per pair of workers, or None without shared memory or with too many workers.
 
-        All workers call this together.
+        All workers must call this method together.
         """
         if self.shared_memory is None or not can_have(self.size, count):
             return None
@@ -217,17 +217,17 @@ class World(Waiting):
         return self._rings[count]
 
     def notice(self) -> int:
-        """The notice for the step header: ``LEAVING``, ``PENDING``, or 0."""
+        """Return the notice for the step header: ``LEAVING``, ``PENDING`` or 0."""
         if self.leaving:
             return LEAVING
         return PENDING if self.coordinator is not None and self.coordinator.pending > self.generation else 0
 
     def request_leave(self) -> None:
-        """Leave the run after this step; a signal handler may call it."""
+        """Request to leave the run after the current step. Signal handlers may call this method."""
         self.leaving = True
 
     def become_single(self) -> None:
-        """Be the only worker from now on: the others are gone, or end."""
+        """Become the only worker of the run, because the others are gone or about to end."""
         self.rank, self.size, self.local_size, self.hosts = 0, 1, 1, ((0,),)
 
     def _record_calls(self) -> CallRecorder:
@@ -240,11 +240,11 @@ class World(Waiting):
         return recorder
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Gather a value of every worker, in the order of ranks; of the types that ``values`` can send.
+        """Gather a value of each worker in rank order. ``values`` defines the types that can be sent.
 
         Raises:
-            DisagreementError: the workers are at different places in the script; ``what`` names this one's.
-            WorkerLost: another worker went away or stayed silent.
+            DisagreementError: the workers are in different calls of the script. ``what`` names this worker's call.
+            WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
         if self.size == 1:
             return [value]
@@ -284,12 +284,12 @@ class World(Waiting):
         over: Communicator | None = None,
         host: bool = False,
     ) -> list[Transfer]:
-        """Start to send and receive; each transfer is to be waited for.
+        """Start sends and receives, and return their transfers. The caller must wait for each transfer.
 
         Args:
             sends, receives, over: see :meth:`Transport.start`.
-            where: for an error, what this is for.
-            host: the tensors are on the CPU, wherever this worker computes.
+            where: purpose of the transfers, for errors. Defaults to :attr:`purpose`.
+            host: whether the tensors are on the CPU. By default they are on the device of this worker.
         """
         if not sends and not receives:
             return []
@@ -301,10 +301,10 @@ class World(Waiting):
         return [Transfer(self, work, peers, where) for work, peers in started]
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """Open those of this worker, between neighbours that need one; all workers call this together, in one order.
+        """Open this worker's communicators, if the transport is ordered. All workers must call this in the same order.
 
         Raises:
-            WorkerLost: another worker went away.
+            WorkerLost: another worker was lost.
         """
         own = sorted({one for one in communicators if self.rank in one[1:] and one.sender != one.receiver})
         if own and self.transport.capabilities.ordered:
@@ -312,7 +312,7 @@ class World(Waiting):
                 self.transport.open_communicators(own)
 
     def start_all_reduce(self, tensor: torch.Tensor) -> Transfer:
-        """Start to add up a tensor over all workers, in place and in any order; it is to be waited for."""
+        """Start an in-place sum over all workers, in any order of additions. The caller must wait for the transfer."""
         self.await_process_group()
         try:
             work = self.transport.all_reduce(tensor)
@@ -321,26 +321,26 @@ class World(Waiting):
         return Transfer(self, work, [], self.purpose)
 
     def synchronize(self) -> None:
-        """Wait on the host for the device, where a wait does not: what came from others can be believed from now on.
+        """Synchronize with the device if the transport's waits do not block. Received tensors are valid on return.
 
         Raises:
-            WorkerLost: another worker went away or stayed silent; what came may be garbage.
+            WorkerLost: another worker was lost or timed out. Received tensors may be garbage.
         """
         if self.transport.capabilities.blocking_wait:
             return
         with self.waiting_in_group(self.others, [], self.purpose):
             self.transport.synchronize(self._look)
-            self.check()  # an abort ends what the device waits for
+            self.check()  # an abort ends the waits of the device without data
 
     def _look(self, waited: float) -> None:
         self.check()
         self.check_silence([], waited)
 
     def confirm(self, step: int) -> None:
-        """Before an update: where a wait does not tell whether tensors came, all tell each other through the host.
+        """Confirm before an update that all workers have their tensors, if the transport's waits do not block.
 
         Raises:
-            WorkerLost: another worker went away or stayed silent.
+            WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
         if self.size > 1 and not self.transport.capabilities.blocking_wait:
             self.synchronize()
@@ -348,10 +348,10 @@ class World(Waiting):
 
     @contextmanager
     def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> Iterator[None]:
-        """Wait for these ranks in a call of the process group, which the loss of a worker interrupts.
+        """Record a wait for these ranks in a call of the process group, which the loss of a worker interrupts.
 
         Args:
-            ranks: that this worker waits for.
+            ranks: ranks that this worker waits for.
             suspects: see :meth:`lost`.
             where: see :meth:`lost`.
 
@@ -361,7 +361,7 @@ class World(Waiting):
         self.waits_for(ranks)
         self._in_process_group = True
         try:
-            self.check()  # before the alarm could interrupt this
+            self.check()  # an earlier alarm does not interrupt the call
             yield
         except RuntimeError as error:
             raise self.lost(suspects, where, error) from error
@@ -370,9 +370,9 @@ class World(Waiting):
         self.waits_for(())
 
     def lost(self, peers: list[int], where: str, error: RuntimeError) -> PacelineError:
-        """What a failed call says of these peers; without any, of whoever cannot be reached."""
+        """Return the error for a failed call, naming the peers and, unless they timed out, all broken connections."""
         reason, where = reason_of(error), f" {where}" if where else ""
-        if self.alarmed:  # the launcher knows who
+        if self.alarmed:  # the launcher names the lost worker
             return WorkerLost(f"Rank {self.rank}: another worker was lost{where}. [{reason}]")
         silent = peers and "imed out" in reason
         gone = peers if silent else self._gone(peers)
@@ -383,7 +383,7 @@ class World(Waiting):
         return self.explain(lost)
 
     def _gone(self, peers: list[int]) -> list[int]:
-        """These workers and all others whose connection is broken: the one that was lost first is among them."""
+        """Return these peers and all others with a broken connection. The worker that was lost first is among them."""
         gone = set(peers)
         for peer in range(self.size):
             if peer != self.rank and self.transport.capabilities.blocking_wait:

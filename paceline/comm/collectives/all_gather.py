@@ -1,4 +1,4 @@
-"""All-gather of one small tensor of each worker, while other things go on."""
+"""Asynchronous all-gather of one small tensor per worker."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from paceline.comm.world import World
 
 
 class PendingGather:
-    """An all-gather under way."""
+    """All-gather in progress."""
 
     def __init__(self, finish: Callable[[], torch.Tensor]) -> None:
         self._finish = finish
         self._gathered: torch.Tensor | None = None
 
     def wait(self) -> torch.Tensor:
-        """Wait for the tensors of all workers, one after the other in the order of ranks; on the device of this one's.
+        """Wait for the tensors of all workers. Return them stacked in rank order, on the device of this worker's own.
 
         Raises:
-            WorkerLost: another worker went away or stayed silent.
+            WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
         if self._gathered is None:
             self._gathered = self._finish()
@@ -31,13 +31,13 @@ class PendingGather:
 
 
 class AllGather:
-    """All-gathers of one kind, one after the other: through shared memory if there is any.
+    """Successive all-gathers of one kind, through shared memory if the workers have any.
 
     Args:
-        world: the workers.
-        tag: of messages over the network; each kind has its own.
-        size: bytes of the largest tensor.
-        host: the tensors are on the CPU, wherever workers compute; else where this one does.
+        world: all workers.
+        tag: tag of the messages over the network. Each kind of all-gather has its own.
+        size: size of the largest tensor in bytes.
+        host: whether the tensors are on the CPU. By default they are on the device of this worker.
     """
 
     def __init__(self, world: World, tag: int, size: int, host: bool = False) -> None:
@@ -49,7 +49,7 @@ class AllGather:
         self._shared = _SharedBlocks(shared, size) if shared else None
 
     def start(self, own: torch.Tensor) -> PendingGather:
-        """Send a tensor to all other workers, which send one of the same shape."""
+        """Start an all-gather of ``own``. All workers must call this method with tensors of the same shape."""
         if self._shared is not None:
             return PendingGather(partial(self._shared.read, own, self._shared.write(self.world.rank, own)))
         gathered = own.new_empty(self.world.size, *own.shape)
@@ -67,10 +67,10 @@ class AllGather:
 
 
 class _SharedBlocks:
-    """Two blocks of each worker, used in turns.
+    """Two shared-memory blocks per worker, used alternately.
 
-    Two are enough: a worker writes again only after a reduction in which all others took part, and they read this one
-    before they did.
+    Two blocks suffice: before a worker writes again, it completes a reduction with all other workers, and they read the
+    previous block before they join that reduction.
     """
 
     def __init__(self, shared_memory: SharedMemory, size: int) -> None:
@@ -80,7 +80,7 @@ class _SharedBlocks:
         self._written = 0
 
     def write(self, rank: int, own: torch.Tensor) -> int:
-        """Write a tensor; returns its number."""
+        """Write a tensor and return its sequence number."""
         self._written += 1
         block = self._blocks[self._written % 2][rank]
         torch.frombuffer(block, dtype=own.dtype, count=own.numel()).copy_(own.reshape(-1))
@@ -88,7 +88,7 @@ class _SharedBlocks:
         return self._written
 
     def read(self, example: torch.Tensor, number: int) -> torch.Tensor:
-        """Copy what each worker wrote, once all have."""
+        """Wait until all workers have written, and return copies of their tensors, stacked."""
         self._shared_memory.wait(self._flag, number)
         count = example.numel()
         blocks = self._blocks[number % 2]

@@ -1,4 +1,4 @@
-"""Several workers send the parts of one state to those that need it, at the same time.
+"""Transfer of one state from several senders at once to the workers that need it.
 
 ::
 
@@ -18,7 +18,7 @@ from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 
 Fill = Callable[[torch.Tensor, int], None]
-"""Writes into a chunk what the state has from this byte on."""
+"""Function that fills a chunk with the bytes of the state from a given offset."""
 _TAG = 3 << 26
 _CHUNK_BYTES = 1 << 26
 _WINDOW_BYTES = 1 << 22
@@ -28,12 +28,12 @@ def even_shares(total: int, senders: Sequence[int], size: int) -> list[range]:
     """Divide bytes evenly among senders, in whole cache lines.
 
     Args:
-        total: bytes.
-        senders: the ranks that have the state.
-        size: of the world.
+        total: number of bytes.
+        senders: ranks that hold the state.
+        size: number of workers.
 
     Returns:
-        the share of each rank; empty if it sends nothing.
+        range of bytes that each rank sends, empty if it sends nothing.
 
     >>> even_shares(1000, [0, 2], 3)
     [range(0, 512), range(0, 0), range(512, 1000)]
@@ -48,19 +48,19 @@ def even_shares(total: int, senders: Sequence[int], size: int) -> list[range]:
 
 
 def exchange(world: World, shares: Sequence[range], receivers: Sequence[int], fill: Fill) -> torch.Tensor | None:
-    """Bring the bytes of a state to the receivers; all workers call this together.
+    """Send the bytes of a state to the receivers. All workers must call this function together.
 
     Args:
-        world: the workers.
-        shares: which bytes each rank sends; together all, without overlap.
-        receivers: the ranks that get all bytes.
-        fill: gives the bytes of this worker's own share.
+        world: all workers.
+        shares: range of bytes that each rank sends. The ranges cover the state without overlap.
+        receivers: ranks that receive the whole state.
+        fill: writes bytes of this worker's share into a chunk.
 
     Returns:
-        all bytes, on a receiver.
+        the bytes of the whole state on a receiver, None on other workers.
 
     Raises:
-        WorkerLost: a worker was lost meanwhile.
+        WorkerLost: a worker was lost during the transfer.
     """
     flat = None
     if world.rank in receivers:
@@ -73,7 +73,7 @@ def exchange(world: World, shares: Sequence[range], receivers: Sequence[int], fi
 
 
 def fill_from(tensors: Iterable[torch.Tensor], start: int = 0) -> Fill:
-    """Give the bytes of tensors that lie in the state one after the other, each at a cache line, from ``start`` on."""
+    """Return a :data:`Fill` for tensors that are packed from byte ``start`` on, each aligned to a cache line."""
     segments = []
     for value in tensors:
         plain = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -94,7 +94,7 @@ def _through_shared_memory(
     rank: int, memory: SharedMemory, shares: Sequence[range], receivers: Sequence[int], fill: Fill,
     flat: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    """Move chunk by chunk through a window of two for each sender, so that few pages are touched for the first time."""
+    """Copy in chunks through two buffers per sender, so that few pages are touched for the first time."""
     blocks, flag = memory.share(2 * _WINDOW_BYTES), memory.reserve(2)
     windows = [torch.frombuffer(block, dtype=torch.uint8, count=2 * _WINDOW_BYTES).view(2, -1) for block in blocks]
     others = [receiver for receiver in receivers if receiver != rank]

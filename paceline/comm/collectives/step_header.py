@@ -1,4 +1,4 @@
-"""The header that each worker sends in each step: the step, a notice about the world, seconds, losses and metrics."""
+"""Header that each worker sends in each step: step number, membership notice, seconds, losses and metrics."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from paceline.comm.world import World
 from paceline.errors import DisagreementError, InputError
 
 HEADER_TAG, MISSING_TAG, NORMS_TAG, LOSSES_TAG, LARGEST_TAG, PHASE_TAG = 1, 2, 3, 4, 5, 6
-"""Tags of the step header, of the table of missing gradients that may follow it, of the norms of gradients, of what the
-header has on the device, of the largest gradients, and of the phase of a batch."""
+"""Message tags of the step header, the table of missing gradients that may follow the header, the gradient norms, the
+header values on the device, the largest gradients, and the phase of a batch."""
 
 _LOWER = (1 << 32) - 1
 
 _ROWS, _COLUMNS = 4, 3
-"""Rows before those of the pieces; columns of each row, float64, without metrics."""
+"""Number of rows before the rows of the pieces, and number of float64 columns of each row without metrics."""
 
 
 def header_bytes(pieces: int, metrics: int = 0) -> int:
-    """The bytes of the header of one worker, with room for so many pieces and their metrics."""
+    """Return the size of a worker's header in bytes, with room for this number of pieces and metrics."""
     return 8 * (_COLUMNS + 2 * metrics) * (_ROWS + pieces)
 
 
 class Headers:
-    """Sends the headers of all steps of a strategy.
+    """Sender for the step headers of a strategy.
 
-    In its first step nobody knows of metrics; if there are any, the workers agree on their names at the end of that
-    step (:meth:`StepHeader.metrics`), and from the next one on each row has room for them.
+    The metrics are unknown in the first step. If there are any, the workers agree on their names at the end of that
+    step (:meth:`StepHeader.metrics`), and each row has room for them from the next step on.
 
     Args:
-        world: the workers.
-        pieces: how many a worker has in a step at most.
+        world: all workers.
+        pieces: maximum number of pieces (groups of microbatches) that a worker computes in a step.
 
     Attributes:
-        metrics: the names of the metrics for which headers have room.
-        own: the names of the metrics of this worker's pieces; None: it has computed nothing yet.
-        audited: whether this worker takes the next step for an audited one.
+        metrics: names of the metrics that headers have room for.
+        own: names of the metrics of this worker's pieces. None before it has computed a piece.
+        audited: whether this worker considers the next step an audited step.
     """
 
     def __init__(self, world: World, pieces: int) -> None:
@@ -53,20 +53,20 @@ class Headers:
         self.agree(())
 
     def agree(self, metrics: tuple[str, ...]) -> None:
-        """Make room for these metrics; all workers call this between the same steps."""
+        """Make room for these metrics. All workers must call this method between the same two steps."""
         self.metrics = metrics
         self.gather = AllGather(self.world, HEADER_TAG, header_bytes(self.pieces, len(metrics)), host=True)
 
 
 def check_steps(steps: Sequence[int], allowed: Collection[int]) -> None:
-    """Refuse workers at different steps.
+    """Raise DisagreementError unless every worker is at an allowed step.
 
     Args:
-        steps: the step of each rank.
+        steps: current step of each rank.
         allowed: steps at which a worker may be.
 
     Raises:
-        DisagreementError: names the step of each rank.
+        DisagreementError: a worker is at another step. The message lists the step of each rank.
     """
     if any(step not in allowed for step in steps):
         listed = ", ".join(f"rank {rank} at step {step}" for rank, step in enumerate(steps))
@@ -77,7 +77,7 @@ def check_steps(steps: Sequence[int], allowed: Collection[int]) -> None:
 
 
 class PieceLoss(NamedTuple):
-    """The loss of a piece: its first microbatch, who computed it, the sum of its losses, what it is divided by."""
+    """Loss of a piece: its first microbatch, the rank that computed it, the sum of its losses and their count."""
 
     start: int
     rank: int
@@ -86,44 +86,44 @@ class PieceLoss(NamedTuple):
 
 
 class StateDigest(NamedTuple):
-    """A sum over the bits of the state of a worker: of what is on the host, and of what is on its device, if any."""
+    """Checksum over the bits of a worker's state: one sum for the tensors on the host, one for those on its device."""
 
     host: int = 0
     device: torch.Tensor | None = None
 
 
 class StepHeader:
-    """The headers of all workers in one step, sent when this object is made.
+    """Headers of all workers in one step, sent when this object is created.
 
-    A header has four rows of numbers, then one for each piece: its first microbatch, sum of losses, and count, then the
-    sum and count of each metric::
+    A header has four rows of numbers, then one row for each piece: its first microbatch, sum of losses and count, then
+    the sum and count of each metric::
 
-        step            notice                    seconds that the worker computed
+        step            notice                    seconds of computation
         operations      lines of the script       whether a gradient is missing       (comm.desync.recorder)
-        pieces          sum over the state: its upper and its lower 32 bits           (step.replicas)
-        metrics: a hash     whether it is audited
+        pieces          checksum of the state: upper 32 bits, lower 32 bits           (step.replicas)
+        metrics: a hash     whether the step is audited
 
-    Where tensors are not on the host, the sums of losses, the counts, and the sum over the state are known to the
-    device alone. They go in a message of their own, from device to device, and stay there: :meth:`count` is what is
-    needed of them before the update, and :meth:`read` copies all of them to the host at once. So nobody waits for a
-    device to know that all are at the same step.
+    If tensors are not on the host, only the device knows the sums of losses, the counts and its part of the checksum.
+    They travel in a separate message from device to device and stay on the device: :meth:`count` returns the value that
+    the update needs, and :meth:`read` copies all of them to the host at once. So no worker has to wait for a device to
+    check that all workers are at the same step.
 
     Args:
-        headers: sends what the hosts know.
-        step: the number of the step.
-        starts: the first microbatch of each piece that this worker has computed.
-        pairs: for each of them a float64 tensor [sum, count, and the same two of each metric].
-        seconds: that this worker has computed.
-        missing: whether one of its pieces gave no gradient to a parameter, if that is known.
-        digest: of the state of this worker; the same on all that hold the same.
+        headers: sender for the values that the hosts know.
+        step: number of the step.
+        starts: first microbatch of each piece that this worker has computed.
+        pairs: float64 tensor for each of these pieces: [sum, count, then sum and count of each metric].
+        seconds: seconds that this worker has spent computing.
+        missing: whether a piece of this worker gave no gradient to a parameter. Defaults to True (unknown).
+        digest: checksum of this worker's state. Workers with the same state have the same checksum.
 
     Attributes:
-        notice: about the world, from any worker: it is about to change, or one leaves. Known after :meth:`check`, as
-            are the next four.
-        seconds: how long each worker computed.
+        notice: highest notice of any worker: the membership is about to change, or a worker leaves. Known after
+            :meth:`check`, as are the next four.
+        seconds: seconds that each worker has spent computing.
         missing: whether a piece of any worker gave no gradient to a parameter.
-        starts: the first microbatch of each piece that each worker has computed.
-        audited: whether any worker takes the step for an audited one.
+        starts: first microbatch of each piece that each worker has computed.
+        audited: whether any worker considers the step an audited step.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class StepHeader:
             state,
             (_hash(headers.own or ()), headers.audited, 0.0),
         )
-        # the same size in all steps: workers at different steps must be able to say so
+        # same size in all steps: workers at different steps must be able to exchange headers and report it
         own = torch.zeros((_ROWS + headers.pieces, _COLUMNS + 2 * len(headers.metrics)), dtype=torch.float64)
         assert len(starts) == len(pairs) <= headers.pieces, f"{len(starts)} pieces, room for {headers.pieces}"
         own[:_ROWS, :_COLUMNS] = torch.tensor(rows, dtype=torch.float64)
@@ -176,11 +176,11 @@ class StepHeader:
         self.audited = False
 
     def check(self) -> None:
-        """Wait for the headers of all workers, and refuse workers that do not do the same.
+        """Wait for the headers of all workers, and check that all workers did the same.
 
         Raises:
-            DisagreementError: workers are at different steps, or called different operations of
-                ``torch.distributed`` before; names the ranks and what they did.
+            DisagreementError: workers are at different steps, or have called different operations of
+                ``torch.distributed``. The message names the ranks and their steps or calls.
         """
         if self._tables is not None:
             return
@@ -199,11 +199,11 @@ class StepHeader:
 
     @property
     def on_device(self) -> bool:
-        """Whether losses and counts are on the devices of the workers until they are read."""
+        """Whether losses and counts stay on the workers' devices until :meth:`read`."""
         return self._on_device is not None
 
     def count(self) -> torch.Tensor | float:
-        """What the sum of all gradients is to be divided by: a scalar tensor, where only the device knows it."""
+        """Return the divisor of the gradients' sum over all workers, as a scalar tensor if only the device knows it."""
         if self._on_device is not None:
             self.check()
             with self._world.awaiting("in the exchange of losses"):
@@ -211,10 +211,10 @@ class StepHeader:
         return math.fsum(piece.counted for piece in self.losses())
 
     def read(self, norm: torch.Tensor | None = None) -> None:
-        """Start to copy to the host what the devices have exchanged; the only copy of a step.
+        """Start copying the values that the devices have exchanged to the host. A step needs no other copy.
 
         Args:
-            norm: a scalar that goes with it, for :meth:`norm`.
+            norm: scalar to copy along with them. :meth:`norm` returns it.
         """
         if self._on_device is not None and self._copy is None:
             self.check()
@@ -223,12 +223,12 @@ class StepHeader:
             self._copy = HostCopy(values if norm is None else torch.cat((values, norm.double().reshape(1))))
 
     def norm(self) -> float:
-        """The norm that was given to :meth:`read`."""
+        """Wait for the copy, and return the norm that was passed to :meth:`read`."""
         assert self._copy is not None
         return float(self._copy.wait()[-1])
 
     def losses(self) -> list[PieceLoss]:
-        """The losses of the pieces of all workers, in the order of microbatches; after :meth:`check`."""
+        """Return the losses of all workers' pieces in the order of microbatches."""
         if self._losses is None:
             self.check()
             self._losses = sorted(
@@ -239,10 +239,10 @@ class StepHeader:
         return self._losses
 
     def metrics(self) -> dict[int, tuple[float, ...]]:
-        """The metrics of the pieces of all workers, by the first microbatch; all call this before the next step.
+        """Return the metrics of all workers' pieces by first microbatch. All workers must call it before the next step.
 
         Raises:
-            InputError: workers have metrics of different names; says which.
+            InputError: workers have metrics of different names. The message lists the names of two workers.
         """
         self.check()
         if set(self._hashes) == {_hash(self._headers.metrics)}:
@@ -259,14 +259,14 @@ class StepHeader:
         return {start: row for starts, rows in everyone for start, row in zip(starts, rows, strict=False)}
 
     def _pairs(self) -> list[list[list[float]]]:
-        """For each worker sum, count and metrics of each of its pieces, then rows without a meaning."""
+        """Return for each worker the sum, count and metrics of each of its pieces, followed by unused rows."""
         assert self._tables is not None
         if self._on_device is None:
             return [[row[1:] for row in table[_ROWS:]] for table in self._tables]
         return [table[1:] for table in self._device_tables()]
 
     def _device_tables(self) -> list[list[list[float]]]:
-        """What the device of each worker has sent."""
+        """Return the table that each worker's device has sent."""
         self.read()
         assert self._copy is not None and self._on_device is not None
         shape = self._on_device.wait().shape
@@ -275,11 +275,11 @@ class StepHeader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the metrics, after :meth:`metrics`."""
+        """Names of the metrics. Valid after :meth:`metrics`."""
         return self._headers.metrics
 
     def state_digests(self) -> list[int]:
-        """The sum over the state of each worker, 64 bits."""
+        """Return the 64-bit checksum of each worker's state."""
         self.check()
         assert self._tables is not None
         sums = [_joined(*table[2][1:3]) for table in self._tables]
@@ -289,7 +289,7 @@ class StepHeader:
 
 
 def _start_on_device(headers: Headers, pairs: list[torch.Tensor], digest: torch.Tensor | None) -> PendingGather:
-    """Send what only the device knows: halves of the sum over the state, then a row for each piece."""
+    """Send the values that only the device knows: two halves of its checksum, then a row for each piece."""
     world, columns = headers.world, 2 + 2 * len(headers.metrics)
     own = torch.zeros((1 + headers.pieces, columns), dtype=torch.float64, device=world.device)
     if digest is not None:
@@ -301,16 +301,16 @@ def _start_on_device(headers: Headers, pairs: list[torch.Tensor], digest: torch.
 
 
 def _hash(names: tuple[str, ...]) -> float:
-    """A whole number below 2**48 that stands for names; 0 for none."""
+    """Return a whole number below 2**48 that identifies the names, or 0 without names."""
     digest = hashlib.blake2b(repr(names).encode(), digest_size=6).digest()
     return float(int.from_bytes(digest, "little")) if names else 0.0
 
 
 def agreed_names(known: list[tuple[int, tuple[str, ...]]]) -> tuple[str, ...]:
-    """The names of the metrics of some ranks.
+    """Return the metric names that the given ranks have in common.
 
     Raises:
-        InputError: they differ; names two workers and what they have.
+        InputError: the names differ. The message lists the names of two workers.
     """
     (first, names), *others = known
     for rank, other in others:

@@ -1,4 +1,4 @@
-"""Some of the workers as a world of their own, as far as an exchange of tensors needs one."""
+"""Subset of the workers with the part of World's interface that an exchange of tensors needs."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from paceline.comm.world import World
 
 
 class Subgroup:
-    """The workers that hold the same stages.
+    """Workers that hold the same stages.
 
     Args:
         world: all workers.
-        ranks: the ranks of the subgroup, this worker's among them.
+        ranks: ranks of the subgroup, including this worker's.
 
     Attributes:
-        rank: of this worker in the subgroup.
-        size: of the subgroup.
+        rank: rank of this worker in the subgroup.
+        size: number of workers in the subgroup.
     """
 
     def __init__(self, world: World, ranks: Sequence[int]) -> None:
@@ -32,7 +32,7 @@ class Subgroup:
 
     @property
     def device(self) -> torch.device:
-        """Where this worker computes."""
+        """Device on which this worker computes."""
         return self._world.device
 
     def awaiting(self, purpose: str) -> AbstractContextManager[None]:
@@ -44,7 +44,7 @@ class Subgroup:
         self._world.check()
 
     def start_transfers(self, sends: list[Message], receives: list[Message]) -> list[Transfer]:
-        """See :meth:`World.post`; peers are ranks of the subgroup."""
+        """See :meth:`World.start_transfers`. Peers are ranks of the subgroup."""
         return self._world.start_transfers(
             [self._outside(one) for one in sends], [self._outside(one) for one in receives]
         )

@@ -1,4 +1,4 @@
-"""A copy of a tensor to the memory of the host, while other things go on."""
+"""Asynchronous copy of a tensor to host memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 class HostCopy:
-    """A copy to the host, under way since this object was made.
+    """Copy to the host that starts when this object is created.
 
-    From a GPU it goes through pinned memory, and only :meth:`wait` holds up the host: until the GPU has come that far,
-    not until it has done all that was queued since.
+    A copy from a GPU uses pinned memory, and only :meth:`wait` blocks the host. It waits until the GPU has finished the
+    copy, not until the GPU has finished the work that was queued afterwards.
 
     Args:
-        value: of any shape and type.
+        value: tensor of any shape and type.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -26,7 +26,7 @@ class HostCopy:
             self._host = value.to("cpu", copy=True)
 
     def wait(self) -> torch.Tensor:
-        """The tensor in the memory of the host."""
+        """Wait for the copy and return the tensor in host memory."""
         if self._ready is not None:
             self._ready.synchronize()
         return self._host
