@@ -1,1 +1,1 @@
-"""What moves tensors between workers, and what each way of doing so can do."""
+"""Transports of tensors between workers, and their capabilities."""

@@ -1,6 +1,6 @@
-"""What a transport is: what it can do, and the sends and receives that it takes.
+"""Interface of transports: capabilities, sends and receives.
 
-Who uses one asks what it can do, not where tensors are; which one fits a device is decided in ``choice``.
+Callers ask a transport for its capabilities, not for the location of tensors. ``choice`` selects it for a device.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import torch
 
 
 class Capabilities(NamedTuple):
-    """What a transport can do.
+    """Capabilities of a transport.
 
     Attributes:
-        device: where its tensors are.
-        on_host: they are in the memory of the host: it knows what they hold, and workers there can share them.
-        same_host: the workers of a machine can exchange its tensors through shared memory.
-        point_to_point: one worker can send to another while the others do something else.
-        collectives: the back end adds up tensors by itself.
-        ordered: what is given to a communicator runs in that order, and tags mean nothing: a receive holds up all that
-            was given after it. Who sends both ways at once needs a communicator for each.
-        blocking_wait: a wait blocks the host until tensors are there, and raises if they cannot come. Else it only
-            orders what the device does next: before the host believes what came, it synchronizes.
+        device: device of its tensors.
+        on_host: whether tensors are in host memory, where the host can read them and workers can share them.
+        same_host: whether workers of one machine can exchange tensors through shared memory.
+        point_to_point: whether two workers can exchange a tensor while the others do something else.
+        collectives: whether the back end can add up tensors by itself.
+        ordered: whether a communicator runs its operations in the order of submission and ignores tags. A receive then
+            blocks all later operations, so two workers that send both ways at once need a communicator per direction.
+        blocking_wait: whether a wait blocks the host until tensors have arrived, and raises if they cannot arrive.
+            Otherwise it only orders later work of the device, and the host must synchronize before it reads tensors.
     """
 
     device: torch.device
@@ -36,7 +36,7 @@ class Capabilities(NamedTuple):
 
 
 class Message:
-    """A tensor to send to, or receive from, one peer under a tag."""
+    """Tensor to send to or receive from one peer under a tag."""
 
     __slots__ = ("peer", "tag", "tensor")
 
@@ -47,12 +47,12 @@ class Message:
 
 
 class Communicator(NamedTuple):
-    """One of two workers, for one direction: a way for tensors that nothing else holds up.
+    """Channel from one worker to another that no other transfer can block.
 
     Attributes:
-        number: tells it from others between the same workers.
-        sender: the rank that sends.
-        receiver: the rank that receives.
+        number: number that distinguishes communicators between the same two workers.
+        sender: rank that sends.
+        receiver: rank that receives.
     """
 
     number: int
@@ -61,23 +61,23 @@ class Communicator(NamedTuple):
 
 
 class Work(Protocol):
-    """What was started, as ``torch.distributed.Work``."""
+    """Handle of a started operation, like ``torch.distributed.Work``."""
 
     def wait(self) -> object:
-        """Wait until it is done; see :attr:`Capabilities.blocking_wait`."""
+        """Wait until the operation is done. See :attr:`Capabilities.blocking_wait`."""
         ...
 
 
 Started: TypeAlias = "list[tuple[Work, list[int]]]"
-"""Each work with the ranks that it is about."""
+"""Started operations, each with the ranks of its peers."""
 
 
 class TransportError(RuntimeError):
-    """The back end refused to start a transfer.
+    """Error of a back end that refused to start a transfer.
 
     Args:
-        peers: the ranks that it was about.
-        reason: what the back end says.
+        peers: ranks of the peers of the transfer.
+        reason: error of the back end.
     """
 
     def __init__(self, peers: Sequence[int], reason: RuntimeError) -> None:
@@ -86,35 +86,35 @@ class TransportError(RuntimeError):
 
 
 class Transport(Protocol):
-    """Moves tensors between the workers of torch's default process group, once that is there.
+    """Transport of tensors between the workers of torch's default process group.
 
     Attributes:
-        capabilities: what it can do.
-        backend: of the process group, for ``init_process_group``.
+        capabilities: capabilities of the transport.
+        backend: back end of the process group, for ``init_process_group``.
     """
 
     capabilities: Capabilities
     backend: str
 
     def open(self) -> None:
-        """The process group has been made; all workers call this together.
+        """Open the transport after the process group has been created. All workers must call this method together.
 
         Raises:
-            RuntimeError: it broke on the way.
+            RuntimeError: a connection failed.
         """
         ...
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """Open those that are needed and not open yet; all their workers call this together, in one order."""
+        """Open the communicators that are needed and not yet open. Their workers must call this in the same order."""
         ...
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
-        """Start to send and receive: first the receives of the result, then the sends, or one work for all.
+        """Start sends and receives. Return the works of the receives, then of the sends, or one work for all of them.
 
         Args:
-            sends: what to send.
-            receives: what to receive; between two workers in the order in which it is sent.
-            over: the communicator to use; none: that of all workers, to which they give what they have in one order.
+            sends: messages to send.
+            receives: messages to receive. Between two workers, their order is the order of the sends.
+            over: communicator to use. Defaults to that of all workers, which must submit transfers in matching order.
 
         Raises:
             TransportError: a peer cannot be reached.
@@ -122,17 +122,17 @@ class Transport(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """Start to add up a tensor over all workers in place."""
+        """Start an in-place sum of a tensor over all workers."""
         ...
 
     def synchronize(self, look: Callable[[float], None]) -> None:
-        """Wait on the host until the device has done what it was given, so that what has come can be read.
+        """Wait on the host until the device has finished its work, so that received tensors can be read.
 
         Args:
-            look: called meanwhile with the seconds waited; may raise.
+            look: called during the wait with the seconds waited. May raise.
         """
         ...
 
     def abort(self) -> None:
-        """End what waits for others, from any thread; what has not come then is garbage."""
+        """End all waits for other workers. Any thread may call this. Tensors that have not arrived are garbage."""
         ...

@@ -1,4 +1,4 @@
-"""Which transport a worker has: the one place that asks where tensors are in order to choose."""
+"""Choice of a worker's transport. No other module chooses by the device of tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _other: Callable[[], Transport] | None = None
 
 
 def transport_for(device: torch.device, same_host: bool, shared: bool = False, wanted: str = "auto") -> Transport:
-    """The transport for tensors on a device.
+    """Return the transport for tensors on a device.
 
     Args:
-        device: of this worker.
-        same_host: workers of a machine can share the memory of the host.
-        shared: some workers have the same device, which NCCL does not allow.
-        wanted: ``mpi``, or ``auto``.
+        device: device of this worker.
+        same_host: whether workers of one machine can share host memory.
+        shared: whether some workers have the same device, which NCCL does not allow.
+        wanted: ``mpi`` or ``auto``.
 
     Raises:
-        ConfigError: what is wanted cannot be used here.
+        ConfigError: the wanted transport does not support the device, or MPI did not start this process.
     """
     if wanted == "mpi" and device.type == "cpu":
         return Mpi()
@@ -40,6 +40,6 @@ def transport_for(device: torch.device, same_host: bool, shared: bool = False, w
 
 
 def use(make: Callable[[], Transport] | None) -> None:
-    """Use another transport from now on, whatever the device, if nobody shares it; None: as before."""
+    """Replace the transport of every device that workers do not share. None restores the default choice."""
     global _other
     _other = make

@@ -1,4 +1,4 @@
-"""All-gather of byte strings by sends and receives, whose waits name a peer and can be interrupted."""
+"""All-gather of byte strings by sends and receives, because their waits name a peer and can be interrupted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.comm.transport.base import Message
 from paceline.comm.transport.transfer import Transfer
 from paceline.errors import WorkerLost
 
-_TAG = (1 << 28) - 9  # below those of the back end for MPI
+_TAG = (1 << 28) - 9  # below the tags of the MPI back end
 _LENGTH = struct.Struct("=q")
 _FIRST_BYTES = 1024
-"""Of a string, sent with its length: most strings need no second message."""
+"""Number of bytes that are sent together with the length, so that most strings need no second message."""
 _MOST_BYTES = 1 << 32
 
 
@@ -26,7 +26,7 @@ class Workers(Protocol):
 
     @property
     def others(self) -> list[int]:
-        """The ranks of all other workers."""
+        """Ranks of all other workers."""
         ...
 
     def start_transfers(self, sends: list[Message], receives: list[Message], *, host: bool = False) -> list[Transfer]:
@@ -35,10 +35,10 @@ class Workers(Protocol):
 
 
 def all_gather_bytes(workers: Workers, own: bytes) -> list[bytes]:
-    """Return the byte strings of all workers in the order of ranks; all workers call this together.
+    """Return the byte strings of all workers in rank order. All workers must call this function together.
 
     Raises:
-        WorkerLost: another worker went away, stayed silent or sent garbage.
+        WorkerLost: another worker was lost, sent nothing before the timeout, or sent garbage.
     """
     first = (_LENGTH.pack(len(own)) + own[:_FIRST_BYTES]).ljust(_LENGTH.size + _FIRST_BYTES, b"\0")
     firsts = _exchange(workers, first, dict.fromkeys(workers.others, len(first)))
@@ -53,7 +53,7 @@ def all_gather_bytes(workers: Workers, own: bytes) -> list[bytes]:
 
 
 def _exchange(workers: Workers, own: bytes, lengths: dict[int, int]) -> dict[int, bytes]:
-    """Send bytes to all others, unless there are none, and receive as many as given from these peers."""
+    """Send bytes, if not empty, to all others, and receive the given number of bytes from each of these peers."""
     rooms = {peer: torch.empty(length, dtype=torch.uint8) for peer, length in lengths.items()}
     sent = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else None
     sends = [Message(sent, peer, _TAG) for peer in workers.others] if sent is not None else []

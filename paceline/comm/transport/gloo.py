@@ -1,4 +1,4 @@
-"""gloo: tensors in the memory of the host, point to point under tags; a wait blocks, and raises when a peer is gone."""
+"""gloo transport: tagged transfers of tensors in host memory. A wait blocks, and raises if a peer is lost."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.comm.transport.gloo_waits import CollectiveWork, MessageWork, Wait
 
 
 class Gloo:
-    """The default process group, for tensors on the CPU.
+    """Default process group for tensors on the CPU.
 
     Args:
         same_host: whether the workers of a machine can share memory.
@@ -33,11 +33,11 @@ class Gloo:
         self._waits = Waits()
 
     def open(self) -> None:
-        """Connects nothing, as gloo does so by itself: waits are possible again after :meth:`abort`."""
+        """Allow waits again after :meth:`abort`. gloo connects by itself."""
         self._waits.reset()
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """None is needed: each tag has an order of its own."""
+        """Do nothing, because each tag has its own order."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
         started = [(self._begin(dist.irecv, message), [message.peer]) for message in receives]
@@ -47,14 +47,14 @@ class Gloo:
         return CollectiveWork(self._waits, dist.all_reduce(tensor, async_op=True))
 
     def synchronize(self, look: Callable[[float], None]) -> None:
-        """A wait has done it."""
+        """Do nothing, because waits block the host."""
 
     def abort(self) -> None:
-        """End all waits: gloo does not end each of them when their connections are shut down."""
+        """End all waits, because gloo does not end all of them when their connections are shut down."""
         self._waits.interrupt()
 
     def _begin(self, call: Callable[..., Work | None], message: Message) -> Work:
-        """Start one send or receive, so that an error names the one peer that it is about."""
+        """Start one send or receive, so that an error names its peer."""
         try:
             work = call(message.tensor, message.peer, tag=message.tag)
         except RuntimeError as error:

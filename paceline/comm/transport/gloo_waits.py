@@ -1,8 +1,8 @@
-"""Waits for gloo's sends, receives and collectives that another thread can end.
+"""Waits for gloo's sends, receives and collectives which another thread can end.
 
-gloo forgets a message in flight when its connection ends: ``Pair::signalException`` tells the buffers whose transfer
+gloo forgets a message in flight when its connection ends: ``Pair::signalException`` notifies the buffers whose transfer
 has not begun, but neither the buffer being read nor those being written (gloo/transport/tcp/pair.cc in torch 2.13). A
-thread that waits for such a message waits until the timeout of the process group.
+thread that waits for a forgotten message blocks until the timeout of the process group.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ INTERRUPTED = "interrupted, as another worker was lost"
 
 class _Wait(Protocol):
     def end(self) -> None:
-        """End the wait, from any thread; it may have ended already."""
+        """End the wait, which may have ended already. Any thread may call this method."""
         ...
 
 
 class Waits:
-    """The waits under way in one process group; once interrupted, every further wait fails until :meth:`reset`.
+    """Current waits in one process group. After :meth:`interrupt`, every wait fails until :meth:`reset`.
 
     Attributes:
-        collectives: those that were started, and have not been waited for.
+        collectives: collectives that have been started and not yet waited for.
     """
 
     def __init__(self) -> None:
@@ -40,13 +40,13 @@ class Waits:
         self._interrupted = False
 
     def reset(self) -> None:
-        """Allow waits again: the process group is new."""
+        """Allow waits again, for a new process group."""
         self._interrupted = False
 
     def interrupt(self) -> None:
-        """End all waits with a RuntimeError, from any thread.
+        """End all waits with a RuntimeError. Any thread may call this method.
 
-        To destroy the process group takes until its collectives have ended, or gloo gives them up: a thread holds it.
+        Destroying the process group blocks until its collectives have ended or timed out, so a thread keeps it alive.
         """
         self._interrupted = True
         for wait in list(self._current):
@@ -58,27 +58,27 @@ class Waits:
 
     @property
     def interrupted(self) -> bool:
-        """Whether waits fail, since :meth:`interrupt`."""
+        """Whether waits fail because of :meth:`interrupt`."""
         return self._interrupted
 
     def enter(self, wait: _Wait) -> None:
-        """Begin a wait.
+        """Register a wait.
 
         Raises:
             RuntimeError: the waits were interrupted.
         """
-        self._current.add(wait)  # first: a call of interrupt() sees the wait, or the wait sees that it was called
+        self._current.add(wait)  # before the check: either interrupt() sees this wait, or this wait sees the flag
         if self._interrupted:
             self.leave(wait)
             raise RuntimeError(INTERRUPTED)
 
     def leave(self, wait: _Wait) -> None:
-        """End a wait that :meth:`enter` has begun."""
+        """Remove a wait that :meth:`enter` has registered."""
         self._current.discard(wait)
 
 
 class MessageWork:
-    """A send or receive of gloo."""
+    """Send or receive of gloo."""
 
     __slots__ = ("_waits", "_work")
 
@@ -97,7 +97,7 @@ class MessageWork:
             arrived = self._work.wait()
         finally:
             self._waits.leave(self)
-        if arrived is False:  # of other back ends, which end their waits themselves, some return None
+        if arrived is False:  # not None, which some other back ends return: they end their waits themselves
             raise RuntimeError(INTERRUPTED)
 
     def end(self) -> None:
@@ -105,7 +105,7 @@ class MessageWork:
 
 
 class CollectiveWork:
-    """A collective of gloo."""
+    """Collective of gloo."""
 
     def __init__(self, waits: Waits, work: Any) -> None:
         self._waits = waits
@@ -135,17 +135,17 @@ class CollectiveWork:
 
 
 def _outlive(works: tuple[Any, ...], group: Any) -> None:
-    """Hold a process group until its collectives have ended."""
+    """Keep a process group alive until its collectives have ended."""
     for work in works:
-        with contextlib.suppress(RuntimeError):  # whoever waited for it was told
+        with contextlib.suppress(RuntimeError):  # the waiting thread has raised already
             work.wait()
 
 
 def _abort(work: Work) -> None:
-    """Let whoever waits for a send or receive of gloo go on; ``wait`` returns False then.
+    """Abort a send or receive of gloo, so that ``wait`` returns False.
 
-    torch has this method in C++ only (checked: 2.13). The object tells its class by its table of virtual functions; of
-    any other class, or without the symbols, nothing happens.
+    torch has this method in C++ only (checked: 2.13). The table of virtual functions identifies the object's class. The
+    call has no effect for any other class, or without the symbols.
     """
     if not isinstance(work, dist.Work):
         return
@@ -155,7 +155,7 @@ def _abort(work: Work) -> None:
 
 
 def _aborts() -> dict[int | None, Any]:
-    """Return the abort methods by the address of the table of virtual functions of their class."""
+    """Return the abort methods, keyed by the address of their class's table of virtual functions."""
     try:
         library = ctypes.CDLL(str(next((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*"))))
         found: dict[int | None, Any] = {}

@@ -1,4 +1,4 @@
-"""MPI: tensors in the memory of the host, point to point under tags, as with gloo; processes are those of mpiexec."""
+"""MPI transport: tagged transfers of tensors in host memory, as with gloo, between processes of mpiexec."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from paceline.errors import ConfigError
 
 
 class Mpi(Gloo):
-    """The default process group, for tensors on the CPU. Workers of a machine meet in MPI's own shared memory.
+    """Default process group for tensors on the CPU. Within a machine, MPI uses its own shared memory.
 
     Raises:
-        ConfigError: mpiexec has not started this process.
-        StartError: mpi4py, or MPI for several threads, is missing.
+        ConfigError: mpiexec did not start this process.
+        StartError: mpi4py is missing, or MPI does not support calls from several threads.
     """
 
     backend = REGISTERED
@@ -32,7 +32,7 @@ class Mpi(Gloo):
                 f"transport='mpi' needs workers that mpiexec has started, and {engine or 'no launcher'} has started "
                 f"these: `mpiexec -n 2 python train.py`."
             )
-        initialized()  # before the workers look for each other, who would finalize it
+        initialized()  # before the rendezvous, which would otherwise initialize MPI itself and finalize it
         register()
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
@@ -41,5 +41,5 @@ class Mpi(Gloo):
         return work
 
     def abort(self) -> None:
-        """Revoke the communicators, so that all that waits fails on all workers."""
+        """Revoke the communicators, so that every wait fails on all workers."""
         abort()

@@ -1,7 +1,7 @@
-"""NCCL: tensors on GPUs. Each communicator runs what it is given in order, and a wait does not block the host.
+"""NCCL transport for tensors on GPUs. Each communicator runs its operations in order, and waits do not block the host.
 
-Tensors on the CPU go through gloo, which is in the same process group. Not run on GPUs yet: the tests run the same
-callers on ``paceline.testing.ordered_transport``, which waits and breaks in the same ways.
+The same process group moves tensors on the CPU through gloo. This transport has not yet been run on several GPUs: the
+tests run its callers on ``paceline.testing.ordered_transport``, which waits and fails in the same ways.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LOOK_SECONDS = 5e-5
 
 
 class Nccl:
-    """The default process group, for tensors on GPUs.
+    """Default process group for tensors on GPUs.
 
     Args:
-        device: the GPU of this worker.
+        device: GPU of this worker.
     """
 
     backend = "cpu:gloo,cuda:nccl"
@@ -39,12 +39,12 @@ class Nccl:
         self._groups: dict[Communicator, dist.ProcessGroup] = {}
 
     def open(self) -> None:
-        """Make the communicator of all, before some of them use it alone."""
+        """Create the communicator of all workers, before some of them use it without the others."""
         self._groups = {}
         dist.all_reduce(torch.zeros(1, device=self.capabilities.device))
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """Make the groups of two; the first operation in one blocks the host until the other worker is there."""
+        """Create a group for each pair. The first operation in a group blocks the host until the other worker joins."""
         for one in communicators:
             if one not in self._groups:
                 group = dist.new_group([one.sender, one.receiver], backend="nccl", use_local_synchronization=True)

@@ -1,10 +1,10 @@
-"""Tensors on a device through pinned memory of the host and gloo: slow, and right where NCCL cannot be used.
+"""Transport of device tensors through pinned host memory and gloo: slow, but correct where NCCL cannot be used.
 
-NCCL refuses two workers on one GPU. Here each tensor takes four steps::
+NCCL refuses two workers on one GPU. This transport moves each tensor in four steps::
 
     sender's device ─ pinned memory ─ gloo ─ pinned memory ─ receiver's device
 
-A wait blocks the host and raises when a peer is gone, as with gloo.
+A wait blocks the host and raises if a peer is lost, as with gloo.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from paceline.comm.transport.host_copy import HostCopy
 
 
 class ThroughHost:
-    """The default process group, for tensors on a device of which gloo moves copies.
+    """Default process group for tensors on a device. gloo moves copies of the tensors.
 
     Args:
-        device: of this worker.
+        device: device of this worker.
     """
 
     backend = "gloo"
@@ -36,10 +36,10 @@ class ThroughHost:
         self._gloo.open()
 
     def open_communicators(self, communicators: Iterable[Communicator]) -> None:
-        """None is needed: each tag has an order of its own."""
+        """Do nothing, because each tag has its own order."""
 
     def start(self, sends: Sequence[Message], receives: Sequence[Message], over: Communicator | None = None) -> Started:
-        """See :class:`Transport`; the host waits for what is to be sent."""
+        """See :class:`Transport`. The host waits until the tensors to send have been copied."""
         copies = [HostCopy(one.tensor) for one in sends]
         rooms = [_room_for(one.tensor) for one in receives]
         started = self._gloo.start(
@@ -53,12 +53,12 @@ class ThroughHost:
         return [*arrivals, *started[len(receives) :]]
 
     def all_reduce(self, tensor: torch.Tensor) -> Work:
-        """See :class:`Transport`; the host waits for the tensor."""
+        """See :class:`Transport`. The host waits until the tensor has been copied."""
         copy = HostCopy(tensor).wait()
         return _Arrival(self._gloo.all_reduce(copy), copy, tensor)
 
     def synchronize(self, look: Callable[[float], None]) -> None:
-        """A wait has done it."""
+        """Do nothing, because waits block the host."""
 
     def abort(self) -> None:
         """See :class:`Gloo`."""
@@ -66,7 +66,7 @@ class ThroughHost:
 
 
 class _Arrival:
-    """What comes into the memory of the host, and goes on to the device when it is waited for."""
+    """Receive into host memory. :meth:`wait` copies the received tensor to the device."""
 
     def __init__(self, work: Work, room: torch.Tensor, target: torch.Tensor) -> None:
         self._work = work

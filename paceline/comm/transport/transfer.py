@@ -1,4 +1,4 @@
-"""A transfer under way, and whom it waits for."""
+"""Transfer in progress, with the ranks that it waits for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from paceline.comm.transport.base import Work
 
 
 class Waits(Protocol):
-    """Who waits: ``comm.world.World``."""
+    """Waiting worker: ``comm.world.World``."""
 
     @property
     def others(self) -> list[int]:
-        """The ranks of all other workers."""
+        """Ranks of all other workers."""
         ...
 
     def waiting_in_group(self, ranks: Sequence[int], suspects: list[int], where: str) -> AbstractContextManager[None]:
@@ -23,7 +23,7 @@ class Waits(Protocol):
 
 
 class Transfer:
-    """A send or receive under way; or a collective operation of all workers, if no peers are named."""
+    """Send or receive in progress, or a collective of all workers if no peers are named."""
 
     __slots__ = ("_peers", "_where", "_work", "_world")
 
@@ -34,10 +34,10 @@ class Transfer:
         self._where = where
 
     def wait(self) -> None:
-        """Wait until it is done; see :attr:`Capabilities.blocking_wait`.
+        """Wait until the transfer is done. See :attr:`Capabilities.blocking_wait`.
 
         Raises:
-            WorkerLost: the peer went away, or stayed silent for the timeout.
+            WorkerLost: the peer was lost, or sent nothing before the timeout.
         """
         with self._world.waiting_in_group(self._peers or self._world.others, self._peers, self._where):
             self._work.wait()
