@@ -1,1 +1,1 @@
-"""Sums and means of tensors over workers."""
+"""Sums and means of tensors over all workers."""

@@ -1,10 +1,10 @@
-"""Buckets: tensors packed one after the other, so that few large messages carry them.
+"""Buckets of contiguously packed tensors, so that few large messages carry them.
 
 Packing is a pure function of the tensors and a :class:`Layout`, and the same on all workers::
 
     tensors    0 1 2 | 3 4 | 5 6 ...     in the order in which they become ready
-    bucket 1       [ 3 | 4 ]             each tensor from a cache line on
-    chunks     [ q=0  | q=1 | q=2 ]      one for each worker that adds, cut at cache lines
+    bucket 1       [ 3 | 4 ]             each tensor starts at a cache line
+    chunks     [ q=0  | q=1 | q=2 ]      one for each worker that adds them up, cut at cache lines
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 5 * 2**20, 25 * 2**20
 _MESSAGE_BYTES = 2**19
 
 _LINE = CACHE_LINE // 4
-"""Elements of float32 in a cache line."""
+"""Number of float32 elements in a cache line."""
 
 
 class Layout(NamedTuple):
     """Rules for packing tensors into buckets.
 
     Attributes:
-        bucket_bytes: a bucket of as many bytes is full, if the settings name no other number.
-        shares: share of a bucket in each of its chunks. Their sum is 1.
-        first_bytes: the same as ``bucket_bytes`` for the first bucket, if that is less.
-        homes: for each tensor, the rank of its server. A bucket then is one chunk, of a single server.
+        bucket_bytes: number of bytes at which a bucket is full, unless the settings give another number.
+        shares: fraction of a bucket in each of its chunks. The fractions add up to 1.
+        first_bytes: number of bytes at which the first bucket is full, if less than ``bucket_bytes``.
+        homes: rank of the server of each tensor. Each bucket is then a single chunk for a single server.
     """
 
     bucket_bytes: int
@@ -44,22 +44,22 @@ class Layout(NamedTuple):
 
 @dataclass
 class Bucket:
-    """Tensors of one type, packed one after the other.
+    """Tensors of one type, packed contiguously.
 
     Attributes:
-        index: ordinal of the bucket; buckets leave in this order.
+        index: ordinal of the bucket. Buckets are sent in this order.
         members: indices of its tensors.
-        examples: its tensors, for their shapes, types and strides.
-        cuts: first element of each chunk, and the end of the last chunk.
-        home: rank of the server that alone adds it up. None if each rank adds up a chunk.
+        examples: example tensors that define the shapes, types and strides.
+        cuts: first element of each chunk, followed by the end of the last chunk.
+        home: rank of the server that adds up the whole bucket. None if each rank adds up a chunk.
         flats: one 1-D tensor of ``cuts[-1]`` elements for each tree node that a worker may hold. The means replace
-            the sums in the first.
-        views: for each flat, its members' views into it.
-        inbox: buffers for the parts that peers send.
+            the sums in the first flat.
+        views: for each flat, the members as views into the flat.
+        inbox: receive buffers for the parts of the peers.
         receives, sends: transfers to wait for.
-        sent: bytes that this worker has given to others in this step.
-        waiting: number of members that are not written yet.
-        started: ``perf_counter()`` when the bucket left.
+        sent: number of bytes that this worker has sent to others in this step.
+        waiting: number of members that are not yet written.
+        started: ``perf_counter()`` at the start of the bucket's first phase.
     """
 
     index: int
@@ -77,11 +77,11 @@ class Bucket:
     started: float = 0.0
 
     def chunk(self, index: int) -> slice:
-        """Return the elements of a chunk."""
+        """Return the slice of a chunk's elements."""
         return slice(*self.cuts[index : index + 2])
 
     def add_flat(self, flat: torch.Tensor | None = None) -> None:
-        """Make room for the sums of one more node. Defaults to zeros on the device of the tensors."""
+        """Add a flat for the sums of one more node. Defaults to zeros on the device of the tensors."""
         if flat is None:
             flat = torch.zeros(self.cuts[-1], dtype=self.examples[0].dtype, device=self.examples[0].device)
         starts = accumulate(map(_room, self.examples), initial=0)
@@ -90,16 +90,16 @@ class Bucket:
 
 
 def full(chunks: int) -> int:
-    """Return the bytes of a full bucket: enough to fill the wire with each of its chunks, few enough to overlap.
+    """Return the size of a full bucket in bytes: large enough for efficient chunks, small enough to overlap.
 
-    5 MB is the best for gloo in Li et al. 2020 (arXiv 2006.15704) and here. With many workers 5 MB would be many small
-    messages.
+    5 MB was the best size for gloo in Li et al. 2020 (arXiv 2006.15704) and in our own measurements. With many workers,
+    5 MB would be cut into many small messages.
     """
     return min(max(SMALLEST_BUCKET, chunks * _MESSAGE_BYTES), LARGEST_BUCKET)
 
 
 def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list[Bucket]:
-    """Pack tensors into buckets, in their order."""
+    """Pack tensors into buckets in the given order."""
     homes, buckets = layout.homes, []
     runs = split(tensors, bucket_bytes, layout.first_bytes)
     if homes:
@@ -115,9 +115,9 @@ def pack(tensors: list[torch.Tensor], layout: Layout, bucket_bytes: int) -> list
 
 
 def split(tensors: list[torch.Tensor], most: int, first: int | None = None) -> list[list[int]]:
-    """Return the indices of the tensors of each bucket: neighbours of one type, of about ``most`` bytes.
+    """Return the tensor indices of each bucket: neighbors of one type and device, of about ``most`` bytes.
 
-    The first bucket has about ``first`` bytes, if that is less.
+    The first bucket has about ``first`` bytes if that is less.
     """
     buckets: list[list[int]] = []
     for _, run in groupby(range(len(tensors)), key=lambda member: (tensors[member].dtype, tensors[member].device)):
@@ -135,7 +135,7 @@ def split(tensors: list[torch.Tensor], most: int, first: int | None = None) -> l
 
 
 def cut(elements: int, shares: Sequence[float]) -> list[int]:
-    """Return where to cut ``elements`` into chunks of these shares, at whole cache lines. The end is the last cut.
+    """Return the boundaries of the chunks with these shares of ``elements``, rounded to whole cache lines.
 
     >>> cut(1600, [0.5, 0.25, 0.25])
     [0, 800, 1200, 1600]
@@ -145,15 +145,15 @@ def cut(elements: int, shares: Sequence[float]) -> list[int]:
 
 
 def _room(tensor: torch.Tensor) -> int:
-    """Return the elements that a tensor takes in a bucket: the next tensor begins at a cache line, as if allocated.
+    """Return the number of elements up to the next tensor, which starts at a cache line as an allocated tensor does.
 
-    Matrix products of an optimizer may round differently at other addresses (MKL does on some processors).
+    At other addresses, matrix products of an optimizer may round differently (MKL does on some processors).
     """
     return aligned(tensor.numel() * tensor.element_size()) // tensor.element_size()
 
 
 def _view_like(flat: torch.Tensor, start: int, example: torch.Tensor) -> torch.Tensor:
-    """Return a view into a flat with the shape of the example, and with its strides where it has no holes."""
+    """Return a view into a flat with the shape of the example, and with its strides if the example has no gaps."""
     part = flat[start : start + example.numel()]
     dense = torch.empty_like(example, device="meta").stride()
     return part.as_strided(example.shape, dense, part.storage_offset())

@@ -1,4 +1,4 @@
-"""Which reduction fits the workers: by the machines that they are on, and what they can share there."""
+"""Choice of the reduction by the machines of the workers and the memory that they can share."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from paceline.events import EventLog
 from paceline.schedule.link_shares import bucket_bytes, of_links
 
 _WORTH_MEASURING = 2**23
-"""Bytes of what is reduced in each step."""
+"""Number of reduced bytes per step from which on links are measured."""
 _MEASUREMENTS = 3
-"""After which a link that seems slow is: on a busy machine one may be late by chance."""
+"""Maximum number of measurements, because a link of a busy machine may seem slow in some of them by chance."""
 
 
 class Wanted(NamedTuple):
-    """What is asked of a reduction.
+    """Requested kind of reduction and size of its buckets.
 
     Attributes:
-        kind: ``tree``; ``collective``, the all-reduce of the back end; or ``auto``, what is faster.
-        megabytes: of a bucket; None: what is best for the kind.
+        kind: ``tree``, ``collective`` for the all-reduce of the back end, or ``auto`` for the faster of the two.
+        megabytes: size of a bucket in MB. Defaults to the best size for the kind.
     """
 
     kind: str = "tree"
@@ -40,11 +40,11 @@ class Wanted(NamedTuple):
 def reduction_for(
     world: World, tensors: list[torch.Tensor], events: EventLog, name: str, tags: int = 0, wanted: Wanted | None = None
 ) -> Reduction:
-    """Return the fastest reduction on these machines that does what is wanted.
+    """Return the fastest reduction of the wanted kind for these machines.
 
-    The tree sends the fewest bytes between machines that can be, and none inside of one: what the workers of a machine
-    can share goes through memory. A machine with a slow link adds up less. Where memory cannot be shared, as on GPUs,
-    the collectives of the back end are faster.
+    The tree sends the minimum number of bytes between machines. Workers of one machine exchange their bytes through
+    memory if they can share it. A machine with a slow link adds up less. If memory cannot be shared, as on GPUs, the
+    collectives of the back end are faster.
     """
     kind, megabytes = wanted or Wanted()
     size = None if megabytes is None else int(megabytes * 1e6)
@@ -66,15 +66,15 @@ def reduction_for(
 
 
 def _shares_of_ranks(hosts: Sequence[Sequence[int]], shares: list[float]) -> list[float]:
-    """Return the share of each rank: the workers of a machine add up equal parts of its share."""
+    """Return the share of each rank. The workers of a machine divide its share equally."""
     of_rank = {rank: share / len(ranks) for ranks, share in zip(hosts, shares, strict=False) for rank in ranks}
     return [of_rank[rank] for rank in sorted(of_rank)]
 
 
 def _link_shares(world: World, nbytes: int, events: EventLog) -> list[float]:
-    """Return the share that each machine adds up if a link is slow, else an empty list.
+    """Return the share that each machine adds up if a link is slow, otherwise an empty list.
 
-    Of two machines both send all they have, whatever their shares.
+    Shares have no effect for two machines, because both always send all their bytes.
     """
     if len(world.hosts) < 3 or nbytes < _WORTH_MEASURING or world.transport.capabilities.ordered:
         return []

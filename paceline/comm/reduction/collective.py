@@ -1,14 +1,14 @@
-"""Sums over all workers by the back end's own all-reduce: in its order, at its speed.
+"""Sums over all workers by the back end's own all-reduce, with its speed and its order of additions.
 
-What DistributedDataParallel does (Li et al. 2020, arXiv 2006.15704)::
+DistributedDataParallel works in the same way (Li et al. 2020, arXiv 2006.15704)::
 
     backward    layer 3   layer 2   layer 1   layer 0
     bucket of layers 3 and 2          └ all_reduce ───────┐
     bucket of layers 1 and 0                              │   └ all_reduce ─┐
     finish                                                └─────────────────┴─ divide
 
-The order of additions is the back end's, and depends on the number of workers: for ``exact`` only if whole numbers are
-added (``step.fixed_point``).
+The order of additions depends on the back end and on the number of workers. So ``exact`` can use this exchange only to
+add whole numbers (``step.fixed_point``).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from paceline.comm.world import World
 from paceline.schedule.tree import Node
 
 FIRST_BUCKET = 2**20
-"""Bytes of a small bucket before the others: the wire is idle until the first one leaves."""
+"""Size of the first bucket in bytes. It is small because the wire is idle until the first bucket is sent."""
 
 _ALL = Node(0, 0)
-"""In place of the node of a sum over all workers, which nothing is added to."""
+"""Placeholder for the node of a sum over all workers, to which nothing is added."""
 
 
 class CollectiveExchange:
-    """The back end adds up the running sums of all workers, each of which has one or none.
+    """Exchange by the back end's all-reduce. Each worker holds one running sum or none.
 
-    There is no phase after the sums: the back end leaves each bucket where it was.
+    There is no phase after the sums, because the all-reduce leaves its result in each worker's bucket.
 
     Args:
         world: all workers.
@@ -42,19 +42,19 @@ class CollectiveExchange:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # On GPUs as in DistributedDataParallel, as each operation has a cost of its own; gloo has a smaller one.
+        # On GPUs as in DistributedDataParallel, because each operation has a fixed cost. That of gloo is smaller.
         size = SMALLEST_BUCKET if world.transport.capabilities.blocking_wait else LARGEST_BUCKET
         self.layout = Layout(size, first_bytes=FIRST_BUCKET)
         self.deliver = nothing
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Return the phases before the sums."""
+        """Phases before the sums."""
         return (self._start,)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Return the phases after them."""
+        """Phases after the sums."""
         return ()
 
     def open(self, buckets: list[Bucket]) -> None:
@@ -71,7 +71,7 @@ class CollectiveExchange:
     def _start(self, bucket: Bucket) -> None:
         bucket.receives.append(self._world.start_all_reduce(bucket.flats[0]))
         size = self._world.size
-        bucket.sent = 2 * (size - 1) * bucket.flats[0].nbytes // size  # a ring's, the least possible
+        bucket.sent = 2 * (size - 1) * bucket.flats[0].nbytes // size  # bytes of a ring, the minimum
 
     def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
         """Yield the bucket, whose only part is the sum over all workers."""

@@ -1,14 +1,14 @@
-"""Direct reduce-scatter and all-gather between all workers, at the bytes of a ring.
+"""Direct reduce-scatter and all-gather between all workers, with the same number of bytes as a ring.
 
-A bucket is cut into a chunk for each worker, and goes around in two rounds::
+A bucket is cut into a chunk for each worker and exchanged in two rounds::
 
-    reduce-scatter    worker q gets chunk q of every node, adds the nodes up along the tree, divides
+    reduce-scatter    worker q receives chunk q of every node, adds the nodes up along the tree, divides
     all-gather        worker q sends its chunk, now the mean, to all others
 
-With one node for each worker that is 2(P-1)/P times the bucket's bytes in each direction, the least possible
-(Patarasuk and Yuan, 2009), for any number of workers P; each node more adds (P-1)/P.
+With one node per worker, a worker sends and receives 2(P-1)/P times the bucket's bytes for any number of workers P.
+This is the minimum (Patarasuk and Yuan, 2009). Each additional node adds (P-1)/P.
 
-With parameter servers a bucket is one chunk, of its server. Only the server's copy gets the mean.
+With parameter servers, a bucket is a single chunk of one server. ``copies`` limits the receivers of its mean.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from paceline.schedule.tree import Node
 
 
 class DirectExchange:
-    """Each worker sends each other its chunk.
+    """Exchange in which each worker sends every other worker its chunk.
 
     Args:
-        world: all workers, or a subgroup.
-        tags: the first tag to use; each bucket takes :data:`TAGS`.
-        shares: of a bucket that each rank adds up. Defaults to equal shares.
-        homes: for each tensor, the rank of its server. Defaults to no servers.
-        copies: for each server that has a copy, the rank that takes its means. By default all ranks take all means.
+        world: all workers or a subgroup.
+        tags: first tag to use. Each bucket takes :data:`TAGS` tags.
+        shares: fraction of a bucket that each rank adds up. Defaults to equal fractions.
+        homes: rank of the server of each tensor. Defaults to no servers.
+        copies: rank that receives the means of each server with a copy. By default all ranks receive all means.
     """
 
     kind = "tree"
@@ -56,12 +56,12 @@ class DirectExchange:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Return the phases before the sums."""
+        """Phases before the sums."""
         return (self._scatter,)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Return the phases after them."""
+        """Phases after the sums."""
         return (nothing,)
 
     def open(self, buckets: list[Bucket]) -> None:
@@ -97,7 +97,7 @@ class DirectExchange:
             yield bucket.flats[0][mine], parts
 
     def deliver(self, bucket: Bucket) -> Iterable[Messages]:
-        """Send the mean of this worker's chunk, and receive those of the others."""
+        """Send the mean of this worker's chunk, and receive the means of the other chunks."""
         mean, tag = bucket.flats[0], self._tags + bucket.index * TAGS + TAGS - 1
         mine = mean[bucket.chunk(self._rank)]
         receives = [Message(mean[bucket.chunk(peer)], peer, tag) for peer in self._givers]

@@ -1,4 +1,4 @@
-"""Division of sums by a count that is a number of the host, or a scalar on the device."""
+"""Division of sums by a count, which is a number on the host or a scalar tensor on the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Divisor = Callable[[], "torch.Tensor | float"]
 
 
 def divide(value: torch.Tensor, divisor: torch.Tensor | float, out: torch.Tensor) -> torch.Tensor:
-    """Divide a tensor; returns ``out``, which may be the tensor itself.
+    """Divide a tensor and return ``out``, which may be the tensor itself.
 
-    Whole numbers stay as they are: they are divided once they are none any more (``step.fixed_point``).
-    A device would convert the divisor to the type of the tensor first. float16 ends at 65,504, bfloat16 cannot count
-    beyond 256: so these are divided in float32.
+    Whole numbers are not divided until they have been converted to floating point (``step.fixed_point``).
+    A device would convert the divisor to the tensor's type first. float16 ends at 65,504, and bfloat16 cannot count
+    beyond 256, so both are divided in float32.
     """
     if out.dtype in (torch.int32, torch.int64):
         return out.copy_(value)

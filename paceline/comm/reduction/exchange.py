@@ -1,7 +1,7 @@
-"""Seam between a reduction and the wire: how the parts of a bucket come together, and the means back.
+"""Interface between a reduction and the network: collecting the parts of a bucket and distributing the means.
 
-:class:`~paceline.comm.reduction.executor.Reduction` sends, waits and adds up. An exchange says what, between whom, and
-knows nothing of the executor.
+:class:`~paceline.comm.reduction.executor.Reduction` sends, waits and adds up. An exchange decides which messages go
+between which workers, and does not depend on the executor.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from paceline.comm.transport.base import Message
 from paceline.schedule.tree import Node, first_of
 
 TAGS = 1 << 12
-"""Tags for each bucket: one for each node a worker can hold, the last for the means."""
+"""Number of tags per bucket: one for each node that a worker can hold, and the last ones for the means."""
 
 Messages: TypeAlias = tuple[list[Message], list[Message]]
 """Sends and receives to start together."""
 Phase: TypeAlias = Callable[[Bucket], Iterable[Messages] | None]
-"""What is done to a bucket. The executor starts its messages one after the other, if there are any."""
+"""Function that processes a bucket. The executor starts the messages that it yields, if any, in their order."""
 Parts: TypeAlias = list[tuple[Node, torch.Tensor]]
-"""Sums of nodes of the canonical tree for one chunk, from left to right. Adding them up overwrites them."""
+"""Sums of canonical-tree nodes for one chunk, from left to right. Adding them up overwrites them."""
 
 
 class Exchange(Protocol):
-    """Brings the parts of a bucket together, and the means back.
+    """Collects the parts of a bucket, and distributes the means.
 
-    A bucket passes the phases ``before``, the sums (:meth:`collect`, :meth:`deliver`), and the phases ``after``. Before
-    the sums the executor waits for the bucket's receives, and before each phase after them for all its transfers. So
-    each phase begins with a wait for what peers do in the phase before, which they have had time to do.
+    A bucket passes the phases ``before``, the sums (:meth:`collect`, :meth:`deliver`) and the phases ``after``. The
+    executor waits for the bucket's receives before the sums, and for all its transfers before each phase after them. So
+    each phase begins with a wait for the previous phase of the peers, which they have had time to finish.
 
     Attributes:
-        kind: name for the records.
+        kind: name for the event records.
         layout: rules for packing tensors into buckets.
         before: phases before this worker adds up its chunks.
-        after: phases after that. Following the last phase the means are in ``bucket.flats[0]``.
+        after: phases after the sums. When the last phase has ended, the means are in ``bucket.flats[0]``.
     """
 
     kind: str
@@ -50,28 +50,28 @@ class Exchange(Protocol):
     def after(self) -> tuple[Phase, ...]: ...
 
     def open(self, buckets: list[Bucket]) -> None:
-        """Take the buckets, once. All workers call this in one order."""
+        """Receive the buckets, once. All workers must call this method in the same order."""
         ...
 
     def begin(self, nodes: list[list[Node]]) -> None:
-        """Start a step, for which each rank holds the sums of these nodes: make room in the buckets."""
+        """Start a step in which each rank holds the sums of these nodes, and make room for them in the buckets."""
         ...
 
     def collect(self, bucket: Bucket) -> Iterator[tuple[torch.Tensor, Parts]]:
-        """Yield, for each chunk that this worker adds up, where its mean belongs and its parts."""
+        """Yield the destination of the mean, and the parts, for each chunk that this worker adds up."""
         ...
 
     def deliver(self, bucket: Bucket) -> Iterable[Messages] | None:
-        """Give the means of this worker's chunks to all who need them."""
+        """Distribute the means of this worker's chunks to all workers that need them."""
         ...
 
 
 def nothing(_: Bucket) -> None:
-    """Do nothing in a phase, before which the executor has waited for all transfers."""
+    """Do nothing in a phase that exists only because the executor waits for all transfers before it."""
 
 
 def in_order(nodes: list[list[Node]], ranks: Iterable[int]) -> list[tuple[Node, int, int]]:
-    """Return the nodes that these ranks hold from left to right, each with its rank and its index there.
+    """Return the nodes of these ranks from left to right, each with its rank and its index among the rank's nodes.
 
     >>> in_order([[Node(0, 2)], [Node(1, 0)]], [0, 1])
     [(Node(level=1, place=0), 1, 0), (Node(level=0, place=2), 0, 0)]

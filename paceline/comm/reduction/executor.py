@@ -1,13 +1,13 @@
-"""Means over all workers, in one canonical order, while the backward pass computes the next tensors.
+"""Means over all workers in one canonical order, overlapped with the backward pass.
 
-A reduction is three things::
+A reduction has three parts::
 
-    plan        buckets (``reduction.buckets``), and who holds which nodes of the canonical tree (``schedule.tree``)
-    exchange    who sends what to whom, so that the parts of a bucket come together (``reduction.exchange``)
-    executor    this file: which bucket is in which phase, the transfers, and the sums
+    plan        buckets (``reduction.buckets``), and the nodes of the canonical tree on each rank (``schedule.tree``)
+    exchange    messages between the workers that collect the parts of a bucket (``reduction.exchange``)
+    executor    this file: the phase of each bucket, the transfers and the sums
 
-Each worker adds up its chunks of a bucket along the tree, so the bits do not depend on who computed what. A bucket
-leaves as soon as its tensors are written. Before a worker waits for others, it sends what it has of the next bucket::
+Each worker adds up its chunks of a bucket along the tree, so the bits do not depend on which worker computed a part. A
+bucket is sent as soon as its tensors are written. A worker sends its parts of the next bucket before it waits::
 
     bucket 0    scatter ─────── reduce ──────────────────────── means
     bucket 1            scatter ─────────────── reduce ──────────────── means
@@ -35,18 +35,18 @@ from paceline.system import fault_points
 
 
 class Reduction:
-    """Averages tensors over all workers; used again for each step.
+    """Average of tensors over all workers, computed anew in each step.
 
     Args:
-        world: all workers, or a subgroup.
-        exchange: moves the bytes between them.
-        tensors: examples of what will be summed (shapes, types, strides), in the order in which they become ready.
-        events: where to record each bucket.
-        name: what is being summed, for the records.
-        bucket_bytes: bytes from which on a bucket is full. Defaults to those of the exchange's layout.
+        world: all workers or a subgroup.
+        exchange: exchange that moves bytes between the workers.
+        tensors: examples of the summed tensors (shapes, types, strides), in the order in which they become ready.
+        events: log that records each bucket.
+        name: name of the summed tensors in the records.
+        bucket_bytes: number of bytes at which a bucket is full. Defaults to that of the exchange's layout.
 
     Attributes:
-        kind: of the exchange, for the records.
+        kind: kind of the exchange, for the records.
         members: number of tensors.
     """
 
@@ -68,10 +68,10 @@ class Reduction:
         self._at = {member: (bucket, at) for bucket in self._buckets for at, member in enumerate(bucket.members)}
         self._sums = len(exchange.before)
         self._phases: tuple[Phase | None, ...] = (*exchange.before, None, *exchange.after)
-        """None: :meth:`_reduce`. Nothing here may refer to itself: memory is freed when the last user has gone."""
+        """None stands for :meth:`_reduce`. A bound method would be a reference cycle and delay freeing memory."""
 
     def describe(self) -> dict[str, str | int]:
-        """Return kind, number and size of the buckets, for the records."""
+        """Return the kind of the exchange, and the number and size of the buckets, for the records."""
         return {"kind": self.kind, "buckets": len(self._buckets), "bucket_bytes": self._bucket_bytes}
 
     def begin(self, nodes: list[list[Node]], divisor: Divisor, check: Callable[[], None] | None = None) -> None:
@@ -79,30 +79,30 @@ class Reduction:
 
         Args:
             nodes: for each rank, the nodes whose sums it holds, from left to right.
-            divisor: what the sums are divided by; called when the first bucket has left.
-            check: raises if workers are at different steps, so that their parts would never come. Called before any
-                wait.
+            divisor: function that returns the divisor of the sums. First called after the first bucket was sent.
+            check: function that raises if workers are at different steps, because their parts would never arrive.
+                Called before any wait for transfers.
         """
         self._own = len(nodes[self._world.rank])
         self._divisor, self._check = divisor, check
         self._done = [0] * len(self._phases)
-        """Number of buckets that have begun each phase."""
+        """Number of buckets that have started each phase."""
         self._exchange.begin(nodes)
         for bucket in self._buckets:
             bucket.waiting, bucket.sent = len(bucket.members), 0
 
     def slots(self, member: int) -> list[torch.Tensor]:
-        """Return where to write the sums of a tensor: for each node of this worker a view of the tensor's shape."""
+        """Return the views to write the sums of a tensor into, one for each node of this worker."""
         bucket, at = self._at[member]
         return [views[at] for views in bucket.views[: self._own]]
 
     def written(self, member: int) -> None:
         """Mark the slots of a tensor as filled.
 
-        A bucket leaves when all its tensors are written and all buckets before it have left.
+        A bucket is sent when all its tensors are written and all buckets before it have been sent.
 
         Raises:
-            WorkerLost: a worker was lost after this generation formed.
+            WorkerLost: a worker has been lost since this generation formed.
         """
         self._world.check()
         bucket, _ = self._at[member]
@@ -113,13 +113,13 @@ class Reduction:
             self._advance_others()
 
     def finish(self, arrived: Callable[[list[torch.Tensor]], None] | None = None) -> None:
-        """Wait until the means are in :meth:`mean`.
+        """Wait until :meth:`mean` can return the means.
 
         Args:
-            arrived: gets the means of each bucket, while later buckets are on their way.
+            arrived: called with the means of each bucket, while later buckets are still in progress.
 
         Raises:
-            WorkerLost: another worker went away, or stayed silent for the timeout.
+            WorkerLost: another worker was lost, or sent nothing before the timeout.
         """
         while self._done[-2] < len(self._buckets):
             self._advance_others()
@@ -137,9 +137,9 @@ class Reduction:
         return bucket.views[0][at]
 
     def _advance_others(self) -> None:
-        """Take one bucket through each phase between the first and the last, but none that has just ended a phase.
+        """Advance a bucket in each phase between the first and the last, except buckets that have just advanced.
 
-        So a bucket waits for what others have had time to do.
+        So a bucket waits for work that the other workers have had time to do.
         """
         left = [self._done[0] - 1 if self._done[0] < len(self._buckets) else self._done[0], *self._done[1:]]
         for phase in range(1, len(self._phases) - 1):
@@ -147,7 +147,7 @@ class Reduction:
                 self._advance(phase)
 
     def _advance(self, phase: int) -> None:
-        """Take the next bucket through a phase."""
+        """Run a phase for the next bucket."""
         bucket = self._buckets[self._done[phase]]
         self._done[phase] += 1
         with self._world.awaiting(f"in the all-reduce of bucket {bucket.index} of the {self._name}"):
@@ -158,7 +158,7 @@ class Reduction:
                 self._start(bucket, sends, receives)
 
     def _reduce(self, bucket: Bucket) -> Iterable[Messages] | None:
-        """Add up this worker's chunks along the tree, divide, and give the means to others."""
+        """Add up this worker's chunks along the tree, divide, and distribute the means."""
         if self._name == "gradients" and bucket is self._buckets[-1]:
             fault_points.reach("inside the collective")
         if self._check is not None:
@@ -170,7 +170,7 @@ class Reduction:
         return self._exchange.deliver(bucket)
 
     def _start(self, bucket: Bucket, sends: list[Message], receives: list[Message]) -> None:
-        """Start to send and receive what is not empty. A chunk is, if it has a small share of a small bucket."""
+        """Start the transfers of non-empty tensors. A chunk may be empty if its share of a small bucket is small."""
         sends, receives = ([one for one in many if one.tensor.numel()] for many in (sends, receives))
         transfers = self._world.start_transfers(sends, receives)
         bucket.receives += transfers[: len(receives)]
@@ -179,7 +179,7 @@ class Reduction:
 
 
 def _wait(transfers: list[Transfer]) -> None:
-    """Wait for transfers, and forget them."""
+    """Wait for transfers, and clear the list."""
     for transfer in transfers:
         transfer.wait()
     transfers.clear()

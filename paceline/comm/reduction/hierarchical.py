@@ -1,20 +1,20 @@
-"""Sums over workers on several machines: through memory inside of each machine, over the network between them.
+"""Sums over workers on several machines: through memory within a machine, over the network between machines.
 
-The workers of a machine first add up what they have, in shared memory, to as few nodes of the canonical tree as can
-be: one, if their shares are a whole node together. Only these cross the network. So a network card carries about 2 G
-bytes in each direction for G bytes of gradients, whatever the number L of workers of a machine, instead of 2 L G.
+The workers of a machine first add up their nodes in shared memory to as few canonical-tree nodes as possible: a single
+node if their shares form a whole node. Only the resulting nodes cross the network. So a network card carries about 2 G
+bytes in each direction for G bytes of gradients, whatever the number L of workers per machine, instead of 2 L G.
 
-A bucket is cut into a chunk for each machine and column; each column of a machine is served by one of its workers.
+A bucket is cut into a chunk for each machine and column. One worker of each machine serves each column.
 Two machines of two workers each::
 
     chunk            (A,0)   (A,1)   (B,0)   (B,1)
     1. announce      a0, a1 and b0, b1 are in the memory of their machines
     2. inside        worker a0 adds a0+a1 of chunks (A,0) and (B,0), a1 of (A,1) and (B,1); the same on B
-    3. across        a0 sends the sum of (B,0) to b0, which sends that of (A,0) to a0; a1 and b1 the same
+    3. across        a0 sends the sum of (B,0) to b0, and b0 sends the sum of (A,0) to a0; a1 and b1 do the same
     4. mean          a0 has all sums of (A,0): it adds along the tree, divides, and sends the mean to b0
-    5. inside        each worker gives the means it has to the others of its machine
+    5. inside        each worker gives its means to the other workers of its machine
 
-The sums are those of the tree, so the bits are those of all other ways.
+The sums follow the canonical tree, so the bits are the same as with every other exchange along the tree.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from paceline.schedule.tree import Node, first_of, fold
 
 
 class HierarchicalExchange:
-    """Each machine sends the nodes of all its workers together.
+    """Exchange in which each machine sends the sums over all its workers.
 
     Args:
-        world: the workers, on the machines ``world.hosts``.
-        memory: shared by those of this machine.
-        tags: the first tag to use; each bucket takes :data:`TAGS`.
-        shares: of a bucket that each machine adds up. Defaults to equal shares.
+        world: all workers, on the machines ``world.hosts``.
+        memory: memory shared by the workers of this machine.
+        tags: first tag to use. Each bucket takes :data:`TAGS` tags.
+        shares: fraction of a bucket that each machine adds up. Defaults to equal fractions.
     """
 
     kind = "hierarchical tree"
@@ -53,19 +53,19 @@ class HierarchicalExchange:
         self._served = [column for column in range(columns) if self._server(self._host, column) == world.rank]
         self._others = [host for host in range(len(world.hosts)) if host != self._host]
         self._sums: dict[tuple[int, int], Parts] = {}
-        """For each bucket and column on its way, what this machine adds to its own chunk."""
+        """This machine's sums for its own chunk, for each bucket and column in progress."""
         chunks = len(world.hosts) * columns
         of_columns = [share / columns for share in shares or () for _ in range(columns)]
         self.layout = Layout(full(chunks), of_columns or [1 / chunks] * chunks)
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Return the phases before the sums."""
+        """Phases before the sums."""
         return (self._shared.announce_parts, self._send_sums)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Return the phases after them."""
+        """Phases after the sums."""
         return (self._spread, self._shared.await_means)
 
     def open(self, buckets: list[Bucket]) -> None:
@@ -87,7 +87,7 @@ class HierarchicalExchange:
                 bucket.inbox.append(torch.empty_like(self._chunk(bucket, self._host, column)))
 
     def _send_sums(self, bucket: Bucket) -> Iterator[Messages]:
-        """Add up what this machine has, and send each machine the sums of its chunks as soon as they are there."""
+        """Add up the nodes of this machine, and send each machine the sums of its chunks as soon as they are ready."""
         self._shared.await_parts(bucket)
         flats = self._shared.flats[bucket.index]
         for column in self._served:
@@ -126,7 +126,7 @@ class HierarchicalExchange:
         return [(sends, receives)]
 
     def _spread(self, bucket: Bucket) -> None:
-        """Write the means of this worker's columns into the flats of the others of its machine."""
+        """Write the means of this worker's columns into the flats of the other workers of its machine."""
         chunks = [host * self._columns + column for column in self._served for host in range(len(self._hosts))]
         for place, flat in enumerate(self._shared.flats[bucket.index][0]):
             if place != self._place:

@@ -1,4 +1,4 @@
-"""How fast the link of each machine is, measured before the first step."""
+"""Measurement of the rate of each machine's link before the first step."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import torch
 from paceline.comm.transport.base import Message
 from paceline.comm.world import World
 
-TAG = (1 << 28) - 10  # below those of the back end for MPI
+TAG = (1 << 28) - 10  # below the tags of the MPI back end
 _BYTES = 2**21
-"""Of a message: more than what is in the buffers on its way, little beside the gradients of a step."""
+"""Size of a message: larger than the buffers on its way, small compared to the gradients of a step."""
 _ROUNDS = (1, 2, 1, 2)
-"""How many machines further each one sends. The neighbour of a slow link is not slow with its other neighbours."""
+"""Distance in machines between sender and receiver, by round. A neighbor of a slow link is fast in other rounds."""
 
 
 def measure_links(world: World) -> list[float]:
-    """The bytes a second that each machine can send or get; all workers call this together.
+    """Measure the bytes per second that each machine can send or receive. All workers must call this together.
 
     Args:
-        world: workers on three machines at least. The first one of each sends 2 MB, four times.
+        world: workers on at least three machines. The first worker of each machine sends 2 MB four times.
     """
     leaders = [ranks[0] for ranks in world.hosts]
     seen = [0.0] * len(leaders)
@@ -35,7 +35,7 @@ def measure_links(world: World) -> list[float]:
 
 
 def _exchange(world: World, target: int, source: int) -> float:
-    """Send to one rank and get from another; the bytes that came in a second."""
+    """Send to one rank, receive from another, and return the received bytes per second."""
     sent, got = torch.zeros(_BYTES, dtype=torch.uint8), torch.empty(_BYTES, dtype=torch.uint8)
     begin = perf_counter()
     with world.awaiting("while the links of the machines were measured"):

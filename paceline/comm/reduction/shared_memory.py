@@ -1,4 +1,4 @@
-"""Exchange between the workers of one machine: gradients need no copy through a socket."""
+"""Exchange between the workers of one machine through shared memory, without copies through sockets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline.schedule.tree import Node
 
 
 class SharedBuckets:
-    """Buckets in memory that the workers of a machine share, with two flags for each: its sums and its means are there.
+    """Buckets in shared memory of one machine's workers, with two flags each: sums are written, means are written.
 
     Args:
-        memory: shared by the workers of this machine.
+        memory: memory shared by the workers of this machine.
 
     Attributes:
-        flats: by bucket and node, the flat of every worker of this machine.
+        flats: flat of every worker of this machine, by bucket and node.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -28,13 +28,13 @@ class SharedBuckets:
         self._steps = 0
 
     def open(self, buckets: list[Bucket]) -> None:
-        """Reserve the flags of the buckets. All workers call this in one order."""
+        """Reserve the flags of the buckets. All workers must call this method in the same order."""
         self._buckets = buckets
         self._flag = self._memory.reserve(2 * len(buckets))
         self.flats: list[list[list[torch.Tensor]]] = [[] for _ in buckets]
 
     def begin(self, count: int) -> None:
-        """Start a step: make room in each bucket for ``count`` nodes of each worker."""
+        """Start a step, and make room in each bucket for ``count`` nodes of each worker."""
         self._steps += 1
         while len(self._buckets[0].flats) < count:
             sizes = [bucket.cuts[-1] * bucket.examples[0].element_size() for bucket in self._buckets]
@@ -48,7 +48,7 @@ class SharedBuckets:
                 start += aligned(size)
 
     def announce_parts(self, bucket: Bucket) -> None:
-        """Announce that this worker's flats of a bucket are written."""
+        """Announce that this worker has written its flats of a bucket."""
         self._memory.announce(self._flag + 2 * bucket.index, self._steps)
 
     def await_parts(self, bucket: Bucket) -> None:
@@ -56,7 +56,7 @@ class SharedBuckets:
         self._memory.wait(self._flag + 2 * bucket.index, self._steps)
 
     def announce_means(self, bucket: Bucket) -> None:
-        """Announce that this worker has read what it adds up, and written the means that it gives to others."""
+        """Announce that this worker has read the parts that it adds up, and has written its means for the others."""
         self._memory.announce(self._flag + 2 * bucket.index + 1, self._steps)
 
     def await_means(self, bucket: Bucket) -> None:
@@ -66,14 +66,14 @@ class SharedBuckets:
 
 
 class SharedMemoryExchange:
-    """Each worker reads its chunk of the others' nodes, and writes the mean into the others' flats.
+    """Exchange in which each worker reads its chunk of the others' nodes, and writes the mean into the others' flats.
 
-    Chunk q of every flat belongs to worker q from the moment the flat's owner has announced the bucket until worker q
-    has announced the mean. With parameter servers a bucket is one chunk, of its server, which keeps the mean.
+    Chunk q of every flat belongs to worker q after the flat's owner has announced the bucket and until worker q has
+    announced the mean. With parameter servers, a bucket is a single chunk of its server, which keeps the mean.
 
     Args:
-        memory: shared by all workers.
-        homes: for each tensor, the rank of its server. Defaults to no servers.
+        memory: memory shared by all workers.
+        homes: rank of the server of each tensor. Defaults to no servers.
     """
 
     kind = "tree in shared memory"
@@ -86,12 +86,12 @@ class SharedMemoryExchange:
 
     @property
     def before(self) -> tuple[Phase, ...]:
-        """Return the phases before the sums."""
+        """Phases before the sums."""
         return (self._shared.announce_parts,)
 
     @property
     def after(self) -> tuple[Phase, ...]:
-        """Return the phases after them."""
+        """Phases after the sums."""
         return (self._shared.await_means,)
 
     def begin(self, nodes: list[list[Node]]) -> None:
