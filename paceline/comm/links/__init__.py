@@ -1,1 +1,1 @@
-"""Tensors from one worker to another."""
+"""Channels for tensors between two workers."""

@@ -1,7 +1,7 @@
-"""Tensors that go from one worker to another in a known order, such as what crosses the border between two stages.
+"""Channels for tensors that one worker sends to another in a known order, such as activations between two stages.
 
-Their types, shapes and strides are sent once for each number of samples, ahead of the first tensors; from then on the
-receiver is ready before they come. Between workers of one machine small ones go through shared memory.
+Types, shapes and strides are sent once for each number of samples, before the first tensors. Afterwards the receiver
+posts its receives in advance. Small tensors between workers of one machine go through shared memory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from paceline.comm.world import World
 from paceline.errors import InputError
 
 TAGS = 1 << 8
-"""Of each channel: two for what is sent once, one for each tensor."""
+"""Number of tags per channel: two for the messages that are sent once, and one for each tensor."""
 
 _MOST_IN_FLIGHT = 8
-"""So many messages may be on their way before the sender waits for the oldest."""
+"""Maximum number of lists in flight before the sender waits for the oldest list."""
 
 
 @sendable
 class Form(NamedTuple):
-    """What a tensor is like."""
+    """Type, shape and strides of a tensor, and whether it needs a gradient."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     trained: bool
-    """Whether a gradient for it is wanted."""
+    """Whether the tensor needs a gradient."""
     strides: Strides
 
 
@@ -43,17 +43,17 @@ Forms: TypeAlias = "tuple[Form | None, ...]"
 
 
 class Sender:
-    """Sends lists of tensors to one worker.
+    """Sender of lists of tensors to one worker.
 
     Args:
-        world: the workers.
-        peer: the rank that receives.
-        tag: the first tag to use.
-        what: is sent, for an error.
-        ring: through shared memory, if there is one.
-        exact: whether a tensor that is a part of a larger one is to lie in memory as such a part, as bits may depend
-            on it; else it takes no more room than its numbers.
-        host: the places in a list whose tensors are on the CPU, wherever workers compute.
+        world: all workers.
+        peer: rank of the receiver.
+        tag: first tag to use.
+        what: description of the sent tensors, for errors.
+        ring: ring buffer in shared memory for lists that fit. Defaults to none.
+        exact: whether the receiver restores the strides of a view into a larger tensor, because bits may depend on
+            them. By default the received tensor is dense.
+        host: indices of the tensors in a list that are on the CPU. The others are on the devices of the workers.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class Sender:
         self._in_flight: deque[list[Transfer]] = deque()
 
     def send(self, samples: int, values: Sequence[torch.Tensor | None]) -> int:
-        """Start to send; returns the bytes.
+        """Start sending a list of tensors, and return its size in bytes.
 
         Args:
-            samples: how many samples the values are about.
-            values: the tensors; they must not change until :meth:`finish`.
+            samples: number of samples that the tensors belong to.
+            values: tensors to send. They must not change until :meth:`finish`.
 
         Raises:
-            InputError: the tensors have other shapes than before for as many samples.
-            WorkerLost: the receiver is gone.
+            InputError: types or shapes differ from an earlier list for as many samples, or the list is too long.
+            WorkerLost: the receiver was lost.
         """
         values = [None if value is None else value.resolve_conj().resolve_neg() for value in values]
         forms = tuple(None if value is None else self._form(value) for value in values)
@@ -124,10 +124,10 @@ class Sender:
         return size
 
     def finish(self) -> None:
-        """Wait until all has been sent.
+        """Wait until all lists have been sent.
 
         Raises:
-            WorkerLost: the receiver is gone.
+            WorkerLost: the receiver was lost.
         """
         with self._world.awaiting(f"to take {self._what}"):
             while self._in_flight:
@@ -143,15 +143,15 @@ class Sender:
 
 
 class Receiver:
-    """Receives what an :class:`Sender` sends, in the same order.
+    """Receiver of the lists of a :class:`Sender`, in the same order.
 
     Args:
-        world: the workers.
-        peer: the rank that sends.
-        tag: the first tag of the sender.
-        what: is received, for an error.
-        ring: that of the sender.
-        host: as for the sender.
+        world: all workers.
+        peer: rank of the sender.
+        tag: first tag of the sender.
+        what: description of the received tensors, for errors.
+        ring: ring buffer of the sender.
+        host: same value as for the sender.
     """
 
     def __init__(
@@ -167,15 +167,15 @@ class Receiver:
         self._expected: deque[_Arrival] = deque()
 
     def expect(self, samples: int) -> None:
-        """Make room for the next list of tensors, about so many samples."""
+        """Prepare to receive the next list of tensors, which belongs to this number of samples."""
         self._expected.append(_Arrival(samples))
         self._make_ready()
 
     def take(self) -> list[torch.Tensor | None]:
-        """Wait for the first list that is expected and not taken yet; those for which a gradient is wanted say so.
+        """Return the oldest expected list after it arrives. Tensors that need a gradient have ``requires_grad`` set.
 
         Raises:
-            WorkerLost: the sender is gone, or silent for the timeout.
+            WorkerLost: the sender was lost, or sent nothing before the timeout.
         """
         first, values = self._expected[0], list[torch.Tensor | None]()
         with self._world.awaiting(f"to send {self._what}"):
@@ -194,7 +194,7 @@ class Receiver:
         return values
 
     def _make_ready(self) -> None:
-        """Receive in the order in which it is sent: nothing before what is not known yet."""
+        """Post receives in the order of the sends, up to the first list whose forms are unknown."""
         for arrival in self._expected:
             if arrival.ready:
                 continue
@@ -227,7 +227,7 @@ class Receiver:
 
 
 def communicator_of(tag: int, sender: int, receiver: int) -> Communicator:
-    """The communicator of a channel, by its first tag; to be open where the transport is ordered."""
+    """Return the communicator of a channel, given its first tag. It must be open if the transport is ordered."""
     return Communicator(tag, sender, receiver)
 
 
@@ -246,7 +246,7 @@ def _await(transfers: list[Transfer]) -> None:
 
 
 def _differing(left: Forms, right: Forms) -> tuple[Forms, Forms]:
-    """Both without the places where both have nothing, and without strides: others can be laid out like the first."""
+    """Return both without indices where both have no tensor, and without strides, because the first strides apply."""
     empty = {place for place, pair in enumerate(zip(left, right, strict=False)) if pair == (None, None)}
     before, now = (
         tuple(form and form._replace(strides=()) for place, form in enumerate(forms) if place not in empty)

@@ -1,7 +1,7 @@
-"""How the numbers of a tensor lie in memory: sent one after the other, laid out again as they were.
+"""Strides of tensors: elements are sent contiguously, and laid out again with the original strides.
 
-Kernels round differently on other strides, so what computes with a tensor from another worker needs its strides, too,
-if it is to have the same bits. Where they are those of a part of a larger tensor, it takes as much room as that one.
+Kernels may round differently with other strides. So a received tensor needs its original strides if computations with
+it must give the same bits. With the strides of a view into a larger tensor, it takes as much memory as that tensor.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Strides = tuple[int, ...]
 
 
 def strides_of(value: torch.Tensor) -> Strides:
-    """The strides to lay out again; contiguous ones if numbers share memory in other ways than expanded."""
+    """Return the strides to restore. They are contiguous if elements overlap in memory other than by expansion."""
     steps, reach = value.stride(), 1
     for axis in reversed(_outer_first(value.shape, steps)):
         if steps[axis] < reach:
@@ -25,19 +25,19 @@ def strides_of(value: torch.Tensor) -> Strides:
 
 
 def dense_strides_of(value: torch.Tensor) -> Strides:
-    """The strides with the axes in the same order, and no room for anything but the numbers."""
+    """Return dense strides with the axes in the same order in memory."""
     return torch.empty_like(value, device="meta").stride()
 
 
 def one_after_another(value: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """The numbers in the order of these strides, of any for its shape; contiguous, of shape [numel]."""
+    """Return the elements as a contiguous tensor of shape [numel], in the order of any strides for the shape."""
     return value.permute(_order(value.shape, strides)).reshape(-1).contiguous()
 
 
 def laid_out(numbers: torch.Tensor, shape: Sequence[int], strides: Strides) -> torch.Tensor:
-    """A tensor of this shape, of what :func:`one_after_another` returned, with these strides.
+    """Return the output of :func:`one_after_another` as a tensor of this shape, with these strides.
 
-    Where they are those of an expanded tensor, and the numbers are not alike, there are others in their place.
+    The tensor has other strides if these are the strides of an expanded tensor but the expanded elements differ.
     """
     if not numbers.numel():
         return numbers.view(tuple(shape))
@@ -56,12 +56,12 @@ def laid_out(numbers: torch.Tensor, shape: Sequence[int], strides: Strides) -> t
 
 
 def _order(shape: Sequence[int], strides: Strides) -> list[int]:
-    """The axes, those that were expanded before all others."""
+    """Return the axes in memory order, with expanded axes first."""
     outer = _outer_first(shape, strides)
     return [*(axis for axis in range(len(shape)) if axis not in outer), *outer]
 
 
 def _outer_first(shape: Sequence[int], strides: Strides) -> list[int]:
-    """The axes along which there is more than one number in memory, the one with the largest stride first."""
+    """Return the axes with more than one element in memory, ordered by decreasing stride."""
     axes = [axis for axis, step in enumerate(strides) if shape[axis] > 1 and step]
     return sorted(axes, key=lambda axis: -strides[axis])

@@ -1,4 +1,4 @@
-"""Lists of tensors of one type and shape, from one worker to another: their number goes first, each time."""
+"""Channels for lists of any length, of tensors with one type and shape. The length of each list is sent first."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from paceline.comm.transport.base import Communicator
 from paceline.comm.world import World
 
 TAGS = 2 * channel.TAGS
-"""Of each pair of a sender and a receiver."""
+"""Number of tags per pair of sender and receiver."""
 
 
 def communicator_of(tag: int, sender: int, receiver: int) -> Communicator:
-    """The communicator of a pair, by its first tag; only its lists need one."""
+    """Return the communicator of a pair, given its first tag. Only the tensors need a communicator."""
     return channel.communicator_of(tag + channel.TAGS, sender, receiver)
 
 
 class VariableLengthSender:
-    """Sends lists of any length to one worker.
+    """Sender of lists of any length to one worker.
 
     Args:
-        world: the workers.
-        peer: the rank that receives.
-        tag: the first tag to use.
-        what: is sent, for an error.
+        world: all workers.
+        peer: rank of the receiver.
+        tag: first tag to use.
+        what: description of the sent tensors, for errors.
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
@@ -35,10 +35,10 @@ class VariableLengthSender:
         self._values = Sender(world, peer, tag + channel.TAGS, what)
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
-        """Start to send; the tensors must not change until :meth:`finish`.
+        """Start sending a list. The tensors must not change until :meth:`finish`.
 
         Raises:
-            WorkerLost: the receiver is gone.
+            WorkerLost: the receiver was lost.
         """
         self._counts.send(0, [torch.tensor(len(values))])
         if values:
@@ -46,23 +46,23 @@ class VariableLengthSender:
             self._values.send(len(values), [whole])
 
     def finish(self) -> None:
-        """Wait until all has been sent.
+        """Wait until all lists have been sent.
 
         Raises:
-            WorkerLost: the receiver is gone.
+            WorkerLost: the receiver was lost.
         """
         self._counts.finish()
         self._values.finish()
 
 
 class VariableLengthReceiver:
-    """Receives what a :class:`VariableLengthSender` sends, in the same order.
+    """Receiver of the lists of a :class:`VariableLengthSender`, in the same order.
 
     Args:
-        world: the workers.
-        peer: the rank that sends.
-        tag: the first tag of the sender.
-        what: is received, for an error.
+        world: all workers.
+        peer: rank of the sender.
+        tag: first tag of the sender.
+        what: description of the received tensors, for errors.
     """
 
     def __init__(self, world: World, peer: int, tag: int, what: str) -> None:
@@ -70,10 +70,10 @@ class VariableLengthReceiver:
         self._values = Receiver(world, peer, tag + channel.TAGS, what)
 
     def take(self) -> list[torch.Tensor]:
-        """Wait for the next list.
+        """Wait for the next list and return it.
 
         Raises:
-            WorkerLost: the sender is gone, or silent for the timeout.
+            WorkerLost: the sender was lost, or sent nothing before the timeout.
         """
         count = _one(self._counts, 0)
         return [*_one(self._values, int(count)).unbind()] if count else []
