@@ -1,1 +1,1 @@
-"""What processes of one machine share."""
+"""Shared memory and locks between the processes of one machine."""

@@ -1,18 +1,18 @@
-"""Shared memory of the workers of one machine, with flags that announce what was written.
+"""Shared memory of the workers of one machine, with flags that announce written data.
 
-A flag is a number that only grows. Nothing goes through a socket; a worker that ends is noticed by its process.
-A worker has one open file for each worker of its machine, itself included, and none else.
+A flag is a number that only grows. No data goes through a socket. The end of a worker is detected by its process.
+A worker has one open file for each worker of its machine, including itself, and no others.
 
-Memory order is that of x86-64 (total store order), so memory is shared there alone (:func:`can_share`):
+The code relies on the memory order of x86-64 (total store order), so memory is shared only there (:func:`can_share`):
 
 * an aligned number of 8 bytes, written as an item of a ``memoryview``, is never seen in part;
-* stores become visible in program order, and loads are made in program order: who sees a flag sees what was written
-  before it. On other processors a store that releases and a load that acquires would be needed;
-* a load may be made before an *earlier store to another place* is visible. Where two processes each store and then look
-  at what the other has stored, there is a ``futex.fence`` in between.
+* stores become visible in program order, and loads run in program order, so a worker that sees a flag also sees the
+  data that was written before it. Other processors would need a release store and an acquire load;
+* a load may run before an *earlier store to another address* is visible. Where two processes each store and then load
+  the value that the other process has stored, there is a ``futex.fence`` in between.
 
-Who was dropped, and may still run, keeps what it has mapped. The others take new arenas then
-(``Membership.fenced``), so it changes nothing that they use.
+A worker that was dropped and may still run keeps its mappings. The other workers then switch to new arenas
+(``Membership.fenced``), so the dropped worker cannot change memory that they use.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ if TYPE_CHECKING:
 
 _SLOTS = 1 << 15
 _SPINS = 20
-"""Polls before the first sleep: about 10 us, a fifth of the time to sleep and be woken."""
+"""Number of polls before the first sleep. They take about 10 us, a fifth of the time to sleep and be woken."""
 _SLEEP_SECONDS = 5e-3
-"""Longest sleep of a waiting worker that nobody wakes: it must notice a loss, too."""
+"""Longest sleep of a waiting worker without a wake-up, because the worker must also notice losses."""
 _TOKEN_BYTES = 16
 _ARENA_BYTES = 1 << 42
 _MESSAGES_AT = 1 << 41
 _MESSAGE_BYTES = 1 << 36
 _RINGS_AT = _MESSAGES_AT + (1 << 40)
 _GENERATION, _GAVE_UP, _MESSAGE, _FUTEX = 0, 1, 2, 3
-"""The first flags: the generation a worker has reached, whether it gave up, its count of all-gathers, and its futex."""
+"""Reserved flags: the generation of a worker, whether it gave up, its number of all-gathers, and its futex."""
 
 
 class Arena:
-    """The part of the shared memory that one worker owns: an anonymous file (memfd).
+    """Shared memory that one worker owns: an anonymous file (memfd).
 
-    It is sparse and far larger than any use of it. It is kept when the workers change: touching pages that are in use
-    costs a tenth of new ones.
+    The file is sparse and far larger than any use of it. It is kept when the membership changes, because touching pages
+    that are in use costs a tenth of touching new pages.
     """
 
     def __init__(self) -> None:
@@ -67,32 +67,32 @@ class Arena:
         weakref.finalize(self, os.close, self.file)
 
     def reset(self) -> None:
-        """Clear all flags but the first, and free the ring buffers; those that might still read them have left."""
+        """Clear all flags but the first, and free the ring buffers. Workers that might still read them have left."""
         os.ftruncate(self.file, _RINGS_AT)
         os.ftruncate(self.file, _ARENA_BYTES)
         os.pwrite(self.file, bytes((_SLOTS - 1) * 8), mmap.PAGESIZE + 8)
 
     def announce(self, generation: int, able: bool) -> None:
-        """Announce that this worker has reached a generation, and whether it could open the arenas of all others."""
+        """Announce that this worker has reached a generation, and whether it has opened the arenas of all members."""
         os.pwrite(self.file, struct.pack("<q", 2 * (generation + 1) + able), mmap.PAGESIZE)
 
     @property
     def handle(self) -> tuple[int, str]:
-        """The file descriptor in this process, and a token to recognise the file."""
+        """File descriptor in this process, and token that identifies the file."""
         return self.file, self.token.hex()
 
 
 def can_share() -> bool:
-    """Whether this worker could share the memory of the host with others of its machine."""
+    """Return whether this worker can share host memory with other workers of its machine."""
     ordered = platform.machine() in ("x86_64", "AMD64")  # stores become visible in program order
     return ordered and hasattr(os, "memfd_create")
 
 
 def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], generation: int) -> SharedMemory | None:
-    """Open the arenas of the members of a generation without any message; none if that is not possible.
+    """Open the arenas of a generation's members without any message. Return None if a member cannot open them all.
 
     Raises:
-        WorkerLost: one of them was lost on the way.
+        WorkerLost: a member was lost before all members were ready.
     """
     files = [
         _open(member.pid, member.arena[0], bytes.fromhex(member.arena[1])) if member.arena else None
@@ -109,7 +109,7 @@ def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], ge
     try:
         shared_memory.wait(_GENERATION, reached)
     except WorkerLost:
-        shared_memory.give_up()  # others may wait for this worker already
+        shared_memory.give_up()  # other workers may already wait for this worker
         raise
     return shared_memory if shared_memory.announced(_GENERATION, reached + 1, range(len(members))) else None
 
@@ -117,13 +117,13 @@ def attach_members(waiting: Waiting, arena: Arena, members: Sequence[Member], ge
 def attach_hosts(
     waiting: Waiting, arena: Arena | None, hosts: Sequence[Sequence[int]], gather: Callable[[Any, str], list[Any]]
 ) -> SharedMemory | None:
-    """Open the arenas of the workers of this machine, exchanged by ``gather``; none if a worker anywhere cannot.
+    """Open the arenas of this machine's workers, found by ``gather``. Return None if a worker of any machine cannot.
 
     Args:
         waiting: this worker.
-        arena: its own; none if it cannot share.
-        hosts: the ranks of the workers of each machine.
-        gather: as ``World.gather``; all workers of all machines call this together.
+        arena: arena of this worker. None if it cannot share memory.
+        hosts: ranks of the workers on each machine.
+        gather: function like ``World.gather``. All workers of all machines must call this function together.
     """
     if arena is not None:
         arena.reset()
@@ -138,16 +138,16 @@ def attach_hosts(
 
 
 class SharedMemory:
-    """Blocks of memory, one of each worker, and flags to announce what is in them.
+    """Shared blocks of memory, one per worker, with flags that announce their contents.
 
-    All workers share blocks and reserve flags in the same order, so no offset has to be exchanged. The first content of
-    a block is undefined. Blocks and flags are in the order of ``ranks``; a worker's place in it is its rank if all
-    workers of the run are on this machine.
+    All workers must share blocks and reserve flags in the same order, so that no offset has to be exchanged. The
+    initial content of a block is undefined. Blocks and flags are in the order of ``ranks``. A ``place`` is an index in
+    ``ranks``, and equals the rank if all workers of the run are on this machine.
 
     Attributes:
-        ranks: of the workers that share.
-        place: of this worker among them.
-        reached: what a worker in this generation has announced; until then its flags are those of an earlier one.
+        ranks: ranks of the workers that share memory.
+        place: index of this worker in ``ranks``.
+        reached: flag value of a worker that has reached this generation. Before, its flags are from an earlier one.
     """
 
     reached = 0
@@ -167,23 +167,23 @@ class SharedMemory:
         self._messages = self._locks = 0
 
     def share(self, size: int) -> list[memoryview]:
-        """Map a new block of each worker, in their order; all workers call this with the same size."""
+        """Map a new block of each worker, and return them by place. All workers must pass the same size."""
         size = -(-max(size, 1) // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
         blocks = [map_shared(file, size, self._next) for file in self._files]
         self._next += size
         return blocks
 
     def reserve(self, slots: int) -> int:
-        """Reserve so many flags and return the first; all workers reserve in the same order."""
+        """Reserve a number of flags and return the first. All workers must reserve flags in the same order."""
         first, self._reserved = self._reserved, self._reserved + slots
         assert self._reserved <= _SLOTS, f"more than {_SLOTS} flags"
         return first
 
     def lock(self, look: Look | None = None) -> Lock:
-        """Make a lock; all workers make theirs in the same order.
+        """Create a lock. All workers must create their locks in the same order.
 
         Args:
-            look: see :class:`Lock`; none: check that the workers waited for are alive.
+            look: see :class:`Lock`. Defaults to a check that no worker is lost and the awaited workers are alive.
         """
         self._locks += 1
         slot = self.reserve(1)
@@ -191,9 +191,9 @@ class SharedMemory:
         return Lock(self._files[0], _ARENA_BYTES - self._locks, holder, self._waiting, look or self._check_and_look)
 
     def all_gather(self, message: bytes) -> list[bytes]:
-        """Return the message of each worker, in the order of ranks; all workers call this together.
+        """Return the message of each worker, in rank order. All workers must call this method together.
 
-        Two buffers are enough: a worker writes its next message but one after all have read this one.
+        Two buffers suffice, because a worker reuses a buffer only after all workers have read its previous message.
         """
         self._messages += 1
         start = _MESSAGES_AT + self._messages % 2 * _MESSAGE_BYTES
@@ -204,21 +204,21 @@ class SharedMemory:
         return [os.pread(file, size, start + 8) for file, size in zip(self._files, sizes, strict=True)]
 
     def write(self, offset: int, data: memoryview) -> int:
-        """Write bytes into the ring buffers of this worker; returns how many."""
+        """Write bytes into the ring buffers of this worker, and return their number."""
         done = 0
         while done < len(data):
             done += os.pwrite(self._files[self.place], data[done:], _RINGS_AT + offset + done)
         return done
 
     def read(self, place: int, offset: int, into: memoryview) -> int:
-        """Read bytes from the ring buffers of a worker; returns how many."""
+        """Read bytes from the ring buffers of a worker, and return their number."""
         done = 0
         while done < len(into):
             done += os.preadv(self._files[place], [into[done:]], _RINGS_AT + offset + done)
         return done
 
     def give_up(self) -> None:
-        """Announce that this worker will announce nothing more."""
+        """Announce that this worker will make no further announcements."""
         self._flags[self.place][_GAVE_UP] = 1
         self._futexes[self.place].wake()
 
@@ -228,14 +228,14 @@ class SharedMemory:
         self._futexes[self.place].wake()
 
     def announced(self, slot: int, value: int, places: Sequence[int]) -> bool:
-        """Whether these workers have announced at least this value."""
+        """Return whether the workers at these places have announced at least this value."""
         return all(self._flags[place][slot] >= value for place in places)
 
     def wait(self, slot: int, value: int, places: Sequence[int] | None = None) -> None:
-        """Wait until all workers, or these, have raised a flag to at least this value.
+        """Wait until all workers, or those at ``places``, have raised a flag to at least this value.
 
         Raises:
-            WorkerLost: a worker ended, or stayed silent for the timeout.
+            WorkerLost: an awaited worker was lost, or did not raise its flag before the timeout.
         """
         awaited = range(len(self._flags)) if places is None else places
         waiting = [place for place in awaited if self._flags[place][slot] < value]
@@ -263,14 +263,14 @@ class SharedMemory:
             self._waiting.waits_for(())
 
     def wait_until(self, ready: Callable[[], bool], awaited: Callable[[], list[int]]) -> None:
-        """Wait for a condition on the blocks.
+        """Wait until a condition on the blocks is true.
 
         Args:
-            ready: the condition.
-            awaited: the places of the workers on which it depends now.
+            ready: function that returns whether the condition is true.
+            awaited: function that returns the places of the workers on which the condition currently depends.
 
         Raises:
-            WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
+            WorkerLost: a worker was lost, or the wait exceeded the timeout.
         """
         polls, sleep = 0, FIRST_BACKOFF_SECONDS
         begin = looked = 0.0
@@ -294,10 +294,10 @@ class SharedMemory:
             self._waiting.waits_for(())
 
     def look(self, places: list[int], waited: float) -> None:
-        """Check that workers are alive for whom this one has waited so many seconds.
+        """Check that the workers at these places are alive, after a wait of ``waited`` seconds.
 
         Raises:
-            WorkerLost: one of them was lost, or they stayed silent for the timeout.
+            WorkerLost: an awaited worker was lost, or the wait has exceeded the timeout.
         """
         self._check_alive(places, _GAVE_UP, 2, waited)
 
@@ -322,9 +322,9 @@ class SharedMemory:
         self._waiting.check_silence(self._ranks(waiting), waited)
 
     def gone(self, place: int) -> str:
-        """Why the worker of this place will announce nothing more; empty if it may.
+        """Return why the worker at this place will make no further announcements, or an empty string if it may.
 
-        After a loss, workers still wait for those alive: so either all of them finish a step, or none.
+        After a loss, workers still wait for the surviving workers, so that either all of them finish a step or none.
         """
         pid, started = self._processes[place]
         if is_ending(pid, started):
@@ -335,7 +335,7 @@ class SharedMemory:
 
 
 def _start_of(rank: int, pid: int) -> int:
-    """When a worker's process started; its arena was open in it just now, so it is no other one."""
+    """Return the start time of a worker's process. Its arena was open a moment ago, so the pid was not reused."""
     if (started := start_of(pid)) is None:
         raise WorkerLost(f"Rank {rank} was lost at the start: its process {pid} ended.")
     return started
@@ -347,7 +347,7 @@ def _close(files: list[int]) -> None:
 
 
 def _open(pid: int, handle: int, token: bytes) -> int | None:
-    """Open the arena of a worker, recognised by its token: another machine may have the same pid and descriptor."""
+    """Open a worker's arena, verified by its token, as another machine may have the same pid and descriptor."""
     try:
         opened = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
     except OSError:

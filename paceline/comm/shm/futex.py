@@ -1,4 +1,4 @@
-"""Linux's futex: a number in shared memory on which processes sleep until another one changes it."""
+"""Linux futex: a number in shared memory on which processes sleep until another process changes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import errno
 import threading
 
 _SYSCALL = 202
-"""Number of futex on x86-64, the only processor on which memory is shared (``comm.shm.arena.can_share``)."""
+"""Number of the system call on x86-64, the only processor on which memory is shared (``arena.can_share``)."""
 _WAIT, _WAKE = 0, 1
 _ALL = 2**31 - 1
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -17,7 +17,7 @@ _lock = threading.Lock()
 
 
 def fence() -> None:
-    """Let others see what this process has stored before it loads anything more (see ``comm.shm.arena``)."""
+    """Make all earlier stores of this process visible before its later loads (see ``comm.shm.arena``)."""
     with _lock:  # a locked instruction, which on x86-64 is a full barrier
         pass
 
@@ -27,11 +27,11 @@ class _Timespec(ctypes.Structure):
 
 
 class Futex:
-    """Woken by one process, waited on by the others (a wake takes 1 us if nobody waits).
+    """Futex that one process wakes and the others wait on. A wake takes 1 us if no process waits.
 
     Args:
-        block: of shared memory.
-        offset: of the number in it, in bytes; a multiple of 4.
+        block: block of shared memory.
+        offset: offset of the number in the block in bytes, a multiple of 4.
     """
 
     def __init__(self, block: memoryview, offset: int) -> None:
@@ -40,7 +40,7 @@ class Futex:
 
     @property
     def count(self) -> int:
-        """How often it was woken; read it before checking the condition."""
+        """Number of wakes. Read it before checking the condition."""
         return self._count.value
 
     def wake(self) -> None:
@@ -49,7 +49,7 @@ class Futex:
         _libc.syscall(_SYSCALL, self._address, _WAKE, _ALL, None, None, 0)
 
     def wait(self, count: int, seconds: float) -> None:
-        """Sleep until it is woken, unless it was since it had this count; for less than a second."""
+        """Sleep for at most ``seconds``, less than 1, until the next wake. Return at once if the count has changed."""
         limit = _Timespec(0, int(seconds * 1e9))
         if _libc.syscall(_SYSCALL, self._address, _WAIT, count, ctypes.byref(limit), None, 0) == 0:
             return

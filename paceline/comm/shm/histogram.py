@@ -1,4 +1,4 @@
-"""Histogram of small numbers in shared memory: the counts of a worker outlive it."""
+"""Histogram of small numbers in shared memory. The counts of a worker outlive the worker."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _LARGEST = (1 << 14) - 1
 
 
 class Histogram:
-    """Counts of numbers from 0; all workers make it together.
+    """Counts of numbers from 0. All workers must create the histogram together.
 
     Args:
-        shared_memory: of the workers.
-        rank: of this worker.
+        shared_memory: memory shared by the workers.
+        rank: rank of this worker.
     """
 
     def __init__(self, shared_memory: SharedMemory, rank: int) -> None:
@@ -28,7 +28,7 @@ class Histogram:
         self._own.zero_()
 
     def add(self, number: int) -> None:
-        """Count a number once more; a very large one counts as the largest with room."""
+        """Count a number. Numbers above the largest bin are counted in the largest bin."""
         self._own[min(number, _LARGEST)] += 1
 
     def total(self) -> Counter[int]:

@@ -1,4 +1,4 @@
-"""A lock between the processes of one machine that the kernel releases when its holder ends."""
+"""Lock between the processes of one machine. The kernel releases the lock when its holder ends."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paceline.comm.waiting import Waiting
 _YIELDS = 50
 
 Look = Callable[[list[int], float], None]
-"""Called now and then while others hold the lock, with their ranks and the seconds waited; may raise."""
+"""Function called periodically while others hold the lock, with their ranks and the seconds waited. May raise."""
 
 
 class Lock:
-    """A lock on one byte of a file (2 us): nobody waits for a holder that was killed.
+    """Lock on one byte of a file (2 us). A killed holder does not block the other processes.
 
     Args:
-        file: a file descriptor; each process must have opened the file itself.
-        offset: of the byte; it need not exist.
-        holder: a number in shared memory, for the rank that has the lock.
-        waiting: this worker among the others.
+        file: file descriptor. Each process must have opened the file itself.
+        offset: offset of the byte, which may lie beyond the end of the file.
+        holder: number in shared memory for the rank of the holder.
+        waiting: this worker.
         look: see :data:`Look`.
     """
 
@@ -60,7 +60,7 @@ class Lock:
         self._holder[0] = self._waiting.rank
 
     def _holders(self) -> list[int]:
-        """The ranks that may hold the lock: any other, until the new holder has written its own."""
+        """Return the ranks that may hold the lock: all others, until the new holder has replaced this worker's rank."""
         holder, own = self._holder[0], self._waiting.rank
         return [holder] if holder != own else self._waiting.others
 

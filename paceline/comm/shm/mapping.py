@@ -1,7 +1,7 @@
-"""Shared memory mapped into this process, without a file descriptor of its own.
+"""Mapping of shared memory into this process without a file descriptor per mapping.
 
-Python's ``mmap`` keeps a copy of the descriptor for each mapping: one for each worker and block, hundreds in a worker
-of a machine with many.
+Python's ``mmap`` keeps a copy of the descriptor for each mapping, so one for each worker and block. A worker on a
+machine with many workers would have hundreds of copies.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def map_shared(file: int, size: int, offset: int) -> memoryview:
-    """Map a part of a file to read and write; it stays while anything refers to these bytes, such as a tensor.
+    """Map part of a file for reading and writing, as long as an object such as a tensor refers to these bytes.
 
     Args:
-        file: a file descriptor, which may be closed afterwards.
-        size: bytes; more than none.
-        offset: where it begins in the file, a multiple of the page size.
+        file: file descriptor, which may be closed afterwards.
+        size: number of bytes, at least 1.
+        offset: start of the mapping in the file, a multiple of the page size.
 
     Raises:
-        OSError: it cannot be mapped.
+        OSError: the file cannot be mapped.
     """
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED, file, offset)
     if address in (None, _FAILED):
         number = ctypes.get_errno()
         raise OSError(number, f"{size} bytes of shared memory cannot be mapped: {os.strerror(number)}")
     block = (ctypes.c_ubyte * size).from_address(address)
-    weakref.finalize(block, _LIBC.munmap, address, size).atexit = False  # a thread may use it to the very end
+    weakref.finalize(block, _LIBC.munmap, address, size).atexit = False  # a thread may use it until the process ends
     return memoryview(block).cast("B")

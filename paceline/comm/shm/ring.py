@@ -1,7 +1,7 @@
-"""Ring buffers for lists of tensors from one worker to another of the same machine.
+"""Ring buffers in shared memory for lists of tensors, each for one sender and one receiver.
 
-The sender writes a list into the next slot and announces how many it has written; the receiver copies it out and
-announces how many it has taken. No socket is used, nor a thread that reads one.
+The sender writes a list into the next slot and announces the number of lists written. The receiver copies the list and
+announces the number of lists taken. Neither a socket nor a thread is needed.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import torch
 from paceline.comm.shm.arena import SharedMemory
 
 _SLOTS = 8
-"""Lists in flight before the sender waits."""
+"""Number of lists in flight before the sender waits."""
 LARGEST_BYTES = 1 << 20
-"""Of a list. Larger ones go through sockets: copying then overlaps with computing, and the slots stay small."""
+"""Largest size of a list. Larger lists go through sockets, so that copies overlap computation and slots stay small."""
 _MOST_FLAGS = 1 << 13
 
 
 class Rings:
-    """The ring buffers between the workers of a machine.
+    """Ring buffers between the workers of a machine. All workers must create them together, with the same count.
 
     Args:
-        shared_memory: that they share.
-        size: how many workers there are.
-        count: rings from each worker to each; all workers make these together, with the same count.
+        shared_memory: memory shared by the workers.
+        size: number of workers.
+        count: number of rings from each worker to each worker.
     """
 
     def __init__(self, shared_memory: SharedMemory, size: int, count: int) -> None:
@@ -36,7 +36,7 @@ class Rings:
         self._rings: dict[tuple[int, int, int], Ring] = {}
 
     def ring(self, sender: int, receiver: int, number: int) -> Ring:
-        """Return one of the rings from a worker to another."""
+        """Return a ring from the sender to the receiver, by its number."""
         key = sender, receiver, number
         if key not in self._rings:
             sent = number * self._size + receiver
@@ -47,18 +47,18 @@ class Rings:
 
 
 def can_have(size: int, count: int) -> bool:
-    """Whether there are flags for so many rings from each of so many workers to each."""
+    """Return whether there are enough flags for ``count`` rings from each of ``size`` workers to each."""
     return 2 * size * count <= _MOST_FLAGS
 
 
 class Ring:
-    """A queue of lists of tensors from one worker to another.
+    """Queue of lists of tensors from one worker to another.
 
     Args:
-        shared_shared_memory: of both.
-        sent: the rank of the sender, and the flag in which it announces how many lists it has written.
-        taken: the rank of the receiver, and the flag in which it announces how many it has taken.
-        first_slot: of the ring, in the sender's arena.
+        shared_memory: memory shared by both workers.
+        sent: rank of the sender, and the flag that announces the number of lists written.
+        taken: rank of the receiver, and the flag that announces the number of lists taken.
+        first_slot: first slot of the ring in the sender's arena.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Ring:
         self._number = 0
 
     def send(self, values: Sequence[torch.Tensor]) -> None:
-        """Write the next list of contiguous tensors, once there is room.
+        """Wait for a free slot and write the next list of contiguous tensors.
 
         Raises:
-            WorkerLost: the receiver is gone, or takes nothing for the timeout.
+            WorkerLost: the receiver was lost, or took no list before the timeout.
         """
         if self._number >= _SLOTS:
             self._shared_memory.wait(self._taken, self._number - _SLOTS + 1, [self._receiver])
@@ -84,10 +84,10 @@ class Ring:
         self._shared_memory.announce(self._sent, self._number)
 
     def take(self, values: Sequence[torch.Tensor]) -> None:
-        """Wait for the next list, and copy it into tensors of its types and shapes.
+        """Wait for the next list, and copy it into tensors of the same types and shapes.
 
         Raises:
-            WorkerLost: the sender is gone, or sends nothing for the timeout.
+            WorkerLost: the sender was lost, or sent nothing before the timeout.
         """
         self._shared_memory.wait(self._sent, self._number + 1, [self._sender])
         offset = self._next()
@@ -96,7 +96,7 @@ class Ring:
         self._shared_memory.announce(self._taken, self._number)
 
     def _next(self) -> int:
-        """Advance to the next slot; returns its offset."""
+        """Return the offset of the next slot, and advance past it."""
         offset = (self._first_slot + self._number % _SLOTS) * LARGEST_BYTES
         self._number += 1
         return offset

@@ -8,10 +8,10 @@ from typing import TypeAlias
 import torch
 
 Kinds: TypeAlias = "dict[str, tuple[torch.dtype, torch.Size]]"
-"""The types and shapes of tensors by name."""
+"""Types and shapes of tensors by name."""
 
 CACHE_LINE = 64
-"""Its bytes."""
+"""Size of a cache line in bytes."""
 
 
 def aligned(size: int) -> int:
@@ -20,7 +20,7 @@ def aligned(size: int) -> int:
 
 
 def view_of(block: memoryview, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return the tensor at an offset of a block."""
+    """Return a view of the tensor at an offset of a block."""
     count = torch.Size(shape).numel()
     if count == 0:
         return torch.empty(shape, dtype=dtype)
@@ -33,12 +33,12 @@ def kinds_of(tensors: Mapping[str, torch.Tensor]) -> Kinds:
 
 
 def room_of(kinds: Kinds) -> int:
-    """Return the bytes that such tensors take one after the other."""
+    """Return the number of bytes that tensors of these types and shapes take, each aligned to a cache line."""
     return sum(aligned(shape.numel() * dtype.itemsize) for dtype, shape in kinds.values())
 
 
 def views_of(flat: torch.Tensor, kinds: Kinds) -> dict[str, torch.Tensor]:
-    """Return the tensors that lie one after the other in the bytes of ``flat``."""
+    """Return views of the tensors that are packed in the bytes of ``flat``, each aligned to a cache line."""
     views, start = {}, 0
     for name, (dtype, shape) in kinds.items():
         size = shape.numel() * dtype.itemsize
