@@ -1,1 +1,1 @@
-"""MPI as a back end of ``torch.distributed``, through mpi4py, in processes that mpiexec has started."""
+"""MPI back end of ``torch.distributed``, through mpi4py, for processes that mpiexec has started."""

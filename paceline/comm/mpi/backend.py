@@ -1,10 +1,10 @@
-"""A group of torch's on a communicator of MPI: every collective, and sends and receives.
+"""torch process group on an MPI communicator, with all collectives, sends and receives.
 
-Each method reads its tensors, gives an operation to the communication thread (``progress``) and returns its work.
+Each method reads its tensors, submits an operation to the communication thread (``progress``) and returns its work.
 """
 
 # mypy: disable-error-code="override, assignment"
-# torch annotates the overloads of C++; its functions call what is here.
+# torch annotates the C++ overloads, but its Python functions call these methods.
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from paceline.comm.mpi.presence import TAGS, Presence
 from paceline.comm.mpi.progress import MpiWork, progress
 
 REGISTERED = "mpi4py"
-"""The name of the back end with a store."""
+"""Name of the back end for groups that have a store."""
 
 _groups: weakref.WeakSet[MpiBackend] = weakref.WeakSet()
 
 _Call: TypeAlias = "tuple[Callable[[], Any], Callable[[], None]]"
-"""Starts an operation, and puts its results where they are wanted."""
+"""Two functions: the first starts an operation, the second copies its results into the output tensors."""
 
 
 def register() -> None:
-    """Make the back ends known to torch: ``mpi4py``, and ``mpi`` unless torch has its own."""
+    """Register the back ends with torch: ``mpi4py``, and ``mpi`` unless torch was built with MPI."""
     if REGISTERED not in dist.Backend.backend_list:
         dist.Backend.register_backend(REGISTERED, _with_store, extended_api=True, devices=["cpu"])
     if not dist.is_mpi_available():
@@ -43,12 +43,12 @@ def register() -> None:
 
 
 class MpiBackend(dist.ProcessGroup):
-    """The workers of a communicator.
+    """Process group of the workers of a communicator.
 
     Args:
-        comm: of MPI.
-        timeout: after which an operation fails.
-        ranks: its members in torch's default group; none: it is that.
+        comm: MPI communicator.
+        timeout: timeout of an operation.
+        ranks: ranks of the members in torch's default group. Empty for the default group itself.
     """
 
     def __init__(self, comm: Any, timeout: timedelta, ranks: Sequence[int] = ()) -> None:
@@ -105,7 +105,7 @@ class MpiBackend(dist.ProcessGroup):
         return progress().give(MpiWork(f"{what} over MPI", start, finish, [*outputs], seconds, self.presence, number))
 
     def _give_all(self, what: str, calls: Sequence[_Call], outputs: Sequence[torch.Tensor], opts: Any) -> MpiWork:
-        """One work of several operations."""
+        """Submit several operations as a single work."""
 
         def finish() -> None:
             for _, finish_one in calls:
@@ -177,7 +177,7 @@ class MpiBackend(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> MpiWork:
-        """One output, and an input for each rank, whose sizes may differ."""
+        """Reduce an input for each rank, whose sizes may differ, into one output."""
         opts = opts or dist.ReduceScatterOptions()
         call = self._reduce_scatter_call(outputs, inputs[0], [one.numel() for one in inputs[0]], opts.reduceOp)
         return self._give_all("a reduce-scatter", [call], outputs, opts)
@@ -225,7 +225,7 @@ class MpiBackend(dist.ProcessGroup):
         )
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None) -> MpiWork:
-        """One input, and an output for each rank, whose sizes may differ."""
+        """Gather one input from each rank into an output for each rank, whose sizes may differ."""
         return self._give_all("an all-gather", [self._all_gather_call(outputs[0], inputs)], outputs[0], opts)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> MpiWork:
@@ -247,7 +247,7 @@ class MpiBackend(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> MpiWork:
-        """The outputs are one list for each rank."""
+        """Gather several inputs from each rank. ``outputs`` has a list of tensors for each rank."""
         calls = [
             self._all_gather_call([of_rank[place] for of_rank in outputs], [one]) for place, one in enumerate(inputs)
         ]
@@ -291,7 +291,7 @@ class MpiBackend(dist.ProcessGroup):
         input_splits: list[int] | None = None,
         opts: Any = None,
     ) -> MpiWork:
-        """What goes to and comes from each rank: so many rows, or an equal part of them."""
+        """Exchange rows between all ranks. The splits are the rows for each rank, and default to equal parts."""
         if not output.is_contiguous():
             raise ValueError("an all-to-all writes into a tensor whose rows are one after the other in memory")
         return self.alltoall(_rows(output, output_splits, self.size()), _rows(input, input_splits, self.size()), opts)
@@ -313,17 +313,17 @@ class MpiBackend(dist.ProcessGroup):
 
 
 def abort() -> None:
-    """Let all that is under way fail, on all ranks, and what is given to these groups later."""
+    """Make all current and later operations of this process's groups fail, on all ranks."""
     for group in [*_groups]:
         progress().abort(group.presence)
 
 
 class _WithoutStore:
-    """What torch asks of the MPI that it is built with."""
+    """Replacement for the class that only a torch build with MPI has."""
 
     @staticmethod
     def create(ranks: Sequence[int]) -> MpiBackend:
-        """The group of these ranks; of all if there are none."""
+        """Create the group of these MPI ranks, or of all ranks if none are given."""
         return MpiBackend(of_ranks(ranks), c10d.default_pg_timeout, ranks)
 
 

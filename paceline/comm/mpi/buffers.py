@@ -1,7 +1,7 @@
-"""Tensors as MPI takes them: one after the other in memory, with a type that MPI knows.
+"""Buffers for MPI: tensors packed contiguously, with a type that MPI supports.
 
-What is only moved goes as whole numbers of the same size, whatever the type. What is reduced goes by its own type:
-float16 and bfloat16, which MPI does not have, as float32, and truth values as whole numbers.
+Tensors that are only moved are sent as integers of the same size, whatever their type. Tensors that are reduced keep
+their type, except for float16 and bfloat16, which MPI lacks and which become float32, and booleans, which become uint8.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _OF_TRUTH = {"SUM": "MAX", "PRODUCT": "MIN"}
 
 
 class Move:
-    """Tensors whose bytes are moved, in one block of memory.
+    """Tensors whose bytes are moved, packed in one block of memory.
 
     Args:
-        tensors: in their order.
-        written: MPI writes into them.
+        tensors: tensors in the order of the block.
+        written: whether MPI writes into the tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], written: bool = False) -> None:
@@ -61,15 +61,15 @@ class Move:
         self._flat = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def block(self, mpi: Any) -> list[Any]:
-        """All of it, as mpi4py takes it."""
+        """Return the block in the form that mpi4py expects."""
         return [self._flat.numpy(), mpi_type(mpi, self._flat.dtype)]
 
     def parts(self, mpi: Any) -> list[Any]:
-        """The same as one part for each tensor."""
+        """Return the block in the form that mpi4py expects, with one part for each tensor."""
         return [self._flat.numpy(), self.counts, self.starts, mpi_type(mpi, self._flat.dtype)]
 
     def deliver(self) -> None:
-        """Put what has come into the tensors, where MPI has not written into them."""
+        """Copy the received data into the tensors that MPI has not written directly."""
         for tensor, start, count in zip(self._tensors, self.starts, self.counts, strict=True):
             part = self._flat[start : start + count]
             if self._written and part.data_ptr() != tensor.data_ptr():
@@ -77,14 +77,14 @@ class Move:
 
 
 class Reduction:
-    """Tensors whose elements are reduced over the workers, in one block of memory.
+    """Tensors whose elements are reduced over the workers, packed in one block of memory.
 
     Args:
-        tensors: of one type, in their order.
-        operation: how.
+        tensors: tensors of one type, in the order of the block.
+        operation: reduction operator.
 
     Raises:
-        ValueError: MPI cannot.
+        ValueError: MPI cannot reduce these tensors with this operator, or their types differ.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], operation: Operator) -> None:
@@ -101,20 +101,20 @@ class Reduction:
         self._truth = dtype == torch.bool
 
     def block(self, mpi: Any) -> list[Any]:
-        """All of it, as mpi4py takes it."""
+        """Return the block in the form that mpi4py expects."""
         return [self.flat.numpy(), mpi_type(mpi, self._dtype)]
 
     def op(self, mpi: Any) -> Any:
-        """The operation of MPI."""
+        """Return the operation of MPI."""
         name = _OF_TRUTH.get(self.operation) if self._truth else None
         return getattr(mpi, name or _OPERATIONS[self.operation])
 
     def room(self, elements: int) -> torch.Tensor:
-        """Memory for so many results."""
+        """Return an uninitialized buffer for this number of results."""
         return torch.empty(elements, dtype=self._dtype)
 
     def deliver(self, result: torch.Tensor, tensors: Sequence[torch.Tensor], workers: int) -> None:
-        """Put the results into tensors, one after the other, where they are not there already."""
+        """Copy the consecutive results, divided for an average, into the tensors that do not hold them already."""
         if self.operation == "AVG":
             result.div_(workers)
         start = 0
@@ -126,7 +126,7 @@ class Reduction:
 
 
 def mpi_type(mpi: Any, dtype: torch.dtype) -> Any:
-    """MPI's type for one of torch's."""
+    """Return the MPI type for a torch type."""
     return getattr(mpi, _NAMES[dtype])
 
 

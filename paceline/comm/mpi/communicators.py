@@ -1,4 +1,4 @@
-"""Communicators of MPI for groups of torch's."""
+"""MPI communicators for torch's process groups."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOK_SECONDS = 0.02
 
 
 def of_ranks(ranks: Sequence[int]) -> Any:
-    """That of these ranks of MPI, which only they ask for; of all if there are none."""
+    """Create the communicator of these MPI ranks, which alone call this function, or of all ranks if none are given."""
     world = initialized().COMM_WORLD
     if not ranks:
         return world.Dup()
@@ -25,22 +25,22 @@ def of_ranks(ranks: Sequence[int]) -> Any:
 
 
 def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
-    """That of the workers who meet at a store.
+    """Create the communicator of the workers that meet at a store.
 
     Args:
-        store: of this group alone.
-        rank, size: in it.
-        seconds: to wait for the others.
+        store: store that only this group uses.
+        rank, size: rank of this worker in the group, and size of the group.
+        seconds: timeout in seconds of the wait for the other workers.
 
     Raises:
-        StartError: they are not as many for MPI.
-        RuntimeError: one was lost on the way, or the store was closed.
+        StartError: several workers have the same rank in MPI.
+        RuntimeError: a worker was lost, the store was closed, or the timeout expired.
     """
     mpi = initialized()
     own, world_size = mpi.COMM_WORLD.Get_rank(), mpi.COMM_WORLD.Get_size()
     store.set(f"mpi/{rank}", f"{own} {secrets.token_hex(8)}")
     told = [one.decode().split() for one in store.multi_get([f"mpi/{one}" for one in range(size)])]
-    ranks = [int(of_mpi) for of_mpi, _ in told]  # after a loss they are not those of the group
+    ranks = [int(of_mpi) for of_mpi, _ in told]  # after a loss, MPI ranks differ from the ranks of the group
     if len({*ranks}) < size:
         raise StartError(
             f"This is rank {rank} of {size}, but rank {own} of {world_size} for MPI "
@@ -53,13 +53,13 @@ def at_store(store: Any, rank: int, size: int, seconds: float) -> Any:
 
 
 def _of_survivors(ranks: Sequence[int], tag: str, store: Any, seconds: float) -> Any:
-    """One that needs nothing of ranks that are lost; made in a thread, as MPI waits without end for more of them.
+    """Create a communicator without lost ranks, in a thread, because MPI would wait forever after a further loss.
 
     Args:
-        ranks: of MPI.
-        tag: of this communicator alone.
-        store: ends the wait when it is closed.
-        seconds: to wait.
+        ranks: MPI ranks of the members.
+        tag: string that only this communicator uses.
+        store: store that ends the wait when it is closed.
+        seconds: timeout in seconds.
     """
     mpi = initialized()
     group = mpi.COMM_WORLD.Get_group().Incl([*ranks])

@@ -1,7 +1,7 @@
-"""The MPI library of this process, through mpi4py: found, initialized once, and finalized at a sound end.
+"""MPI library of this process, through mpi4py: loaded, initialized once, and finalized unless the process fails.
 
-mpi4py is told neither to initialize nor to finalize MPI by itself. After an error nothing finalizes it, so that
-mpiexec ends the other processes: they would wait in MPI for this one.
+mpi4py is configured neither to initialize nor to finalize MPI by itself. After an error MPI is not finalized, so that
+mpiexec ends the other processes, which would otherwise wait in MPI for this process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from paceline.errors import StartError
 
 
 def load() -> Any:
-    """Import ``mpi4py.MPI``, which leaves MPI as it is.
+    """Import ``mpi4py.MPI`` without initializing MPI.
 
     Raises:
-        ImportError, RuntimeError: mpi4py, or a library of MPI, is not there.
+        ImportError, RuntimeError: mpi4py or an MPI library is missing.
     """
     import mpi4py
 
@@ -33,10 +33,10 @@ def load() -> Any:
 
 @functools.cache
 def initialized() -> Any:
-    """``mpi4py.MPI``, initialized for calls from several threads.
+    """Return ``mpi4py.MPI``, initialized for calls from several threads.
 
     Raises:
-        StartError: it cannot be.
+        StartError: mpi4py cannot be imported, or MPI was finalized or initialized for calls from one thread only.
     """
     try:
         mpi = load()
@@ -52,7 +52,7 @@ def initialized() -> Any:
         raise StartError("MPI has been finalized in this process, and cannot be initialized again.")
     if not mpi.Is_initialized():
         mpi.Init_thread(mpi.THREAD_MULTIPLE)
-        if not survives():  # else that may wait for who is lost, and mpiexec does not ask for it
+        if not survives():  # with ULFM, finalizing may wait for a lost process, and mpiexec does not require it
             atexit.register(_finalize)
     if mpi.Query_thread() < mpi.THREAD_MULTIPLE:
         raise StartError(
@@ -64,12 +64,12 @@ def initialized() -> Any:
 
 @functools.cache
 def survives() -> bool:
-    """Whether MPI lets the other processes go on when one is lost (ULFM)."""
+    """Return whether MPI keeps the other processes running when a process is lost (ULFM)."""
     return env.started_by().survives
 
 
 def leave_open() -> None:
-    """Do not finalize MPI: something is still under way, for which that would wait without end."""
+    """Cancel the finalization of MPI, which would wait forever for an operation that is still in progress."""
     atexit.unregister(_finalize)
 
 

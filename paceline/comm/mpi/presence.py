@@ -1,7 +1,7 @@
-"""Who of a communicator's ranks is there, for an error: who has entered an operation, and who is lost.
+"""Presence of a communicator's ranks, for errors: which ranks have entered an operation, and which ranks are lost.
 
-The communication threads ask each other shortly before an operation fails, under tags of the communicator that
-nothing else uses. A rank that is in no operation does not look, and does not answer: it is not in this one either.
+Shortly before an operation times out, the communication threads ask each other, under tags of the communicator that
+nothing else uses. A rank without an operation in progress does not answer, and has not entered this operation either.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from paceline.comm.mpi.library import initialized
 from paceline.errors import name_ranks
 
 TAGS = 3
-"""So many of the largest tags are used here."""
+"""Number of largest tags that this module reserves."""
 _END_SECONDS = 5.0
 _NEWS_SECONDS = 2.0
 _LOOK_SECONDS = 0.001
 
 
 class Presence:
-    """What a rank knows of the others.
+    """Knowledge of this rank about the other ranks.
 
     Args:
-        comm: of MPI.
-        names: what the ranks of the communicator are called.
+        comm: MPI communicator.
+        names: numbers of the communicator's ranks in error messages.
     """
 
     def __init__(self, comm: Any, names: Sequence[int]) -> None:
@@ -44,18 +44,18 @@ class Presence:
         self._sent: list[tuple[Any, Any]] = []
 
     def enter(self) -> int:
-        """Count a collective operation that this rank enters; returns its number."""
+        """Count a collective operation that this rank enters, and return its ordinal."""
         self._entered += 1
         return self._entered
 
     def ask(self) -> None:
-        """Ask the others how many they have entered, and say how many this one has."""
-        with contextlib.suppress(self._mpi.Exception):  # of a rank that is lost, which the operation itself reports
+        """Ask the other ranks for their number of entered operations, and send them this rank's number."""
+        with contextlib.suppress(self._mpi.Exception):  # for a lost rank, which the operation itself reports
             for rank in self._others:
                 self._send(rank, self._question)
 
     def look(self) -> None:
-        """Read what others have sent, and answer."""
+        """Read the messages of the other ranks, and answer their questions."""
         status = self._mpi.Status()
         with contextlib.suppress(self._mpi.Exception):
             for tag in (self._question, self._answer):
@@ -72,16 +72,16 @@ class Presence:
         self._sent.append((self._comm.Isend(count, rank, tag), count))
 
     def late(self, number: int) -> str:
-        """Say who has not entered an operation, as far as is known."""
+        """Return a description of the ranks that, to the knowledge of this rank, have not entered an operation."""
         missing = [self._names[rank] for rank, entered in self._heard.items() if entered < number]
         return f"{name_ranks(missing)} did not enter it" if missing else "all ranks have entered it"
 
     def lost(self) -> str:
-        """Say who is lost; empty if MPI does not know it."""
+        """Return a description of the lost ranks, or an empty string if MPI knows of none."""
         ranks = self._failed()
         deadline = time.monotonic() + _NEWS_SECONDS
         while not ranks and not self._revoked and self._is_revoked() and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)  # another rank has seen the loss; the news of it come while MPI is called
+            time.sleep(_LOOK_SECONDS)  # another rank has seen the loss; MPI receives the news only during calls
             with contextlib.suppress(self._mpi.Exception):
                 self._mpi.COMM_SELF.Iprobe()
             ranks = self._failed()
@@ -99,7 +99,7 @@ class Presence:
         return False
 
     def leave(self) -> None:
-        """Before this process ends without finalizing MPI: let the others read what it has sent, if they end, too."""
+        """Wait up to 5 s for the other ranks to end, so that they can read this rank's messages, unless it failed."""
         deadline, status = time.monotonic() + _END_SECONDS, self._mpi.Status()
         ended = set() if getattr(sys, "last_value", None) is None else {*self._others}
         with contextlib.suppress(self._mpi.Exception):
@@ -112,7 +112,7 @@ class Presence:
                     self._comm.Recv(np.zeros(1, np.int64), status.Get_source(), self._end)
 
     def revoke(self) -> None:
-        """End what waits on this communicator, on all ranks, where MPI can."""
+        """End all waits on this communicator, on all ranks, if MPI supports it."""
         self._revoked = True
         with contextlib.suppress(self._mpi.Exception, NotImplementedError):
             self._comm.Revoke()

@@ -1,8 +1,8 @@
-"""The one thread that carries out what the groups of this process are asked for, each as a work.
+"""Communication thread that carries out the operations of all groups of this process.
 
-MPI moves data while somebody calls it, so the thread starts each operation without waiting and asks for all that are
-under way until they are done. Operations of a group start in the order in which they were given; a receive that waits
-holds up nothing.
+MPI moves data only while a thread calls it. So the communication thread starts each operation without waiting, and
+polls all operations in progress until they are done. Operations of a group start in the order of submission. A receive
+that waits does not block later operations.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from paceline.comm.mpi.library import initialized, leave_open
 from paceline.comm.mpi.presence import Presence
 
 _EAGER_LOOKS = 200
-"""So often the thread asks without a pause, then it leaves the core to others."""
+"""Number of polls without a pause, after which the thread leaves the core to others."""
 _PAUSE_SECONDS = 5e-5
 _LONGEST_PAUSE_SECONDS = 1e-3
 _END_SECONDS = 5.0
 _ANSWER_SECONDS = 1.0
-"""For an answer of a rank that is in an operation; of a short timeout a quarter."""
+"""Time for answers of ranks that are in an operation, but at most a quarter of the operation's timeout."""
 _FAILURES = (RuntimeError, ValueError, TypeError, OverflowError, BufferError)
-"""Of mpi4py, whose own are RuntimeErrors, and of tensors that it cannot read; whoever waits gets them."""
+"""Errors of mpi4py, whose own are RuntimeErrors, and of tensors that it cannot read. The waiting thread raises them."""
 
 
 class MpiWork(Work):
-    """An operation under way.
+    """Operation in progress.
 
     Args:
-        what: it does, for an error.
-        start: starts it, in the thread; returns MPI's requests.
-        finish: once these are done, in the thread: puts results where they are wanted.
-        outputs: the tensors that it writes.
-        seconds: after which it fails.
-        presence: of the ranks that it is about.
-        number: of the collective operation among those of these ranks; None if it is none.
+        what: description of the operation, for errors.
+        start: function that starts the operation in the communication thread, and returns MPI's requests.
+        finish: function that copies the results into the outputs in the thread, once the requests are done.
+        outputs: tensors that the operation writes.
+        seconds: timeout in seconds.
+        presence: presence of the ranks of the group.
+        number: ordinal among the collective operations of the group. None if the operation is not collective.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class MpiWork(Work):
         self._future: torch.futures.Future[Any] = torch.futures.Future()
 
     def complete(self, error: Exception | None = None) -> None:
-        """It is done, or has failed."""
+        """Mark the operation as done, or as failed with an error."""
         self._error = error
         self._done.set()
         if error is None:
@@ -77,10 +77,10 @@ class MpiWork(Work):
             self._future.set_exception(error)
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until it is done; a timeout goes before that of the group if it is shorter.
+        """Wait until the operation is done. A timeout replaces that of the operation if it is shorter.
 
         Raises:
-            RuntimeError: it failed, or is not done in time.
+            RuntimeError: the operation failed or timed out.
         """
         if timeout and timeout.total_seconds() < self.seconds:
             self.seconds, self.deadline = timeout.total_seconds(), time.monotonic() + timeout.total_seconds()
@@ -90,23 +90,23 @@ class MpiWork(Work):
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Done when this is, with the tensors that were written."""
+        """Return a future that gives the written tensors when the operation is done."""
         return self._future
 
     def is_completed(self) -> bool:
-        """Whether it is done or has failed."""
+        """Return whether the operation is done or has failed."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is done."""
+        """Return whether the operation is done and has not failed."""
         return self._done.is_set() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Why it failed."""
+        """Return the error of a failed operation, otherwise None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors that it writes."""
+        """Return the tensors that the operation writes."""
         return self._outputs
 
     def synchronize(self) -> None:
@@ -114,14 +114,14 @@ class MpiWork(Work):
         self.wait()
 
     def source_rank(self) -> int:
-        """Of a receive from anybody: who sent, as a rank of the group."""
+        """Return the sender of a receive from any rank, as a rank of the group."""
         return int(self.statuses[0].Get_source())
 
     _source_rank = source_rank
 
 
 class Progress:
-    """The thread."""
+    """Communication thread."""
 
     def __init__(self) -> None:
         self._mpi = initialized()
@@ -132,7 +132,7 @@ class Progress:
         atexit.register(self._end)
 
     def abort(self, presence: Presence) -> None:
-        """Let what these ranks do fail, on all of them."""
+        """Make the operations of a group fail on all its ranks."""
 
         def revoke() -> Sequence[Any]:
             presence.revoke()
@@ -141,7 +141,7 @@ class Progress:
         self.give(MpiWork("an abort", revoke, lambda: None, [], _END_SECONDS, presence, None))
 
     def give(self, work: MpiWork) -> MpiWork:
-        """Carry out a work."""
+        """Submit a work to the thread, and return it."""
         self._given.put(work)
         return work
 
@@ -189,7 +189,7 @@ class Progress:
             work.presence.ask()
         if left > 0:
             return False
-        self._late.append(work)  # MPI still has its memory
+        self._late.append(work)  # MPI may still access its memory
         who = "" if work.number is None else f": {work.presence.late(work.number)}"
         work.complete(RuntimeError(f"Timed out waiting {work.seconds:g} s for {work.what}{who}"))
         return True
@@ -203,7 +203,7 @@ class Progress:
 
 @functools.cache
 def progress() -> Progress:
-    """The thread of this process, which starts with the first group."""
+    """Return the communication thread of this process, which starts with the first call."""
     return Progress()
 
 
@@ -217,6 +217,6 @@ def _named(error: Exception, work: MpiWork) -> RuntimeError:
     codes = [code for status in work.statuses if (code := status.Get_error())]
     said = initialized().Get_error_string(codes[0]) if codes else str(error)
     if lost := work.presence.lost():
-        work.presence.revoke()  # others may wait for this rank, which does no more
+        work.presence.revoke()  # other ranks may wait for this rank, which has stopped
         return RuntimeError(f"{work.what}: {lost} [{said}]")
     return RuntimeError(f"{work.what}: {said}")

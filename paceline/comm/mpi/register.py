@@ -1,4 +1,4 @@
-"""Importing this makes MPI known to torch.
+"""Registration of MPI with torch, on import.
 
 ::
 
@@ -6,9 +6,9 @@
 
     dist.init_process_group("mpi")
 
-torch has the name for builds with an MPI of their own; this gives it to the others. As there, the group comes together
-by MPI alone: no address, no port, and no store. The second name, ``mpi4py``, is for groups that have a store, such as
-a session's, and takes the timeout of ``init_process_group``.
+torch reserves the name for builds with MPI. This module provides it in all other builds. As in a build with MPI, the
+group forms through MPI alone, without an address, port or store. The second name, ``mpi4py``, is for groups that have a
+store, such as a session's, and uses the timeout of ``init_process_group``.
 """
 
 from paceline.comm.mpi.backend import register
