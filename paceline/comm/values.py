@@ -75,7 +75,7 @@ def decode(data: bytes | memoryview) -> Any:
     """Decode the output of :func:`encode`.
 
     Raises:
-        ValueError: the data is no output of :func:`encode`.
+        ValueError: the data was not written by :func:`encode`.
     """
     try:
         length, rest = _HEAD.unpack_from(data)

@@ -97,7 +97,7 @@ class Waiting:
         raise self.explain(silent)
 
     def is_missing(self, rank: int) -> bool:
-        """Return whether a worker will be missing from the next membership. True for all if the coordinator is lost."""
+        """Return whether a worker will be missing from the next membership, or the coordinator is lost."""
         if self.coordinator is None or not self.coordinator.alarmed:
             return False
         return self.coordinator.broken or self._members[rank].worker in self.coordinator.missing

@@ -54,7 +54,7 @@ class World(Waiting):
         transport: transport of tensors between workers.
         generation: number of membership changes.
         hosts: ranks of the workers on each machine.
-        host_memory: memory shared by this machine's workers. None if any worker of the run cannot share (GPUs).
+        host_memory: memory shared by this machine's workers. None if any worker of the run is on a GPU or cannot share.
         recorder: recorder of the script's calls of ``torch.distributed``. None in a single process.
         end_servers: stops this worker's parameter servers, which others read until the next membership has formed.
     """

@@ -30,7 +30,7 @@ def dense_strides_of(value: torch.Tensor) -> Strides:
 
 
 def one_after_another(value: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return the elements as a contiguous tensor of shape [numel], in the order of any strides for the shape."""
+    """Return the elements as a contiguous tensor of shape [numel], in memory order of strides that fit its shape."""
     return value.permute(_order(value.shape, strides)).reshape(-1).contiguous()
 
 

@@ -18,14 +18,14 @@ from paceline.comm.mpi.library import initialized
 from paceline.errors import name_ranks
 
 TAGS = 3
-"""Number of largest tags that this module reserves."""
+"""Number of the largest tags, which only this module uses."""
 _END_SECONDS = 5.0
 _NEWS_SECONDS = 2.0
 _LOOK_SECONDS = 0.001
 
 
 class Presence:
-    """Knowledge of this rank about the other ranks.
+    """This rank's view of the other ranks.
 
     Args:
         comm: MPI communicator.

@@ -1,4 +1,4 @@
-"""Waits for gloo's sends, receives and collectives which another thread can end.
+"""Interruptible waits for gloo's sends, receives and collectives.
 
 gloo forgets a message in flight when its connection ends: ``Pair::signalException`` notifies the buffers whose transfer
 has not begun, but neither the buffer being read nor those being written (gloo/transport/tcp/pair.cc in torch 2.13). A
@@ -149,7 +149,7 @@ def _abort(work: Work) -> None:
     """
     if not isinstance(work, dist.Work):
         return
-    pointer = ctypes.c_void_p.from_address(id(work) + object.__basicsize__)  # where pybind11 keeps it
+    pointer = ctypes.c_void_p.from_address(id(work) + object.__basicsize__)  # where pybind11 keeps the C++ object
     if pointer.value and (abort := _ABORTS.get(ctypes.c_void_p.from_address(pointer.value).value)):
         abort(pointer)
 
