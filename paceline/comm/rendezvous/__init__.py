@@ -1,1 +1,1 @@
-"""How workers find and connect to each other."""
+"""Rendezvous: how workers find each other and connect."""

@@ -1,4 +1,4 @@
-"""Where rank 0 listens, whatever has started the workers."""
+"""Discovery of rank 0's address for workers started by any launcher."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.environments.start import LOOPBACK, Start
 from paceline.errors import ConfigError, StartError
 
 _GRACE_SECONDS = 1.0
-"""For torch to notice by itself that the time is up."""
+"""Extra time for torch to raise its own timeout error."""
 _COMMAND_SECONDS = 30.0
 _Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 listens; on rank 0 with the socket, if it is open already."""
+    """Address of rank 0. On rank 0 it includes the listening socket if that is already open."""
 
     host: str
     port: int
@@ -39,11 +39,11 @@ class Address:
 
 @contextlib.contextmanager
 def find_address(start: Start, seconds: float) -> Iterator[Address]:
-    """Find where rank 0 listens; until the end of the context rank 0 says so to who asks.
+    """Find the address of rank 0. Within the context, rank 0 answers the port requests of other ranks.
 
     Raises:
-        ConfigError: nothing says where.
-        StartError: rank 0 did not say it.
+        ConfigError: the environment names no address, and the launcher offers no way to exchange it.
+        StartError: rank 0 did not announce its address.
     """
     if start.host is not None and start.port is not None:
         yield Address(_reachable(start.host) if start.engine == "Slurm" else start.host, start.port)
@@ -62,10 +62,10 @@ def find_address(start: Start, seconds: float) -> Iterator[Address]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Listen at an address alone; torch would at all that the machine has.
+    """Listen at the address of ``host`` only, where torch would listen on all interfaces.
 
-    At all if the name stands for none by which others reach this machine, but for a service, or for loopback, as in
-    the file of hosts of many systems.
+    Listens on all interfaces if the name resolves to no address of this machine that others can reach: to the address
+    of a service, or to loopback, as in ``/etc/hosts`` on many systems.
     """
     for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if env.is_loopback(host) or not env.is_loopback(str(address[0])):
@@ -78,10 +78,10 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def within(seconds: float, otherwise: str, call: Callable[[], _Found]) -> _Found:
-    """Call what might never return, as torch waits without end for a program that listens, but does not answer.
+    """Call a function with a timeout: torch waits forever for a program that accepts connections but never answers.
 
     Raises:
-        ValueError: it has not returned; with the text for this case.
+        ValueError: the call has not returned in time. The message is ``otherwise``.
     """
     found: list[_Found] = []
     failures: list[Exception] = []
@@ -103,14 +103,14 @@ def within(seconds: float, otherwise: str, call: Callable[[], _Found]) -> _Found
 
 
 def _job(start: Start) -> str:
-    """What processes of this start on this machine have, and no others."""
+    """Return a text that only the processes of this launch on this machine share, or an empty one."""
     manager = None if start.job or start.manager is None else peer_process(start.manager)
     return start.job or (f"process {manager}" if manager else "")
 
 
 @contextlib.contextmanager
 def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
-    """Let rank 0 choose a port of loopback, and say it to the others."""
+    """Choose a loopback port on rank 0 and announce it to the other ranks of this machine."""
     rank = start.identity.rank
     if rank == 0:
         listener = listen(LOOPBACK, 0)
@@ -138,14 +138,14 @@ def _told_here(start: Start, job: str, seconds: float) -> Iterator[Address]:
 
 
 def exchange_by_mpi(start: Start, seconds: float) -> Address:
-    """Let rank 0 choose where it listens, and say it to the others by MPI.
+    """Choose an address on rank 0 and announce it to the other ranks over MPI.
 
     Args:
-        start: how mpiexec has started this process.
-        seconds: to wait for the others.
+        start: launch parameters from mpiexec.
+        seconds: timeout in seconds for the other ranks.
 
     Raises:
-        StartError: they did not come, or mpi4py is missing.
+        StartError: a rank is missing at the timeout, or mpi4py is missing.
     """
     who = start.identity
     late = (
@@ -162,7 +162,7 @@ def exchange_by_mpi(start: Start, seconds: float) -> Address:
 
 
 def _reachable(node: str) -> str:
-    """The address of a node of Slurm, if its name is known to Slurm alone."""
+    """Return the name of a Slurm node, or its address from ``scontrol`` if the name does not resolve."""
     with contextlib.suppress(OSError):
         socket.getaddrinfo(node, None)
         return node

@@ -1,7 +1,7 @@
-"""A worker's connection to the coordinator: heartbeats go out, changes of the membership come in.
+"""A worker's connection to the coordinator: sends heartbeats and receives membership changes.
 
-A thread holds the connection, so that a worker whose main thread is in a long computation, or blocked, still learns
-that the world has changed and still sends heartbeats. Each end proves first that it belongs to the run.
+A thread serves the connection, so a worker whose main thread computes or blocks for a long time still receives
+membership changes and still sends heartbeats. Each end first proves that it belongs to the run.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ _MAIN = threading.main_thread()
 
 
 class Link(Protocol):
-    """Carries the messages between a client and the coordinator, and wakes the client once a second.
+    """Message channel between a client and the coordinator, which also triggers a heartbeat every second.
 
     Attributes:
-        address: by which the others reach this machine.
+        address: address at which other workers reach this machine.
     """
 
     @property
     def address(self) -> str: ...
 
     def start(self, client: CoordinatorClient) -> None:
-        """Call the client from now on: ``receive`` with each message, ``send_heartbeat`` each second, ``lose`` last."""
+        """Begin to call the client: ``receive`` per message, ``send_heartbeat`` every second, ``lose`` at the end."""
         ...
 
     def send(self, message: Message) -> None:
-        """Send a message; never wait."""
+        """Send a message without blocking."""
         ...
 
     def put(self, message: Message) -> None:
-        """Keep a message for :meth:`get`."""
+        """Queue a message for :meth:`get`."""
         ...
 
     def get(self) -> Message:
-        """Wait for the next kept message."""
+        """Wait for the next queued message."""
         ...
 
 
 class CoordinatorClient:
-    """What one worker says to the coordinator, and hears from it.
+    """Client of the coordinator in a worker.
 
     Args:
-        link: to the coordinator.
-        number: of this worker process.
-        seconds: how long this worker waits for others (``timeout_seconds``).
-        session: how often the script has called ``paceline.start``.
+        link: connection to the coordinator.
+        number: number of this worker process.
+        seconds: timeout in seconds for other workers (``timeout_seconds``).
+        session: number of calls of ``paceline.start`` in the script.
     """
 
     def __init__(self, link: Link, number: int, seconds: float, session: int = 1) -> None:
@@ -83,24 +83,31 @@ class CoordinatorClient:
 
     @property
     def address(self) -> str:
-        """Where the others reach this machine."""
+        """Address at which other workers reach this machine."""
         return self._link.address
 
     @property
     def alarmed(self) -> bool:
-        """Whether somebody was lost since this generation was formed."""
+        """Whether a worker was lost after this generation was formed."""
         return self._alarm > self.generation
 
     @property
     def missing(self) -> frozenset[int]:
-        """The workers that will not be in the next generation, as far as it is known."""
+        """Numbers of the workers that are known not to be in the next generation."""
         generation = self.generation
         return frozenset().union(*(lost for announced, lost in list(self._lost.items()) if announced > generation))
 
     def register(
         self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, fits: Sequence[int]
     ) -> None:
-        """Report that the model is built, what this worker is, and how many workers can train together."""
+        """Report that the model is built.
+
+        Args:
+            about: host, process and address of this worker.
+            facts: values on which all workers must agree.
+            hang_seconds: hang timeout of this worker in seconds.
+            fits: numbers of workers that can train with these settings. Empty if any number can.
+        """
         self._link.send(
             {
                 "type": "hello",
@@ -121,10 +128,10 @@ class CoordinatorClient:
         planned: bool = False,
         ended: Sequence[int] = (),
     ) -> Membership | Departure:
-        """Report that this worker is ready for the next generation, and wait for it.
+        """Report that this worker is ready for the next generation and wait until it forms.
 
         Raises:
-            WorkerLost: the coordinator is gone.
+            WorkerLost: the connection to the coordinator is lost.
             StartError: this worker does not match the others.
         """
         self._link.send(
@@ -169,28 +176,28 @@ class CoordinatorClient:
         return membership
 
     def open_store(self) -> CoordinatorStore:
-        """Open the store of this generation, instead of that of the one before."""
+        """Open the store of this generation. Answers no longer reach the store of the previous generation."""
         store = CoordinatorStore(self._link.send, self.generation, self._seconds)
         self._on_answer = store.answer
         return store
 
     def report(self, status: Callable[[], dict[str, Any]]) -> None:
-        """From now on report what this worker does, once a second; nothing if the status is empty."""
+        """Send the result of ``status`` with every heartbeat. No heartbeat is sent while the result is empty."""
         self._status = status
 
     def end_script(self) -> None:
-        """Report that the script has ended: that this process goes is no loss. How it ended, its exit code says."""
+        """Report that the script has ended, so the end of this process is not a loss. Its exit code is the result."""
         self._link.send({"type": "ending"})
 
     def send_heartbeat(self) -> None:
-        """Tell what this worker does, if there is anything to tell."""
+        """Send this worker's status, with the current line of the user's script, unless the status is empty."""
         status = self._status()
         if status:
             line = user_line(sys._current_frames().get(_MAIN.ident or 0))
             self._link.send({"type": "heartbeat", "status": {**status, "line": line}})
 
     def receive(self, message: Message) -> None:
-        """Take a message of the coordinator."""
+        """Handle a message from the coordinator."""
         if message["type"] == "change":
             self.pending = max(self.pending, message["generation"])
             self._lost[message["generation"]] = frozenset(message.get("lost", ()))
@@ -204,7 +211,7 @@ class CoordinatorClient:
             self._link.put(message)
 
     def lose(self) -> None:
-        """Take note that the coordinator is gone."""
+        """Record that the connection to the coordinator is lost and raise the alarm."""
         if not self.broken:
             self.broken = True
             self.pending = self._alarm = sys.maxsize
@@ -213,16 +220,16 @@ class CoordinatorClient:
 
 
 class SocketLink:
-    """A connection of sockets, and the thread that holds it.
+    """Link over a TCP socket, served by a thread.
 
     Args:
         address: ``host:port`` of the coordinator.
-        number: of this worker process.
-        key: of this worker, from its launcher.
-        seconds: how long to try to connect.
+        number: number of this worker process.
+        key: key of this worker, from its launcher.
+        seconds: timeout in seconds for the connection.
 
     Raises:
-        StartError: the coordinator cannot be reached, or is that of another run.
+        StartError: the coordinator cannot be reached or belongs to another run.
     """
 
     def __init__(self, address: str, number: int, key: bytes, seconds: float) -> None:
@@ -238,7 +245,7 @@ class SocketLink:
         threading.Thread(target=self._listen, args=(client,), name=name, daemon=True).start()
 
     def send(self, message: Message) -> None:
-        """Send a message, or what goes out of it at once; the thread sends the rest."""
+        """Send as much of a message as the socket takes without blocking. The thread sends the rest."""
         line = encode(message)
         with self._lock:
             self._connection.send(line)
@@ -259,13 +266,13 @@ class SocketLink:
             try:
                 for line in self._connection.receive():
                     client.receive(decode(line))
-            except (ValueError, KeyError, TypeError):  # it has proven that it is the coordinator; so it is a broken one
+            except (ValueError, KeyError, TypeError):  # the peer is authenticated, so the coordinator is broken
                 break
         client.lose()
 
 
 def _connect(address: str, number: int, key: bytes, seconds: float) -> Connection:
-    """Connect to the coordinator, which lets go of who proves itself too slowly; then try again."""
+    """Connect to the coordinator. Retry after it resets the connection, as it does if authentication is too slow."""
     deadline = time.monotonic() + seconds
     host, _, port = address.rpartition(":")
     while True:

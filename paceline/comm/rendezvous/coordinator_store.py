@@ -1,6 +1,6 @@
-"""torch's key-value store at the coordinator, over the connection that a worker has to it anyway.
+"""Key-value store for torch, kept by the coordinator and reached over the worker's existing connection.
 
-torch's own ``TCPStore`` would listen on a port, and believe whoever connects.
+torch's own ``TCPStore`` would listen on a port and trust every client.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _CALLS = itertools.count(1)
 
 
 class CoordinatorStore(Store):
-    """The store of one generation; any thread may use it.
+    """Key-value store of one generation. Thread-safe.
 
     Args:
         send: sends a message to the coordinator.
-        generation: of the workers that share it.
-        timeout: seconds to wait for a key.
+        generation: generation of the workers that share the store.
+        timeout: timeout in seconds for a key.
 
     Attributes:
         written: the newest value that this worker has set, by key.
-        read: the newest value that it has got.
+        read: the newest value that this worker has read, by key.
     """
 
     def __init__(self, send: Callable[[Message], None], generation: int, timeout: float) -> None:
@@ -47,14 +47,14 @@ class CoordinatorStore(Store):
         self.read: dict[str, bytes] = {}
 
     def answer(self, message: Message) -> None:
-        """Take an answer of the coordinator."""
+        """Pass an answer from the coordinator to the thread that waits for it."""
         with self._lock:
             waiting = self._calls.pop(message["call"], None)
         if waiting is not None:
             waiting.put(message["value"])
 
     def close(self) -> None:
-        """End all waits, and refuse later ones."""
+        """Make all pending and later requests that wait for an answer raise DistNetworkError."""
         with self._lock:
             self._closed = True
             calls, self._calls = self._calls, {}
@@ -87,58 +87,58 @@ class CoordinatorStore(Store):
         self._send({**place, "do": do, "keys": keys, "value": "", "expected": "", **more})
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Set a value; nobody waits until it is there."""
+        """Set a value without waiting for the coordinator."""
         value = _checked(value)
         self.written[key] = value
         self._request("set", [key], None, value=b64encode(value).decode())
 
     def get(self, key: str) -> bytes:
-        """Wait for a key; returns its value."""
+        """Wait for a key and return its value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """Wait for keys; returns their values."""
+        """Wait for all keys and return their values."""
         values = [b64decode(value) for value in self._ask("take", keys)]
         self.read.update(zip(keys, values, strict=True))
         return values
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until all keys are there."""
+        """Wait until all keys exist."""
         self._ask("wait", keys, None if timeout is None else timeout.total_seconds())
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Return whether all keys exist."""
         return bool(self._ask("check", keys))
 
     def add(self, key: str, value: int) -> int:
-        """Add to a number; returns the sum."""
+        """Add to a number and return the sum."""
         return int(self._ask("add", [key], value=str(value)))
 
     def append(self, key: str, value: bytes | str) -> None:
-        """Append to a value, which may be missing; nobody waits until it is there."""
+        """Append to a value, which need not exist, without waiting for the coordinator."""
         self._request("append", [key], None, value=b64encode(_checked(value)).decode())
 
     def compare_set(self, key: str, expected_value: bytes | str, desired_value: bytes | str) -> bytes:
-        """Set a value if the present one is as expected; returns that which is there then."""
+        """Set a value if the current value is ``expected_value``, and return the value that the key then has."""
         expected, desired = (b64encode(_checked(value)).decode() for value in (expected_value, desired_value))
         return b64decode(self._ask("swap", [key], expected=expected, value=desired))
 
     def delete_key(self, key: str) -> bool:
-        """Remove a key; returns whether it was there."""
+        """Remove a key and return whether it existed."""
         return bool(self._ask("delete", [key]))
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        """All keys, in order."""
+        """Return all keys, sorted."""
         return [str(key) for key in self._ask("list", [])]
 
-    deleteKey, getNumKeys = delete_key, num_keys  # as torch calls them
+    deleteKey, getNumKeys = delete_key, num_keys  # torch's names
 
     def clone(self) -> CoordinatorStore:
-        """Return this one: any thread may use it."""
+        """Return this store, which any thread may use."""
         return self
 
 

@@ -1,4 +1,4 @@
-"""On which device a worker computes: at its start, or a spare when it joins; and whether others have the same."""
+"""Choice of each worker's device, and detection of GPUs that several workers share."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.environments.start import Identity
 
 
 class Gpus(NamedTuple):
-    """The GPUs of a worker, by UUID.
+    """UUIDs of the GPUs of a worker.
 
     Attributes:
-        own: where it computes; empty: not chosen yet.
-        visible: all that it sees.
+        own: the GPU on which the worker computes. Empty if it has not been chosen.
+        visible: all GPUs that the worker sees.
     """
 
     own: str
@@ -27,17 +27,17 @@ class Gpus(NamedTuple):
 
 
 def choose_gpu(visible: int, local_rank: int) -> int | None:
-    """Choose the number of a worker's GPU among those that it sees; None if it sees none.
+    """Return the index of a worker's GPU among the visible GPUs, or None if no GPU is visible.
 
-    An engine may show each worker all GPUs of the machine, or only its own: one with ``srun --gpus-per-task=1``.
+    A launcher may show each worker all GPUs of the machine or only its own, as ``srun --gpus-per-task=1`` does.
     """
     return local_rank % visible if visible else None
 
 
 def device_of(who: Identity) -> torch.device:
-    """The device of this worker at its start, which torch uses from now on.
+    """Return this worker's device at its start. A GPU also becomes torch's current device.
 
-    That of a spare is the CPU until it joins: which GPUs are free then is not known yet (:func:`agree`).
+    A spare worker uses the CPU until it joins, because :func:`agree` then chooses among the GPUs that are free.
     """
     launched = env.launch_info()
     number = choose_gpu(len(visible_gpus()), who.local_rank)
@@ -47,28 +47,28 @@ def device_of(who: Identity) -> torch.device:
 
 
 def use_gpu(number: int) -> torch.device:
-    """Let torch use one of the GPUs from now on."""
+    """Make a GPU torch's current device and return it."""
     torch.cuda.set_device(number)
     return torch.device("cuda", number)
 
 
 def visible_gpus() -> list[str]:
-    """The UUIDs of the GPUs that this worker sees."""
+    """Return the UUIDs of the GPUs that this worker sees."""
     if not torch.cuda.is_available():
         return []
     return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
 
 
 def agree(store: Store, rank: int, size: int, device: torch.device) -> tuple[torch.device, bool]:
-    """Choose the GPUs of those that join, and find out whether some have the same; all workers call this together.
+    """Choose GPUs for joining workers and detect GPUs that several workers share. All workers must call this.
 
     Args:
-        store: of this generation.
-        rank, size: in it.
-        device: of this worker; the CPU where none is chosen yet.
+        store: store of this generation.
+        rank, size: this worker's rank and the number of workers in this generation.
+        device: device of this worker. The CPU if no GPU has been chosen for it.
 
     Returns:
-        the device from now on, and whether it or another one has several workers.
+        this worker's device, and whether any GPU has several workers.
     """
     visible = visible_gpus()
     if not visible:
@@ -83,7 +83,7 @@ def agree(store: Store, rank: int, size: int, device: torch.device) -> tuple[tor
 
 
 def choose_free(workers: Sequence[Gpus]) -> list[str]:
-    """The GPU of each rank: those that have none yet get the ones that the fewest have, in the order of ranks.
+    """Return the GPU of each rank. Ranks without a GPU get the least used visible GPU, in the order of ranks.
 
     >>> choose_free([Gpus("a", "abc"), Gpus("", "abc"), Gpus("c", "abc"), Gpus("", "d")])
     ['a', 'b', 'c', 'd']

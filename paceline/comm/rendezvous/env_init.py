@@ -1,4 +1,4 @@
-"""Rendezvous of workers that another launcher has started, at an address that follows from the environment."""
+"""Rendezvous of workers started by another launcher, at an address derived from the environment."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from paceline.errors import StartError, name_ranks
 
 _POLL_SECONDS = 0.02
 _LOOKS_PER_SECOND = 5000
-"""Of all workers together, at the one store. A blocking wait would handle no signal."""
+"""Store polls per second, summed over all workers. A blocking wait would not handle signals."""
 _NO_ANSWER = "what listens there does not answer as rank 0 would; is the port used by another program?"
 
 
 def hold_store(host: str) -> tuple[Store, int]:
-    """Hold the store of workers that come later, as torchrun does for its own; gives it, and its port."""
+    """Create a store for workers that connect later, as torchrun does, and return the store and its port."""
     listener = listen(host, 0)
     port = int(listener.getsockname()[1])
     return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()), port
 
 
 class EnvRendezvous:
-    """The way of one worker into torch's default process group.
+    """Rendezvous of this worker in torch's default process group.
 
     Args:
-        who: this worker.
-        timeout: seconds to wait for the others.
+        who: identity of this worker.
+        timeout: timeout in seconds for the other workers.
     """
 
     def __init__(self, who: Identity, timeout: float) -> None:
@@ -45,10 +45,10 @@ class EnvRendezvous:
         self._who = who
 
     def join(self, choose: Callable[[Store, int, int], str]) -> str:
-        """Come together by the back end that ``choose(store, rank, size)`` gives; returns the host of rank 0.
+        """Initialize the process group with the back end ``choose(store, rank, size)`` and return rank 0's host.
 
         Raises:
-            StartError: somebody did not come, or the address cannot be reached.
+            StartError: a worker is missing at the timeout, or the address cannot be reached.
         """
         who, start = self._who, env.started_by()
         with find_address(start, self.timeout) as where:
@@ -94,9 +94,10 @@ class EnvRendezvous:
         )
 
     def _await_everyone(self, store: Store, address: str, who: Identity) -> None:
-        """Wait until each rank has said that it is here; name those that have not.
+        """Wait until every rank has registered in the store. Raise StartError with the missing ranks at the timeout.
 
-        Each counts itself, and the last one says that all are there: one key to look for, however many workers.
+        Each rank increments a counter, and the last rank sets a key, so each rank polls a single key for any number of
+        workers.
         """
         place = f"paceline/{who.generation}"
         keys = [f"{place}/here/{rank}" for rank in range(self.size)]
@@ -130,7 +131,7 @@ def _in_use(where: Address, start: Start) -> str:
 
 
 def _choose_interface(host: str) -> None:
-    """Let gloo reach the others the way that this worker has reached rank 0, unless the user has chosen."""
+    """Make gloo use the interface by which this worker reaches rank 0, unless the user has chosen an interface."""
     env.keep_inside(host)
     if not env.is_loopback(host) and (name := interface_towards(host)) is not None:
         env.use_interface(name)
@@ -142,6 +143,6 @@ def _leave() -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The first sentence of what torch or gloo says, without its place in their source."""
+    """Return the first sentence of an error of torch or gloo, without the source location."""
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[[^\]]*:\d+\] ", "", first.strip()).split(". ")[0]

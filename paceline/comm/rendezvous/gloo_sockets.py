@@ -1,8 +1,8 @@
-"""Which of this process's sockets are gloo's.
+"""Search for the sockets of gloo in this process.
 
-gloo tells nobody, but publishes in the store where each worker listens. So a connection is gloo's if one of its ends is
-such an address: its own end where it was accepted, its other end where gloo has connected. No other socket of this
-process can have them: while gloo listens, the kernel gives its port to nobody else.
+gloo has no interface for its sockets, but publishes each worker's listening address in the store. A connection belongs
+to gloo if its local end (accepted) or its remote end (connected) is a published address. No other socket of this
+process can have these addresses, because the kernel gives gloo's port to no other socket while gloo listens.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from collections.abc import Container, Iterable, Iterator
 
 _SOCKETS = "/proc/self/fd"
 _NAME_BYTES = {socket.AF_INET: 8, socket.AF_INET6: 24}
-"""Of a socket address: its family, port and host."""
+"""Bytes of a socket address that hold its family, port and host."""
 _LENGTH = struct.Struct("=Q")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def gloo_sockets(own: Iterable[bytes], others: Iterable[bytes]) -> Iterator[socket.socket]:
-    """Open gloo's sockets once more, each to be closed by the caller.
+    """Yield a duplicate of each of gloo's sockets. The caller closes it.
 
     Args:
-        own: what this worker has written into the store.
-        others: what it has read there.
+        own: values that this worker has written to the store.
+        others: values that this worker has read from the store.
     """
     here, there = {_published(value) for value in own} - {b""}, {_published(value) for value in others} - {b""}
     for number in map(int, os.listdir(_SOCKETS)) if os.path.isdir(_SOCKETS) else ():
         if _is_gloo(number, here, there):
             with contextlib.suppress(OSError):
                 found = socket.socket(fileno=os.dup(number))
-                if _is_gloo(found.fileno(), here, there):  # the number may have changed hands since
+                if _is_gloo(found.fileno(), here, there):  # the descriptor may have been reused meanwhile
                     yield found
                 else:
                     found.close()
 
 
 def listens(one: socket.socket) -> bool:
-    """Whether it is no connection, but waits for some."""
+    """Return whether a socket is a listening socket."""
     return bool(one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def _published(value: bytes) -> bytes:
-    """Where a worker listens; empty if gloo has not written this.
+    """Return the listening address in a store value, or empty bytes if gloo has not written the value.
 
-    gloo writes the name of the machine and the address, each after its length. Unused bytes behind are not cleared.
+    gloo writes the name of the machine and the address, each after its length. Unused bytes of the address are not
+    cleared.
     """
     try:
         (host,) = _LENGTH.unpack_from(value)
@@ -63,7 +64,7 @@ def _is_gloo(number: int, here: Container[bytes], there: Container[bytes]) -> bo
 
 
 def _name(ask: ctypes._NamedFuncPointer, number: int) -> bytes:
-    """Return the address of one end of a TCP socket as the system writes it; empty if there is none."""
+    """Return the address of one end of a TCP socket in the system's format, or empty bytes if it has none."""
     room, size = ctypes.create_string_buffer(128), ctypes.c_uint32(128)
     if ask(number, room, ctypes.byref(size)) != 0:
         return b""
@@ -71,6 +72,6 @@ def _name(ask: ctypes._NamedFuncPointer, number: int) -> bytes:
 
 
 def _shortened(address: bytes) -> bytes:
-    """Without what does not count."""
+    """Return the bytes of an address that hold family, port and host."""
     (family,) = struct.unpack_from("=H", address)
     return address[: _NAME_BYTES.get(family, 0)]

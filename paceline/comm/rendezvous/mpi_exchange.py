@@ -1,7 +1,7 @@
-"""How processes that mpiexec has started on several machines learn where rank 0 listens: by MPI itself.
+"""Exchange of rank 0's address over MPI, for processes that mpiexec has started on several machines.
 
-MPI runs for this exchange alone, unless the script has initialized it: from then on the loss of a process is a matter
-of the workers and of mpiexec. MPI cannot be initialized twice, so a script that uses MPI imports ``mpi4py.MPI`` first.
+MPI is finalized after this exchange unless the script has initialized it. After that only the workers and mpiexec
+handle the loss of a process. MPI cannot be initialized twice, so a script that uses MPI imports ``mpi4py.MPI`` first.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from paceline.environments.start import Start
 from paceline.errors import StartError
 
 _BYTES = 4096
-"""Of the list of a machine's addresses."""
+"""Size of the message with a machine's list of addresses."""
 
 
 def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str, int, socket.socket | None]:
-    """Learn where rank 0 listens, and on rank 0 listen.
+    """Return host, port and, on rank 0, the open listening socket of rank 0.
 
     Args:
-        start: how MPI has started this process; where it has no host, at an address that all machines reach.
-        listen: opens a socket at an address.
+        start: launch parameters from MPI. Without a host, rank 0 listens at an address that all machines reach.
+        listen: opens a listening socket at a host.
 
     Raises:
-        StartError: mpi4py is missing or is for another MPI, or no address is reached by all.
+        StartError: mpi4py is missing or built for another MPI, or rank 0 has no address that all machines reach.
     """
     engine, size = start.engine, start.identity.world_size
     mpi = _import(engine)
@@ -56,7 +56,7 @@ def exchange(start: Start, listen: Callable[[str], socket.socket]) -> tuple[str,
 def _import(engine: str) -> Any:
     try:
         return load()
-    except (ImportError, RuntimeError) as error:  # the second one: there is no library of MPI
+    except (ImportError, RuntimeError) as error:  # RuntimeError: the MPI library is missing
         raise StartError(
             f"{engine} has started workers on several machines, and they learn by mpi4py where rank 0 is, which cannot "
             f"be imported: {error}. Install it with `pip install 'paceline[mpi]'`, or set MASTER_ADDR to the machine "
@@ -79,7 +79,7 @@ def _exchange(
             port = bytearray(listener.getsockname()[1].to_bytes(2))
         except OSError as error:
             failure = f": {error}"
-    comm.Bcast(port)  # also of a failure, so that nobody waits for it
+    comm.Bcast(port)  # port 0 after a failure, so that no rank waits forever
     if address is None or not any(port):
         raise StartError(
             f"Rank 0 can listen at no address that all machines reach{failure}. Rank 0 has "

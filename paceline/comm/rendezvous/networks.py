@@ -1,4 +1,4 @@
-"""By which of their networks machines reach each other."""
+"""Networks by which machines reach each other."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UP, _LOOPBACK = 0x1, 0x8
 
 
 def networks() -> list[str]:
-    """The addresses of this machine with the length of their network's prefix, but those of loopback: 10.0.0.1/24."""
+    """Return this machine's IPv4 addresses with the prefix length, such as 10.0.0.1/24, without loopback."""
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -24,7 +24,7 @@ def networks() -> list[str]:
                     socket.inet_ntoa(fcntl.ioctl(probe, request, asked)[20:24])
                     for request in (_SIOCGIFADDR, _SIOCGIFNETMASK)
                 )
-            except OSError:  # it has none
+            except OSError:  # no IPv4 address
                 continue
             if flags & _UP and not flags & _LOOPBACK:
                 found.append(ipaddress.ip_interface(f"{address}/{mask}").with_prefixlen)
@@ -32,13 +32,14 @@ def networks() -> list[str]:
 
 
 def shared_address(ranks: Sequence[Sequence[str]]) -> str | None:
-    """The address of rank 0 by which the others reach it; None if there is none.
+    """Return an address at which all ranks can reach rank 0, or None if rank 0 has no candidate.
 
-    It is in a network of which all have an address. Machines with the same address, as of a bridge that each has for
-    its containers, do not meet there. Without such a network routers may know the way, so it is the first of its own.
+    Prefers an address in a network in which every machine has an address. Excludes addresses that another machine has
+    too, such as that of a container bridge. Without a common network, returns the first candidate, which may be
+    reachable through routers.
 
     Args:
-        ranks: the networks of the machine of each rank.
+        ranks: addresses of each rank's machine, from :func:`networks`.
     """
     first = list(map(ipaddress.ip_interface, ranks[0]))
     others = [{*map(ipaddress.ip_interface, one)} for one in ranks if list(one) != list(ranks[0])]
@@ -48,12 +49,12 @@ def shared_address(ranks: Sequence[Sequence[str]]) -> str | None:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this machine sends to a host; None if that is unknown."""
+    """Return the network interface by which this machine sends to a host, or None if it is unknown."""
     from paceline.coordinator.machines import interface_of
 
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
+            probe.connect((host, 9))  # UDP: sends nothing
             return interface_of(str(probe.getsockname()[0]))
     except OSError:
         return None

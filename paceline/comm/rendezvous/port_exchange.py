@@ -1,7 +1,7 @@
-"""How processes on one machine learn the port of rank 0: by a Unix socket with the name of their job.
+"""Exchange of rank 0's port between the processes of one machine, over a Unix socket named after their job.
 
-The name is in no folder, ends with the process that has it, and is of one network namespace, as loopback is. The kernel
-says which user is at the other end; others learn nothing, and are not believed.
+The socket's name is abstract: it is in no folder, ends with the process that bound it, and belongs to one network
+namespace, as loopback does. The kernel reports the user of the peer. Other users get no answer and are not trusted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _CREDENTIALS = struct.Struct("=iII")
 
 
 class PortServer:
-    """Tell the processes of this job and user the port of rank 0, until it is closed.
+    """Server that sends the port of rank 0 to processes of the same job and user until it is closed.
 
     Raises:
-        OSError: the name is taken.
+        OSError: the name of the socket is taken.
     """
 
     def __init__(self, job: str, port: int) -> None:
@@ -40,7 +40,7 @@ class PortServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
@@ -58,7 +58,7 @@ class PortServer:
 
 
 def ask_port(job: str, seconds: float) -> int | None:
-    """Ask rank 0 for its port; None if it has not answered in this time.
+    """Ask rank 0 for its port. Return None if it has not answered within ``seconds``.
 
     Raises:
         PermissionError: another user answers.
@@ -74,7 +74,7 @@ def _ask(job: str) -> int | None:
         asking.settimeout(_ANSWER_SECONDS)
         try:
             asking.connect(_name(job))
-        except OSError:  # rank 0 is not there yet
+        except OSError:  # rank 0 does not serve yet
             return None
         if (user := _user(asking)) != os.getuid():
             raise PermissionError(f"a process of user {user} answers in the place of rank 0")
@@ -86,7 +86,7 @@ def _ask(job: str) -> int | None:
 
 
 def peer_process(descriptor: int) -> int | None:
-    """The process that made a socket pair of which this process has inherited one end; None if it is no socket."""
+    """Return the process that created an inherited socket pair, or None if the descriptor is not a socket."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as one:
             return _peer(one)[0]
@@ -103,6 +103,6 @@ def _user(other: socket.socket) -> int:
 
 
 def _peer(other: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
+    """Return the process and the user at the other end."""
     process, user, _ = _CREDENTIALS.unpack(other.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return process, user

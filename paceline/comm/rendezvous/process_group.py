@@ -1,7 +1,7 @@
-"""torch's process group for one generation after the other in one process.
+"""torch's default process group, re-created for each generation in the same process.
 
-gloo's ``abort`` does not end a blocked call, and a peer that is silent holds back whoever tears a group down. So the
-connections of a group are shut down to leave it: every blocked call then returns with an error.
+gloo's ``abort`` does not end a blocked call, and a silent peer blocks the teardown of a group. To leave a group, its
+connections are therefore shut down, which makes every blocked call return with an error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _END_SECONDS = 5.0
 
 
 class ProcessGroup:
-    """The default process group of this worker, joined and left again and again.
+    """Default process group of this worker, which it joins and leaves in each generation.
 
     Args:
-        agree: chooses the transport, at the store of a generation, of which this is so many's rank so and so.
-        timeout: seconds after which torch gives up by itself.
+        agree: chooses the transport, called with the generation's store, this worker's rank and the number of workers.
+        timeout: torch's own timeout in seconds.
     """
 
     def __init__(self, agree: Callable[[Store, int, int], Transport], timeout: float) -> None:
@@ -47,7 +47,7 @@ class ProcessGroup:
         self._registered = False
 
     def enter(self, store: CoordinatorStore, rank: int, size: int) -> None:
-        """Begin to come together: from now on :meth:`interrupt` ends it."""
+        """Prepare to join a generation's group, so that :meth:`interrupt` can already end the join."""
         with self._lock:
             self._store, self._rank, self._size, self._joined = store, rank, size, False
             self._transport = None
@@ -56,14 +56,14 @@ class ProcessGroup:
             atexit.register(self.end)
 
     def join(self) -> None:
-        """Come together.
+        """Initialize torch's process group and open the transport.
 
         Raises:
-            RuntimeError: torch could not, or was interrupted.
+            RuntimeError: torch could not connect or was interrupted.
         """
         assert self._store is not None
         transport = self._agree(self._store, self._rank, self._size)
-        dist.distributed_c10d._world.group_count = 0  # it is in torch's keys, and stays higher after a failure to join
+        dist.distributed_c10d._world.group_count = 0  # part of torch's keys, and not reset after a failed join
         if "nccl" in transport.backend:
             env.disable_nccl_error_handling()
         dist.init_process_group(
@@ -80,26 +80,26 @@ class ProcessGroup:
             self._joined = True
 
     def join_soon(self) -> None:
-        """Come together in the background."""
+        """Join in a background thread."""
 
         def connecting() -> None:
-            with contextlib.suppress(RuntimeError):  # who needs the group finds that it is not there
+            with contextlib.suppress(RuntimeError):  # a later use of the group fails with its own error
                 self.join()
 
         self._thread = threading.Thread(target=connecting, name="paceline-group", daemon=True)
         self._thread.start()
 
     def is_connecting(self, seconds: float) -> bool:
-        """Whether the group is still on its way after so many seconds."""
+        """Wait at most ``seconds`` for the background join and return whether it is still running."""
         if self._thread is not None:
             self._thread.join(seconds)
         return self._thread is not None and self._thread.is_alive()
 
     def cut(self, only: CoordinatorStore | None = None) -> None:
-        """End every blocked call of the group; may be called from any thread.
+        """End every blocked call of the group. Any thread may call this.
 
         Args:
-            only: the store of the generation that is meant; None: the present one.
+            only: do nothing unless this is the current generation's store. Defaults to the current generation.
         """
         with self._lock:
             if self._store is None or (only is not None and self._store is not only):
@@ -109,13 +109,13 @@ class ProcessGroup:
                 self._transport.abort()
             for one in gloo_sockets(list(self._store.written.values()), list(self._store.read.values())):
                 with one, contextlib.suppress(OSError):
-                    if not listens(one):  # gloo ends the process when that is shut down
+                    if not listens(one):  # gloo ends the process when its listening socket is shut down
                         one.shutdown(socket.SHUT_RDWR)
                     elif not self._joined:
                         _knock(one, self._size)
 
     def interrupt(self) -> None:
-        """End every blocked call, and those that another thread, which is about to join, has yet to make."""
+        """End every blocked call, and the later calls of a thread that is still joining."""
         self.cut()
         store = self._store
         if store is not None and not self._joined:
@@ -127,9 +127,9 @@ class ProcessGroup:
             time.sleep(_LOOK_SECONDS)
 
     def leave(self) -> None:
-        """Leave the group, whatever its other members do."""
+        """Leave the group without waiting for the other members."""
         self.cut()
-        while self.is_connecting(_LOOK_SECONDS):  # it may open more
+        while self.is_connecting(_LOOK_SECONDS):  # the background join may open more connections
             self.cut()
         self._thread = None
         with self._lock:
@@ -139,7 +139,7 @@ class ProcessGroup:
                 dist.destroy_process_group()
 
     def end(self) -> None:
-        """Leave the group in good order: the others may still read what this worker has sent."""
+        """Destroy the group in order, so that peers can still read what this worker has sent."""
         if self.is_connecting(_END_SECONDS):
             self.leave()
         elif dist.is_initialized():
@@ -147,9 +147,9 @@ class ProcessGroup:
 
 
 def _knock(listener: socket.socket, size: int) -> None:
-    """Let go of whoever waits for peers to connect, who may be gone: connect for each of them, and hang up.
+    """End gloo's wait for peers, which may be lost: connect to the listener in place of each peer and hang up.
 
-    A peer of gloo says first which of the expected connections it is. Nothing else ends the wait, which is five times
+    A gloo peer first sends the number of the expected connection. Nothing else ends the wait, which lasts five times
     the timeout.
     """
     for number in range(size):

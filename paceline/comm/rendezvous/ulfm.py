@@ -1,8 +1,8 @@
-"""How workers that ``mpiexec --with-ft ulfm`` has started find a coordinator, so that they go on when one is lost.
+"""Discovery of a coordinator under ``mpiexec --with-ft ulfm``, so that workers continue after a loss.
 
-mpiexec then ends nobody because another process has ended, and MPI reports the loss as an error. Who trains on, and
-from where, is the coordinator's to say, as under ``paceline run``: rank 0 starts one as a process of its own, and MPI
-carries its address and the secret of the run to the others.
+With ULFM, mpiexec does not end the other processes when a process is lost, and MPI reports the loss as an error. The
+coordinator decides which workers continue and from which step, as under ``paceline run``. Rank 0 starts it as a
+separate process and sends its address and the secret of the run to the other ranks over MPI.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from paceline.system.secret import Secret
 
 _KEY_BYTES = 32
 _coordinators: list[subprocess.Popen[str]] = []
-"""Kept: each ends when the pipe to it is closed, by the end of this process."""
+"""Keeps the pipe to each coordinator open until this process ends, which the coordinator notices."""
 
 
 def find_coordinator(seconds: float) -> env.LaunchInfo | None:
-    """Find the coordinator of this worker, or on rank 0 start it; None if the loss of a process ends them all.
+    """Find the coordinator of this worker, and start it on rank 0. Return None if this run cannot survive a loss.
 
     Args:
-        seconds: to wait for the other processes.
+        seconds: timeout in seconds for the other processes.
 
     Raises:
-        StartError: somebody did not come, or mpi4py is missing.
+        StartError: a process is missing at the timeout, or mpi4py is missing.
     """
     start = env.started_by()
     who = start.identity
@@ -50,7 +50,7 @@ def find_coordinator(seconds: float) -> env.LaunchInfo | None:
         within(seconds, late, lambda: mpi.COMM_WORLD.Bcast(key))
     except ValueError as error:
         raise StartError(str(error)) from None
-    except RuntimeError as error:  # as those of mpi4py are
+    except RuntimeError as error:  # base class of mpi4py's errors
         raise StartError(f"Rank {who.rank} did not learn the key of the run from rank 0: {error}.") from error
     secret = Secret(bytes(key))
     if where.listener is not None:
@@ -66,7 +66,7 @@ def _start(listener: socket.socket, secret: Secret, workers: int) -> None:
         process = subprocess.Popen(
             [sys.executable, "-m", "paceline.comm.rendezvous.ulfm_coordinator"],
             stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,  # mpiexec waits for the end of what its processes write to
+            stdout=subprocess.DEVNULL,  # mpiexec waits until its processes' outputs are closed
             stderr=subprocess.DEVNULL,
             start_new_session=True,
             pass_fds=[listener.fileno()],

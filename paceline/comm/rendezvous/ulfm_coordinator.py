@@ -1,11 +1,11 @@
-"""The coordinator of workers that mpiexec has started so that it lets the others go on when one is lost (ULFM).
+"""Coordinator process for workers of an mpiexec that survives the loss of a process (ULFM).
 
-There is no launcher to hold it, so it is a process of its own, which outlives rank 0. Rank 0 starts it, with the socket
-on which it listens, and says in a line of JSON on its standard input what the workers prove themselves by. It ends with
-the last worker.
+No launcher can run the coordinator, so it is a separate process, which outlives rank 0. Rank 0 starts it with the
+listening socket and writes the secret that authenticates workers to its standard input, in a line of JSON. It exits
+after the last worker.
 
-No agent sees how a worker's process ends: its connection tells, and before that the worker itself if its script has
-come to its end.
+No agent watches the workers' processes. The coordinator sees the end of a worker by the end of its connection. Before
+that, a worker reports that its script has ended.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from paceline.coordinator.wire.validation import BLOCK
 from paceline.system.secret import Secret
 
 _LAST_SECONDS = 5.0
-"""Without a worker, for one that is about to connect."""
+"""Time without any worker before the process exits, because a worker may be about to connect."""
 
 
 def number_of(rank: int) -> int:
-    """The number of the worker that starts with this rank: that of the first worker of a machine of its own."""
+    """Return the number of the worker with this initial rank, as if each worker were the first on its own machine."""
     return (rank + 1) * BLOCK
 
 
 class UlfmCoordinator(Coordinator):
-    """Believes a worker that says that its script has ended, and takes every other one whose connection ends for lost.
+    """Coordinator that counts a worker as lost when its connection ends, unless it has reported the end of its script.
 
     Args:
-        listener: of the workers.
-        secret: of the run.
-        workers: how many mpiexec has started.
+        listener: listening socket for the workers.
+        secret: secret of the run.
+        workers: number of workers that mpiexec has started.
     """
 
     def __init__(self, listener: socket.socket, secret: Secret, workers: int) -> None:
@@ -48,7 +48,7 @@ class UlfmCoordinator(Coordinator):
             self.membership.started(number_of(rank))
 
     def disconnected(self, peer: Peer) -> None:
-        """Take note of the end of a worker."""
+        """Record the end of a worker."""
         number = peer.worker
         known = number is not None and self._workers.get(number) is peer
         super().disconnected(peer)
@@ -57,16 +57,16 @@ class UlfmCoordinator(Coordinator):
 
     @property
     def has_workers(self) -> bool:
-        """Whether a worker is connected that takes part."""
+        """Whether any worker is connected."""
         return bool(self._workers)
 
 
 def _forget(*_: Any, **__: Any) -> None:
-    """There is no run directory for events."""
+    """Discard events, because the run has no directory for them."""
 
 
 def main() -> None:
-    """Serve until the last worker has gone."""
+    """Serve until rank 0 has ended and no worker has been connected for ``_LAST_SECONDS``."""
     told = json.loads(sys.stdin.readline())
     listener = socket.socket(fileno=told["listener"])
     coordinator = UlfmCoordinator(listener, Secret(bytes.fromhex(told["secret"])), told["workers"])
