@@ -1,1 +1,1 @@
-"""Who computes which microbatch."""
+"""Assignment of microbatches and steps to workers."""

@@ -1,4 +1,4 @@
-"""Who computes which microbatch of a step, decided while it is computed: each microbatch has one owner, by lease.
+"""Dynamic assignment of a step's microbatches: a worker leases each microbatch before it computes it.
 
 ::
 
@@ -6,15 +6,14 @@
     share of worker 1    ▓▓▓▓▓▓▓▓|         ░ free
     share of worker 2    ▓░░░░░▒▒|         ▒ leased by another worker, from the tail
 
-A worker takes from the head of its own share; when that is used up it takes from the tail of the share that would be
-finished last (the tail: so the owner's sums stay contiguous). Near the end of a step it leaves a microbatch to others
-when all that is free would be done by them before it could do one itself: a slow worker must not begin what would hold
-up all. A microbatch that is not back when it was to be expected, and everything else is done, is computed a second
-time; the first result counts.
+A worker leases from the head of its own share. When its share is used up, it leases from the tail of the share that
+would be finished last. Taking from the tail keeps the owner's sums contiguous. Near the end of a step a worker takes
+nothing if the others could finish all free microbatches before it could finish one, so that a slow worker does not hold
+up the step. When no microbatch is free, an overdue microbatch is computed a second time. The first result counts.
 
-On one machine all this is a table in shared memory (:class:`Leases`), with clocks that all can read. On several
-machines it is two counters for each share in the store of ``torch.distributed`` (:class:`StoreLeases`): how many of the
-share are taken, and how many of these from the tail.
+On one machine the leases are a table in shared memory (:class:`Leases`), with clocks that all workers read. On several
+machines they are two counters for each share in the store of ``torch.distributed`` (:class:`StoreLeases`): the number
+of leased microbatches, and the number of those leased from the tail.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from paceline.comm.shm.arena import SharedMemory
 from paceline.comm.world import World
 
 _PAUSE = 0.05
-"""Of the seconds for a microbatch: how long a worker sleeps that has nothing to do yet."""
+"""Sleep of a waiting worker, as a fraction of its seconds per microbatch."""
 _LONGEST_PAUSE_SECONDS = 1e-3
 _OVERDUE = 1.5
-"""A microbatch is overdue after so many times the seconds that its owner needs for one."""
+"""A microbatch is overdue after this multiple of its owner's seconds per microbatch."""
 _LOOK_SECONDS = 0.02
-"""How often a worker that has nothing to do yet looks whether the others still live."""
+"""Interval at which a waiting worker checks whether the others are alive."""
 _LATE = 0.9
-"""A worker leaves a microbatch to the others if they are done in this part of the seconds it would need."""
+"""A worker takes nothing if the others finish all free microbatches in this fraction of its seconds per microbatch."""
 
 
 class Lease(NamedTuple):
-    """A microbatch to compute, the rank whose share it is of, and whether another worker is at it, too."""
+    """A microbatch to compute, the rank whose share contains it, and whether another worker already computes it."""
 
     microbatch: int
     share: int
@@ -49,40 +48,40 @@ class Lease(NamedTuple):
 
 
 class Leasing(Protocol):
-    """How a worker gets leases in a step.
+    """Interface by which a worker leases microbatches in a step.
 
     Attributes:
-        asked: the time (``time.monotonic``) at which the search for the last lease began, without waiting for one.
+        asked: time (``time.monotonic``) at which the latest lease was requested, after any wait for a microbatch.
     """
 
     asked: float
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
-        """Start a step; ``seconds``: what each worker has needed for a microbatch so far, 0 if not known."""
+        """Start a step. ``seconds`` holds each worker's measured seconds per microbatch, or 0 if unknown."""
         ...
 
     def next(self) -> Lease | None:
-        """What to compute next; none if this worker has nothing more to do in this step."""
+        """Wait for the next lease and return it, or None if this worker has nothing more to do in this step."""
         ...
 
     def overtaken(self, microbatch: int) -> bool:
-        """Whether another worker has given the result of a leased microbatch already."""
+        """Return whether a result for a leased microbatch already counts."""
         ...
 
     def finish(self, microbatch: int) -> bool:
-        """Give the result of a leased microbatch; whether it is the first one, which counts."""
+        """Report a leased microbatch as computed and return whether this result is the first, which counts."""
         ...
 
 
 def leases_for(world: World, microbatches: int) -> Leasing:
-    """The fastest way in which these workers can lease microbatches to each other."""
+    """Return leases through shared memory if all workers share it, otherwise through the store."""
     if world.shared_memory is not None:
         return Leases(world, world.shared_memory, microbatches)
     return StoreLeases(world)
 
 
 class Leases:
-    """Leases through shared memory: 20 us each."""
+    """Leases through shared memory. A lease takes 20 us."""
 
     def __init__(self, world: World, shared_memory: SharedMemory, microbatches: int) -> None:
         self._world = world
@@ -94,7 +93,7 @@ class Leases:
         self._step = whole[:1]
         self._head = whole[1 : 1 + self._size]
         self._tail = whole[1 + self._size : 1 + 2 * self._size]
-        self._held = whole[1 + 2 * self._size : 1 + columns]  # 1 + the microbatch that a worker is at; -1: not here yet
+        self._held = whole[1 + 2 * self._size : 1 + columns]  # 1 + leased microbatch; 0: none; -1: step not begun
         self._done = whole[1 + columns :]  # 1 + the rank whose result counts
         clocks = table[8 * (1 + columns + microbatches) : 8 * (2 + columns + microbatches + 2 * self._size)].cast("d")
         self._opened = clocks[:1]
@@ -108,7 +107,7 @@ class Leases:
         self._fresh = True
 
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
-        if self._fresh:  # what is in the table is not known
+        if self._fresh:  # the table is uninitialized
             if self._rank == 0:
                 self._step[0] = -1
             self._shared_memory.all_gather(b"")
@@ -117,7 +116,7 @@ class Leases:
         self._mine = []
         now = time.monotonic()
         with self._lock:
-            if self._step[0] != step:  # the first one here
+            if self._step[0] != step:  # the first worker to begin the step
                 self._step[0] = step
                 for rank, share in enumerate(shares):
                     self._head[rank], self._tail[rank] = share.start, share.stop
@@ -158,7 +157,7 @@ class Leases:
         return first
 
     def _choose(self, now: float) -> tuple[Lease | None, bool]:
-        """The next lease; without one, whether there may be one later."""
+        """Return the next lease, or None and whether a lease may become available later."""
         free = [self._tail[rank] - self._head[rank] for rank in range(self._size)]
         left = sum(free)
         if not left:
@@ -178,7 +177,7 @@ class Leases:
         return Lease(self._tail[victim], victim), True
 
     def _others_are_faster(self, left: int, end: float, ends: list[float], pace: list[float]) -> bool:
-        """Whether the others would have done all that is free by then."""
+        """Return whether the others would finish all ``left`` free microbatches before the time ``end``."""
         if left > 8 * self._size:
             return False
         could = 0
@@ -190,22 +189,22 @@ class Leases:
         return False
 
     def _paces(self) -> list[float]:
-        """Seconds for a microbatch of each worker; of one that is not known the mean of the others."""
+        """Return each worker's seconds per microbatch. An unknown value is the mean of the known ones."""
         known = [seconds for seconds in self._pace if seconds > 0]
         usual = sum(known) / len(known) if known else 1.0
         return [seconds if seconds > 0 else usual for seconds in self._pace]
 
     def _free_at(self, rank: int, now: float, pace: float) -> float:
-        """When a worker will have done what it is at; one that is late is expected to take as long again."""
+        """Return the time at which a worker will be free. A late worker is expected to take its elapsed time again."""
         if self._held[rank] == 0:
             return now
         elapsed = now - self._since[rank]
-        if self._held[rank] < 0:  # not here yet
+        if self._held[rank] < 0:  # has not begun the step
             return now + elapsed
         return self._since[rank] + pace if elapsed < pace else now + elapsed
 
     def _again(self, now: float) -> tuple[Lease | None, bool]:
-        """Nothing is free: whether a microbatch is overdue, or may be soon."""
+        """Return a lease of an overdue microbatch, or None and whether a microbatch may become overdue."""
         pace = self._paces()
         waits = False
         for rank in range(self._size):
@@ -222,7 +221,7 @@ class Leases:
         return None, waits
 
     def _look(self, waited: float) -> None:
-        """While this worker waits for what others will do faster: look whether they still can."""
+        """Check, while this worker waits, that the workers with a lease are alive."""
         self._world.check()
         self._shared_memory.look(
             [rank for rank in range(self._size) if rank != self._rank and self._held[rank]], waited
@@ -230,7 +229,7 @@ class Leases:
 
 
 class StoreLeases:
-    """Leases through the store: a round trip each; for one from another's share two, and one for each open share."""
+    """Leases through the store. A lease takes a round trip, from another share two and one for each open share."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -245,7 +244,7 @@ class StoreLeases:
     def begin(self, step: int, shares: Sequence[range], seconds: Sequence[float]) -> None:
         if not self._store.is_open:
             self._store.open()
-        if self._world.rank == 0 and self._step >= 0:  # all have come to the next step, so none asks for these again
+        if self._world.rank == 0 and self._step >= 0:  # no worker asks for the last step's keys again
             self._store.ask(self._forget)
         self._step, self._shares, self._pace = step, shares, seconds
         self._own = 0

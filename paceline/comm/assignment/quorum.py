@@ -1,4 +1,4 @@
-"""Who contributes to a step that does not wait for everybody: one set of workers, agreed before anything is added up.
+"""Agreement on the workers that contribute to a step which does not wait for all, before any sums are exchanged.
 
 ::
 
@@ -6,9 +6,9 @@
     worker 1   compute ──────────────────│── abandon ─┐          2 of 3 are needed
     worker 2   compute ── finish: counts ┴────────────┴─ exchange: the sums of 0 and 2
 
-Each worker computes a group of microbatches and says when it is done. The first ones count, until there are enough; all
-workers then know the same set, and meet in the exchange. The same group may be computed by several workers: the first
-one counts.
+Each worker computes a group of microbatches and reports when it is done. The first results count until there are
+enough. All workers then know the same set and start the exchange. If several workers compute the same group, the first
+result counts.
 
 On one machine the set is a table in shared memory (:class:`SharedMemoryQuorum`), on several machines a text in the
 store of ``torch.distributed`` (:class:`StoreQuorum`).
@@ -29,10 +29,10 @@ _POLL_SECONDS, _LOOK_SECONDS = 1e-3, 0.1
 
 
 class Quorum(Protocol):
-    """How the workers of a step find out whose results count."""
+    """Interface by which the workers of a step agree on the results that count."""
 
     def begin(self, step: int, groups: int, needed: int) -> None:
-        """Start a step of so many groups, of which so many different ones are needed.
+        """Start a step of ``groups`` groups, in which results of ``needed`` different groups are needed.
 
         Raises:
             DisagreementError: another worker is at another step.
@@ -40,43 +40,43 @@ class Quorum(Protocol):
         ...
 
     def start(self, group: int) -> None:
-        """This worker computes a group now."""
+        """Report that this worker starts to compute a group."""
         ...
 
     def finish(self, group: int) -> bool:
-        """This worker has computed a group; whether its result counts."""
+        """Report that this worker has computed a group and return whether its result counts."""
         ...
 
     def is_late(self, group: int) -> bool:
-        """Whether the result of a group would not count any more."""
+        """Return whether a result for a group would no longer count."""
         ...
 
     def wait(self, until: float | None = None) -> bool:
-        """Wait until there are enough, or until a time of ``time.monotonic``; whether there are.
+        """Wait for enough results, at most until a ``time.monotonic`` time, and return whether there are enough.
 
         Raises:
-            WorkerLost: a worker was lost, or those that are waited for stayed silent for the timeout.
+            WorkerLost: a worker was lost, or the awaited workers were silent for the timeout.
         """
         ...
 
     def open_group(self) -> int | None:
-        """A group whose result is still needed, with as few workers at it as possible; none if there are enough."""
+        """Return a group whose result is needed, preferably computed by few workers, or None if there are enough."""
         ...
 
     def agreed(self) -> dict[int, int]:
-        """The rank whose result counts for each group; once there are enough."""
+        """Return the rank whose result counts for each group. Final once there are enough results."""
         ...
 
 
 def quorum_for(world: World) -> Quorum:
-    """The fastest way for these workers to agree."""
+    """Return the fastest quorum that these workers can use."""
     if world.shared_memory is not None:
         return SharedMemoryQuorum(world, world.shared_memory)
     return StoreQuorum(world) if world.size > 1 else SingleQuorum()
 
 
 class SingleQuorum:
-    """One worker alone."""
+    """Quorum of a single worker."""
 
     def begin(self, step: int, groups: int, needed: int) -> None:
         self._needed = needed
@@ -103,7 +103,7 @@ class SingleQuorum:
 
 
 class SharedMemoryQuorum:
-    """The set in shared memory: 10 us for each worker and step."""
+    """Quorum in shared memory. It takes 10 us for each worker and step."""
 
     def __init__(self, world: World, shared_memory: SharedMemory) -> None:
         size = world.size
@@ -120,7 +120,7 @@ class SharedMemoryQuorum:
         self._fresh = True
 
     def begin(self, step: int, groups: int, needed: int) -> None:
-        if self._fresh:  # what is in the table is not known
+        if self._fresh:  # the table is uninitialized
             self._begun[self._world.rank] = -1
             if self._world.rank == 0:
                 self._step[0] = -1
@@ -131,7 +131,7 @@ class SharedMemoryQuorum:
             self._begun[self._world.rank] = step
             check_steps(self._begun, (self._last, step))
             self._last = step
-            if self._step[0] != step:  # the first one here
+            if self._step[0] != step:  # the first worker to begin the step
                 self._step[0], self._count[0] = step, 0
                 for place in range(self._world.size):
                     self._owners[place] = self._at[place] = 0
@@ -175,15 +175,15 @@ class SharedMemoryQuorum:
         return self._count[0] >= self._needed
 
     def _awaited(self) -> list[int]:
-        """Whoever has not given a result: some of them are needed."""
+        """Return the other ranks without a counted result. Some of them are needed."""
         owners = list(self._owners)
         return [rank for rank in range(self._world.size) if rank != self._world.rank and rank + 1 not in owners]
 
 
 class StoreQuorum:
-    """The set in the store: one text for each step, to which a worker that is done appends its group and its rank.
+    """Quorum in the store: a text for each step, to which a worker appends its group and rank when it is done.
 
-    The order of the text decides who counts. Each question is a round trip.
+    The order in the text decides which results count. Each question is a round trip.
     """
 
     def __init__(self, world: World) -> None:
@@ -199,7 +199,7 @@ class StoreQuorum:
         self._tell(step)
         self._before = self._last
         self._check_steps(step)
-        if self._world.rank == 0 and self._last >= 0:  # all have used that set
+        if self._world.rank == 0 and self._last >= 0:  # all workers have used the last step's set
             self._store.ask(lambda store: store.delete_key(self._key))
         self._last = step
         self._groups, self._needed = groups, needed
@@ -236,7 +236,7 @@ class StoreQuorum:
                     f"{self._last}, and got {len(self._owners)}; none came from {name_ranks(silent)} "
                     f"(timeout_seconds). See their logs: they are stopped, or busy with something else."
                 )
-            if time.monotonic() - looked > _LOOK_SECONDS:  # another one may have found it out, and ended
+            if time.monotonic() - looked > _LOOK_SECONDS:  # another worker may be at another step, and have ended
                 looked = time.monotonic()
                 self._check_steps(self._last)
             time.sleep(_POLL_SECONDS)
@@ -244,7 +244,7 @@ class StoreQuorum:
         return self._enough()
 
     def open_group(self) -> int | None:
-        """The copies of all workers begin at different groups."""
+        """Return the first open group, starting at a different group on each worker to spread the copies."""
         if self._enough():
             return None
         groups = ((self._world.rank + place) % self._groups for place in range(self._groups))

@@ -1,24 +1,24 @@
-"""Who is at which step, where each step is computed by one worker: a table in shared memory.
+"""Table in shared memory that assigns steps to workers, for strategies in which a single worker computes each step.
 
 ::
 
     step       0  1  2  3  4  5  6  7         top = 6: the steps before it were offered
                ✓  ✓  ②  ✓  ·  ①               step 2 is computed by rank 2, step 5 by rank 1, step 4 is free again
 
-A worker that comes to a step offers it, and takes the lowest one that is free. Done is what was offered, is not free
-and is computed by nobody: so the table holds a few numbers for each worker, however far they are apart.
+A worker whose loop reaches a step offers it, and takes the lowest free step. An offered step is done if it is neither
+free nor owned. So the table holds a few numbers for each worker, whatever the distance between the workers' steps.
 
-The table has two copies. A change is written into the spare one, then a number flips which one counts: a worker that is
-killed at any instant leaves a whole table, and the kernel takes back its lock. A change costs 8 us, a look 2 us.
+The table has two copies. A change is written to the spare copy, then a counter makes that copy current. A worker that
+is killed at any instant leaves a consistent table, and the kernel releases its lock. A change takes 8 us, a read 2 us.
 
-For updates that are made in place, beside the table, each worker has two numbers more::
+For updates that are made in place, outside the table, each worker has two more words::
 
               update    change
-    busy  ▁▁▁▁▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▁▁▁▁      whoever parts waits for the end of it; from then on none begins
-    made  ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▓▓▓▓▓▓▁▁▁▁▁▁      it is made, and the table does not say so yet
+    busy  ▁▁▁▁▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▓▁▁▁▁      closing the table waits until this ends; no update begins after it
+    made  ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▓▓▓▓▓▓▁▁▁▁▁▁      the update is made, but not yet in the table
 
-Who has made one may still change the table after the others have closed it; where a worker was killed before it could,
-its step counts as done. So an update that is whole counts once. All this costs 4 us.
+A worker that has made an update may still change the table after others have closed it. If it is killed before the
+change, its step counts as done. So a complete update counts exactly once. These words cost 4 us.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from paceline.comm.world import World
 from paceline.errors import InputError, WorkerLost
 
 FREE = -1
-"""Nobody computes the step."""
+"""Owner of a step that no worker computes."""
 
 _HEAD = struct.Struct("<qqqqqqdddqq")
 _PAIR = struct.Struct("<qq")
 _METRICS_BYTES = 1 << 13
 _CLOSED, _CHANGES, _WORDS = 0, 1, 2
 _BUSY, _MADE, _WORDS_EACH = 0, 1, 2
-"""Of each worker: whether it makes an update; 1 + the step of one that is made and not yet in the table."""
+"""Words of each worker: whether it makes an update; 1 + the step of an update that is not yet in the table."""
 _PATIENCE_SECONDS = 1.0
-"""For whoever is in the middle of a change when the workers part."""
+"""Time for a worker to complete a change of the table before it is closed."""
 _UPDATE_SECONDS = 3.0
-"""For whoever is in the middle of an update then: it may take longer. The coordinator waits 5 s before a last save."""
+"""Time for a worker to complete an update, which is slower. The coordinator waits 5 s before a last save."""
 
 
 @dataclass
 class ClaimTable:
-    """What all workers know of each other.
+    """State of all steps, shared by the workers.
 
     Attributes:
-        top: the first step that nobody has offered yet; no worker's loop is beyond it.
-        open: the steps offered and not done: the rank that computes each, or ``FREE``.
-        version: updates made so far.
-        stop: the step at whose end all workers act on a notice; -1 if there is none.
-        notice: what they act on then.
-        newest: the step of the newest outcome; -1 if there is none.
-        loss, norm, rate: the newest outcome.
-        applied: whether it was applied.
-        metrics: of the newest outcome.
+        top: the first step that has not been offered. No worker's loop is beyond it.
+        open: steps that are offered and not done, with the rank that computes each, or ``FREE``.
+        version: number of updates made.
+        stop: the step after which all workers act on a notice, or -1.
+        notice: the notice on which they act.
+        newest: the step of the newest outcome, or -1.
+        loss, norm, rate: loss, gradient norm and learning rate of the newest outcome.
+        applied: whether the newest outcome's update was applied.
+        metrics: metrics of the newest outcome.
     """
 
     top: int = 0
@@ -83,54 +83,54 @@ class ClaimTable:
 
     @property
     def done_before(self) -> int:
-        """All steps before this one are done."""
+        """First step that is not done."""
         return min(self.open, default=self.top)
 
     @property
     def done(self) -> int:
-        """How many steps are done."""
+        """Number of steps that are done."""
         return self.top - len(self.open)
 
     def offer(self, step: int) -> None:
-        """A worker has come to this step."""
+        """Offer a step that a worker's loop has reached, if it is new."""
         if step >= self.top:
             self.top = step + 1
             self.open[step] = FREE
 
     @property
     def has_free(self) -> bool:
-        """Whether a step is to be had."""
+        """Whether any step is free."""
         return FREE in self.open.values()
 
     def take(self, rank: int) -> int | None:
-        """The lowest free step, for a worker that will compute it now; none if no step is free."""
+        """Assign the lowest free step to a worker and return it, or None if no step is free."""
         free = min((step for step, owner in self.open.items() if owner == FREE), default=None)
         if free is not None:
             self.open[free] = rank
         return free
 
     def give_back(self, step: int) -> None:
-        """The step is to be computed again."""
+        """Mark a step as free, so that it is computed again."""
         self.open[step] = FREE
 
     def owners(self, stop: float = math.inf) -> list[int]:
-        """The workers that compute steps before this one."""
+        """Return the ranks that compute steps before ``stop``, sorted."""
         return sorted({owner for step, owner in self.open.items() if step < stop and owner != FREE})
 
 
 class Claims(Protocol):
-    """The table of these workers, wherever it is."""
+    """Interface to the workers' table, in shared memory or over the network."""
 
     def begin(self, table: ClaimTable) -> None:
-        """Start anew; only rank 0 does, while the others do nothing with the table."""
+        """Reset the table. Only rank 0 may call this, while no other worker uses the table."""
         ...
 
     def await_begin(self) -> None:
-        """Until all workers can go on from the new start; all call this."""
+        """Wait until the table is reset. All workers call this."""
         ...
 
     def look(self) -> ClaimTable:
-        """The table as it is now."""
+        """Return the current table."""
         ...
 
     def wait_until(self, ready: Callable[[ClaimTable], bool], awaited: Callable[[ClaimTable], list[int]]) -> None:
@@ -138,40 +138,40 @@ class Claims(Protocol):
 
         Args:
             ready: the condition.
-            awaited: the workers on which it depends.
+            awaited: returns the ranks on which the condition depends.
 
         Raises:
-            WorkerLost: a worker was lost, or one of those stayed silent for the timeout.
+            WorkerLost: a worker was lost, or an awaited worker was silent for the timeout.
         """
         ...
 
     def change(self) -> AbstractContextManager[ClaimTable]:
-        """Change the table; if the body raises, nothing is changed.
+        """Change the table in a context. The table stays as it is if the body raises.
 
         Raises:
-            WorkerLost: a worker was lost, and others have gone on with the table as it was.
+            WorkerLost: a worker was lost, and other workers have already closed the table.
         """
         ...
 
     def arrive(self) -> None:
-        """This worker synchronizes."""
+        """Announce that this worker synchronizes."""
         ...
 
     def missing(self) -> list[int]:
-        """The workers that have yet to synchronize."""
+        """Return the ranks that have not called :meth:`arrive`."""
         ...
 
     def close(self) -> ClaimTable:
-        """The last table: nobody changes it any more. For workers that re-form because one was lost."""
+        """Close the table to further changes and return it. For workers that re-form after a loss."""
         ...
 
     def last(self) -> ClaimTable:
-        """The table after :meth:`close`, with the updates that were made and that nobody could write into it."""
+        """Return the table after :meth:`close`, including updates that were made but not written to it."""
         ...
 
 
 class StepClaims:
-    """The table in shared memory, with a lock for changes; all of them make it together, then rank 0 begins it."""
+    """Table in shared memory, with a lock for changes. All workers construct it together, then rank 0 resets it."""
 
     def __init__(self, world: World, shared_memory: SharedMemory) -> None:
         self._world = world
@@ -188,13 +188,13 @@ class StepClaims:
         self._starts = 0
 
     def begin(self, table: ClaimTable) -> None:
-        """Start anew; only one worker does, while the others do nothing with the table."""
+        """Reset the table. Only one worker may call this, while no other worker uses the table."""
         for word in range(_WORDS + len(self._updates) * _WORDS_EACH):
             self._words[word] = 0
         self._write(table)
 
     def await_begin(self) -> None:
-        """Until rank 0 has begun."""
+        """Wait until rank 0 has reset the table."""
         self._starts += 1
         if self._world.rank == 0:
             self._shared_memory.announce(self._flag, self._starts)
@@ -215,7 +215,7 @@ class StepClaims:
         self._shared_memory.wait_until(lambda: ready(self.look()), lambda: awaited(self.look()))
 
     def look(self) -> ClaimTable:
-        """The table as it is now, without the lock."""
+        """Return the current table without taking the lock."""
         while True:
             changes = self._words[_CHANGES]
             table = self._read(changes)
@@ -224,10 +224,10 @@ class StepClaims:
 
     @contextmanager
     def change(self) -> Iterator[ClaimTable]:
-        """Change the table; if the body raises, nothing is changed.
+        """Change the table in a context. The table stays as it is if the body raises.
 
         Raises:
-            WorkerLost: a worker was lost, and others have gone on with the table as it was.
+            WorkerLost: a worker was lost, and other workers have already closed the table.
         """
         with self._lock:
             table = self._read(self._words[_CHANGES])
@@ -239,15 +239,15 @@ class StepClaims:
 
     @contextmanager
     def updating(self) -> Iterator[ClaimTable]:
-        """Make an update in place, say that it is :meth:`made`, and change the table: who parts waits for all of this.
+        """Make an update in place: the body calls :meth:`made`, then :meth:`change`. :meth:`close` waits for its end.
 
         Raises:
-            WorkerLost: a worker was lost, and others have gone on with the table as it was.
+            WorkerLost: a worker was lost, and other workers have already closed the table.
         """
         try:
             with self._lock:
                 self._words[self._busy] = 1
-                fence()  # who parts without the lock sees this, or is seen
+                fence()  # a worker that closes without the lock sees busy, or this worker sees closed
                 self._check_open()
                 table = self._read(self._words[_CHANGES])
             yield table
@@ -255,7 +255,7 @@ class StepClaims:
             self._words[self._busy] = 0
 
     def made(self, step: int) -> None:
-        """The update of this step is made; the next change of the table says so."""
+        """Record that the update of this step is made. The next change of the table clears the record."""
         self._words[self._made] = 1 + step
 
     def _check_open(self) -> None:
@@ -266,19 +266,19 @@ class StepClaims:
 
     @contextmanager
     def hold(self) -> Iterator[ClaimTable]:
-        """Look at the table, which stays as it is meanwhile."""
+        """Read the table in a context and keep it from changing."""
         with self._lock:
             yield self._read(self._words[_CHANGES])
 
     def close(self) -> ClaimTable:
-        """The last table: nobody changes it any more. For workers that re-form because one was lost."""
+        """Close the table to further changes and return it. For workers that re-form after a loss."""
         self._hasty = True
         try:
             with self._lock:
                 self._words[_CLOSED] = 1
-        except _TooLong:  # who holds the lock was stopped, and was dropped
+        except _TooLong:  # the lock's owner was stopped and dropped
             self._words[_CLOSED] = 1
-        fence()  # who begins an update now sees this, or is seen
+        fence()  # a worker that begins an update sees closed, or this worker sees busy
         begin = now = time.monotonic()
         while now - begin < _UPDATE_SECONDS and self._is_updated():
             time.sleep(backoff_seconds(now - begin))
@@ -286,7 +286,7 @@ class StepClaims:
         return self.last()
 
     def last(self) -> ClaimTable:
-        """The table after :meth:`close`, with the updates that were made and that nobody could write into it."""
+        """Return the table after :meth:`close`, including updates that were made but not written to it."""
         table = self.look()
         for word in self._updates:
             step = self._words[word + _MADE] - 1
@@ -296,7 +296,7 @@ class StepClaims:
         return table
 
     def _is_updated(self) -> bool:
-        """Whether a worker that can still do something makes an update."""
+        """Return whether a worker that may still write is making an update."""
         return any(
             self._words[word + _BUSY] and not self._shared_memory.gone(rank) for rank, word in enumerate(self._updates)
         )
@@ -306,7 +306,7 @@ class StepClaims:
         if self._hasty:
             if not patient:
                 raise _TooLong
-        elif not (self._words[self._made] and patient):  # else it must not part before the table says so
+        elif not (self._words[self._made] and patient):  # a finished update must first reach the table
             self._shared_memory.look(ranks, waited)
             self._world.check()
 
@@ -345,7 +345,7 @@ class StepClaims:
 
 
 def _metrics(text: bytes) -> dict[str, float]:
-    """Metrics as they were written; none if they are being written now, as the reader finds out."""
+    """Return the written metrics, or none if a writer is active. The reader detects the change and reads again."""
     try:
         return dict(json.loads(text))
     except ValueError:
@@ -353,4 +353,4 @@ def _metrics(text: bytes) -> dict[str, float]:
 
 
 class _TooLong(Exception):
-    """The lock was not to be had."""
+    """The lock could not be acquired in time."""

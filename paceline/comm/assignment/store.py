@@ -1,4 +1,4 @@
-"""The store at which the workers of ``torch.distributed`` met, for questions among workers on several machines."""
+"""Access to the default store of ``torch.distributed``, for assignment among workers on several machines."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _T = TypeVar("_T")
 
 
 class Store:
-    """Keys that no other use of the store has, and errors in the words of this package; a question is a round trip.
+    """Store with private keys, which raises this package's errors. Each question is a round trip.
 
     Args:
-        world: the workers.
-        purpose: the first part of each key.
-        where: what the workers do with it, for an error: ``while they ...``.
+        world: the workers that share the store.
+        purpose: name of this use of the store, which every key contains.
+        where: activity of the workers for error messages: ``while they ...``.
     """
 
     def __init__(self, world: World, purpose: str, where: str) -> None:
@@ -31,22 +31,22 @@ class Store:
 
     @property
     def is_open(self) -> bool:
-        """Whether the keys are this object's own."""
+        """Whether :meth:`open` has made the keys private."""
         return bool(self._token)
 
     def open(self) -> None:
-        """Agree on keys of its own: another session in these processes may have had the same steps. All call this."""
+        """Agree on a token for the keys, as an earlier session may have used the same steps. All workers call this."""
         self._token = self._world.gather(os.urandom(8).hex(), "step")[0]
 
     def key(self, *parts: object) -> str:
-        """A key of this use."""
+        """Return a private key."""
         return "/".join(map(str, ("paceline", self._purpose, self._token, *parts)))
 
     def ask(self, question: Callable[[dist.distributed_c10d.Store], _T]) -> _T:
-        """Ask the store, whose worker may be gone.
+        """Call ``question`` with the store and return its answer.
 
         Raises:
-            WorkerLost: it is, or another worker was lost.
+            WorkerLost: the worker that serves the store or another worker was lost.
         """
         self._world.check()
         try:
