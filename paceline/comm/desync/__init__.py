@@ -1,1 +1,1 @@
-"""What the script itself does with torch.distributed, recorded and compared."""
+"""Recording and comparison of the script's own calls of torch.distributed."""

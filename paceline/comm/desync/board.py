@@ -1,8 +1,8 @@
-"""Where each worker publishes its last calls so that the others can read them, even when it is blocked or dead.
+"""Boards to which each worker publishes its latest calls, readable by the others even if it is blocked or dead.
 
-A call is published before it is made: gloo ends a process that gets more bytes than it asked for (SIGABRT), so
-afterwards is too late. On one machine the records are in shared memory, where each worker sees at once whether another
-one differs. On several machines they go to the store of the rendezvous.
+A call is published before it is made, because gloo ends a process that receives more bytes than it expects (SIGABRT).
+On one machine the records are in shared memory, where a worker immediately sees that another worker's call differs. On
+several machines they go to the store of the rendezvous.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from paceline.comm.shm.arena import SharedMemory
 
 ALL, SOME = 0, 1
-"""The two kinds of records: calls on the group of all workers, which have the same place everywhere, and others."""
+"""Kinds of records: calls in the group of all workers, which have the same number on every worker, and others."""
 
 KEPT = (64, 32)
-"""How many calls of each kind are kept."""
+"""Number of kept calls of each kind."""
 
 _BYTES = 512
 _HASH_BITS = 44
@@ -35,44 +35,44 @@ _READ_SECONDS = 2.0
 
 
 class Board(Protocol):
-    """The last calls of all workers."""
+    """Interface to the latest calls of all workers."""
 
     immediate: bool
-    """Whether a published call is visible at once, so that :meth:`differs` can tell."""
+    """Whether published calls are visible immediately, so that :meth:`differs` can compare them."""
 
     def publish(self, number: int, mark: int, text: bytes) -> bool:
-        """Leave a call of all workers for the others to read; whether one of them differs, as :meth:`differs`.
+        """Publish a call in the group of all workers and return whether it differs, as :meth:`differs` does.
 
         Args:
-            number: the place of the call.
-            mark: a hash of what must be equal.
-            text: the number, and the line of the record.
+            number: number of the call.
+            mark: hash of what must be equal.
+            text: number and line of the record.
         """
         ...
 
     def publish_in_group(self, slot: int, text: bytes) -> None:
-        """Leave a call of a smaller group; the slot counts all of these."""
+        """Publish a call in a smaller group. ``slot`` counts the calls in all smaller groups."""
         ...
 
     def differs(self, number: int, mark: int) -> bool:
-        """Whether another worker is known to have made a different call at this place; it costs next to nothing."""
+        """Return whether another worker is known to have made a different call with this number. This is cheap."""
         ...
 
     def meet(self, number: int, seconds: float) -> None:
-        """Wait until the others have come to this place, at most so long."""
+        """Wait at most ``seconds`` until the other workers have published a call with this number."""
         ...
 
     def linger(self, seconds: float) -> None:
-        """Stay until the others have read too, at most so long: one of them may need what this one keeps."""
+        """Wait at most ``seconds`` until the others have read, because they may need data that this worker holds."""
         ...
 
     def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
-        """What each worker left that can be reached: at least these places, and calls of smaller groups if asked."""
+        """Return the records of reachable workers: at least these numbers, and smaller groups if ``others``."""
         ...
 
 
 def line(record: Record) -> bytes:
-    """A record as bytes, without its number; shortened to fit."""
+    """Return a record as bytes, without its number, shortened to fit."""
     ranks = "" if record["ranks"] is None else ",".join(map(str, record["ranks"]))
     fields = record["group"][:60], ranks[:100], record["call"][:160], record["note"][:20], "<".join(record["sites"])
     plain = "\t".join(field.replace("\t", " ").replace("\n", " ") for field in fields)
@@ -80,7 +80,7 @@ def line(record: Record) -> bytes:
 
 
 def parse(text: bytes) -> Record | None:
-    """A record from its number and line; none if it is not whole."""
+    """Parse a record from its number and line. Return None if the text is incomplete."""
     number, *fields = text.partition(b"\n")[0].decode(errors="replace").split("\t")
     if len(fields) != 5 or not number.isdigit():
         return None
@@ -92,9 +92,9 @@ def parse(text: bytes) -> Record | None:
 
 
 class SharedMemoryBoard:
-    """Records in the shared memory of one machine: the texts, and a number to compare for each call of all workers.
+    """Board in the shared memory of one machine, with a text and a mark for each call.
 
-    The number holds the place of the call and the hash, so that one look is enough.
+    The mark holds the number and the hash of a call in the group of all workers, so a comparison reads one integer.
     """
 
     immediate = True
@@ -134,7 +134,7 @@ class SharedMemoryBoard:
             time.sleep(_POLL_SECONDS)
 
     def linger(self, seconds: float) -> None:
-        pass  # each has a share in the memory
+        pass  # the shared memory outlives each worker
 
     def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
         starts = range(8 * KEPT[ALL], 8 * KEPT[ALL] + sum(KEPT) * _BYTES, _BYTES)
@@ -144,7 +144,7 @@ class SharedMemoryBoard:
 
 
 class StoreBoard:
-    """Records in the store of the rendezvous. Publishing takes a few microseconds: nobody waits for the store."""
+    """Board in the store of the rendezvous. Publishing takes a few microseconds, without waiting for the store."""
 
     immediate = False
 
@@ -161,7 +161,7 @@ class StoreBoard:
         self._set(self._key(self._rank, SOME, slot), text)
 
     def _set(self, key: str, text: bytes) -> None:
-        with contextlib.suppress(dist.DistError, RuntimeError):  # who hosts it is gone: the call itself will tell
+        with contextlib.suppress(dist.DistError, RuntimeError):  # the store's host is lost: the call itself will fail
             self._store.set(key, text.decode())
 
     def differs(self, number: int, mark: int) -> bool:
@@ -195,7 +195,7 @@ class StoreBoard:
         return f"calls/{rank}/{kind}/{number % KEPT[kind]}"
 
     def read(self, numbers: range, others: bool) -> dict[int, list[Record]]:
-        """In a thread: a store that is out of reach would keep this worker waiting for its timeout."""
+        """Read in a thread, because an unreachable store would block this worker until its timeout."""
         found: dict[int, list[Record]] = {}
         reading = threading.Thread(target=self._read, args=(numbers, others, found), daemon=True)
         reading.start()
@@ -203,7 +203,7 @@ class StoreBoard:
         return dict(found)
 
     def _read(self, numbers: range, others: bool, found: dict[int, list[Record]]) -> None:
-        if len(numbers) > 1 or others:  # what was published just now may still be on its way
+        if len(numbers) > 1 or others:  # the latest records may not have arrived
             self.meet(numbers.stop - 1, _READ_SECONDS / 4)
         places = [(ALL, number) for number in numbers[-KEPT[ALL] :]]
         places += [(SOME, slot) for slot in range(KEPT[SOME]) if others]
@@ -214,6 +214,6 @@ class StoreBoard:
 
 
 def _whole(texts: list[bytes]) -> list[Record]:
-    """The records that can be read, oldest first."""
+    """Return the complete records, oldest first in each group."""
     records = [record for record in map(parse, texts) if record is not None]
     return sorted(records, key=lambda record: (record["group"], record["number"]))

@@ -1,15 +1,13 @@
-"""Where the workers' lists of calls part: from what each of them did to one sentence.
+"""Comparison of the workers' recorded calls, with a sentence about the first difference. No communication.
 
 A record is one call of a worker, as plain data::
 
-    number   its place in the sequence of its group, from 1
-    group    the name of the group; empty for the group of all workers
-    ranks    the members of the group; none for all workers
-    call     what must be the same on all members: "all_reduce of float32 [10]"
-    note     of a call of the session where all workers meet: "step 11"; else empty
-    sites    the lines of the script that led to the call, the nearest first: ["metrics.py:8", "train.py:41"]
-
-Nothing here talks to anyone.
+    number   position in the sequence of calls of its group, from 1
+    group    name of the group; empty for the group of all workers
+    ranks    members of the group; None for all workers
+    call     what must be equal on all members: "all_reduce of float32 [10]"
+    note     for a call of the session that synchronizes all workers: "step 11"; otherwise empty
+    sites    lines of the script that led to the call, innermost first: ["metrics.py:8", "train.py:41"]
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ SYMMETRIC = frozenset(
         "reduce_scatter_tensor",
     }
 )
-"""Operations in which all members do the same: two of them swapped on one worker mix values."""
+"""Operations in which all members have the same role. Two of them swapped on one worker mix up values."""
 
 _NAMED = 8
 _CURE = (
@@ -46,7 +44,7 @@ _ORDER = "Make all workers make these calls in the same order; look for a loop o
 
 
 class Record(TypedDict):
-    """One call of one worker."""
+    """A recorded call of a worker."""
 
     number: int
     group: str
@@ -57,12 +55,12 @@ class Record(TypedDict):
 
 
 def compare(records_of: dict[int, list[Record]]) -> str | None:
-    """The first call that differs between workers, in a sentence; none if nothing that is known differs.
+    """Return a sentence about the first call that differs between workers, or None if no recorded calls differ.
 
-    A worker that has not made a call yet is only late: that is no difference.
+    A call that a worker has not made yet is not a difference, because the worker may only be late.
 
     Args:
-        records_of: for each rank that is known its last calls, oldest first; how far back they go may differ.
+        records_of: latest calls of each reachable rank, oldest first. Their number may differ between ranks.
     """
     for group in sorted({record["group"] for records in records_of.values() for record in records}):
         found = _in_group(records_of, group)
@@ -75,12 +73,12 @@ def compare(records_of: dict[int, list[Record]]) -> str | None:
 
 
 def swapped(records_of: dict[int, list[Record]]) -> str | None:
-    """The first of equal calls that workers made from the same lines but in different orders, in a sentence.
+    """Return a sentence about the first of equal calls made from the same lines in different orders, or None.
 
-    Looked at are the calls on the group of all workers before the last call of the session.
+    Only the calls in the group of all workers between the last two calls of the session are compared.
 
     Args:
-        records_of: as for :func:`compare`.
+        records_of: latest calls of each reachable rank, as for :func:`compare`.
     """
     found = _in_group(records_of, "")
     windows = {rank: _window(records) for rank, records in found.items()}
@@ -107,7 +105,7 @@ def _in_group(records_of: dict[int, list[Record]], group: str) -> dict[int, dict
 
 
 def _window(records: dict[int, Record]) -> list[Record]:
-    """The calls that could be swapped, between the last two calls of the session."""
+    """Return the symmetric calls between the last two calls of the session, which could be swapped."""
     met = [number for number, record in records.items() if record["note"]]
     begin, end = (met[-2] if len(met) > 1 else 0), (met[-1] if met else 0)
     window = [record for number, record in sorted(records.items()) if begin < number < end]
@@ -115,7 +113,7 @@ def _window(records: dict[int, Record]) -> list[Record]:
 
 
 def _since(found: dict[int, dict[int, Record]], number: int) -> tuple[str, int]:
-    """Where the workers met last before a call, and the place of the call since then."""
+    """Return the last synchronization before a call as text, and the position of the call after it."""
     met = [record for records in found.values() for record in records.values() if record["note"]]
     before = max((record for record in met if record["number"] < number), key=lambda one: one["number"], default=None)
     if before is None:
@@ -124,7 +122,7 @@ def _since(found: dict[int, dict[int, Record]], number: int) -> tuple[str, int]:
 
 
 def _parted(here: dict[int, Record]) -> str:
-    """ "A on ranks 0, 2 (train.py:41) but B on rank 1 (train.py:44)"; the members of a smaller group before it."""
+    """Return "A on ranks 0, 2 (train.py:41) but B on rank 1 (train.py:44)", after the members of a smaller group."""
     members = next(iter(here.values()))["ranks"]
     group = f"in the group of {_named(members)}, " if members is not None else ""
     depth = _depth(here, lambda record: record["call"])
@@ -137,7 +135,7 @@ def _parted(here: dict[int, Record]) -> str:
 
 
 def _grouped(here: dict[int, Record]) -> str:
-    """ "train.py:41 on rank 0 but at train.py:42 on rank 1"."""
+    """Return text such as "train.py:41 on rank 0 but at train.py:42 on rank 1"."""
     depth = _depth(here, _through)
     groups: dict[str, list[int]] = {}
     for rank, record in here.items():
@@ -146,7 +144,7 @@ def _grouped(here: dict[int, Record]) -> str:
 
 
 def _depth(here: dict[int, Record], key: Callable[[Record], str]) -> int:
-    """How many lines tell records apart whose keys differ; one if no number does."""
+    """Return the smallest number of lines that distinguishes records with different keys, or 1 if none does."""
     for depth in range(1, max(len(record["sites"]) for record in here.values()) + 1):
         of_key = {(key(record), _through(record, depth)) for record in here.values()}
         if len({site for _, site in of_key}) == len(of_key) > 1:
@@ -155,7 +153,7 @@ def _depth(here: dict[int, Record], key: Callable[[Record], str]) -> int:
 
 
 def _through(record: Record, depth: int | None = None) -> str:
-    """The lines that led there: the same function may be called for different things."""
+    """Return the lines that led to a call. Several lines, because a shared function may be called from many places."""
     return ", called at ".join(record["sites"][:depth])
 
 

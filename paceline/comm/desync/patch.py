@@ -1,10 +1,9 @@
-"""The collective operations of ``torch.distributed``, made to record each call of the script
-(``comm.desync.recorder``).
+"""Patches of ``torch.distributed`` that record each collective call of the script (``comm.desync.recorder``).
 
-The functions are replaced where scripts find them: in ``torch.distributed``, and where a module of the script has
-imported one by name. They stay as they are in ``torch.distributed.distributed_c10d``: its functions call each other
-(``all_gather_object`` calls ``all_gather``), so that one call would count several times, and torch's compiler knows
-them by identity.
+The functions are replaced in ``torch.distributed`` and in modules of the script that have imported them by name. They
+are not replaced in ``torch.distributed.distributed_c10d``, because its functions call each other
+(``all_gather_object`` calls ``all_gather``), so a call would be counted several times, and because torch's compiler
+identifies them by identity.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ from paceline.comm.desync.recorder import CallRecorder, Group, What, hash_of
 from paceline.system import user_code
 
 Place = tuple[int, str]
-"""An argument: its position and its name."""
+"""Position and name of an argument."""
 
 _KINDS = 4096
-"""So many kinds of calls are kept in mind; each has been put into words once."""
+"""Maximum number of cached kinds of calls. The text of a cached kind is built once."""
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A function of ``torch.distributed``, and which of its arguments must agree on all members of the group.
+    """The arguments of a ``torch.distributed`` function that must agree on all members of the group.
 
     Attributes:
         group: the argument with the group.
-        tensors: a tensor or a list of them, whose shapes and types must agree.
-        typed: of these tensors only the type must agree, if the argument named here is given.
+        tensors: a tensor or a list of tensors, whose shapes and types must agree.
+        typed: not None if only the type must agree, provided that the tensors are a list or split sizes are given.
         reduce: the kind of reduction.
-        root: the rank that gives or gets everything; ``src`` or ``dst``.
-        waits: ``async_op``; none if there is no such argument.
+        root: the rank that sends or receives everything: ``src`` or ``dst``.
+        waits: ``async_op``, or None if the function has no such argument.
     """
 
     group: Place
@@ -98,7 +97,7 @@ _kinds: dict[object, What] = {}
 
 
 def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
-    """From now on the calls of the script go there, as long as it exists, once the group is ready."""
+    """Record the script's calls in a recorder while it exists. ``ready`` waits for the group before each call."""
     global _current, _ready
     _ready = ready
     _current = weakref.ref(calls)
@@ -119,7 +118,7 @@ def record_in(calls: CallRecorder, ready: Callable[[], None]) -> None:
 
 
 def stop() -> None:
-    """Put torch's own functions back."""
+    """Stop recording and restore torch's functions."""
     global _current, _ready
     _current, _ready = None, _nothing
     for module, name, original, recorded in _replaced:
@@ -134,7 +133,7 @@ def _replace(module: ModuleType, name: str, original: Callable[..., Any], record
 
 
 def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """The operation of this name, made to record its calls before it makes them."""
+    """Wrap an operation so that it records each call before making it."""
     operation = OPERATIONS[name]
 
     @functools.wraps(original)
@@ -149,7 +148,7 @@ def recorder(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
             given = _argument(args, kwargs, operation.group)
             group = _group(given) if given is not None else None
             what = _what(name, operation, args, kwargs)
-        except (AttributeError, IndexError, TypeError, ValueError):  # not what torch takes; it says so itself
+        except (AttributeError, IndexError, TypeError, ValueError):  # invalid arguments: torch raises its own error
             return original(*args, **kwargs)
         waits = operation.waits is None or not _argument(args, kwargs, operation.waits)
         call = calls.enter(what, group, sys._getframe(1), waits)
@@ -171,7 +170,7 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> An
 
 
 def _what(name: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> What:
-    """What must agree in a call; put into words the first time."""
+    """Return what must agree in a call. Its text is built at the first call of a kind."""
     given = _argument(args, kwargs, operation.tensors) if operation.tensors else None
     several = isinstance(given, list | tuple)
     typed = operation.typed is not None and (several or _splits(args, kwargs))
@@ -194,7 +193,7 @@ def _what(name: str, operation: Operation, args: tuple[Any, ...], kwargs: dict[s
 
 
 def _splits(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of ``all_to_all_single`` has sizes that may differ between workers."""
+    """Return whether a call of ``all_to_all_single`` has split sizes, which may differ between workers."""
     return any(_argument(args, kwargs, place) for place in ((2, "output_split_sizes"), (3, "input_split_sizes")))
 
 
@@ -206,7 +205,7 @@ def _root(args: tuple[Any, ...], kwargs: dict[str, Any], place: Place) -> int:
 
 
 def _group(given: Any) -> Group | None:
-    """The group of a call; none if it is that of all workers."""
+    """Return the group of a call, or None if it is the group of all workers."""
     if given is dist.group.WORLD:
         return None
     name = given.group_name

@@ -1,12 +1,12 @@
-"""What this worker's script did with ``torch.distributed``, call by call, and whether all workers did the same.
+"""Recorder of the script's calls of ``torch.distributed``, which detects differences between workers.
 
-Each call on the group of all workers goes into a running fingerprint, which the workers compare in every step, together
-with their losses, and in every evaluation. Before a call is made it is published (``comm.desync.board``) for the
-others to read, so a difference is named even if the call blocks or breaks the connections. On one machine a worker that
-comes later sees the difference before it makes its call.
+Each call in the group of all workers enters a running fingerprint, which the workers compare in every step, together
+with their losses, and in every evaluation. A call is published before it is made (``comm.desync.board``), so a
+difference is reported even if the call blocks or breaks the connections. On one machine the later worker detects the
+difference before it makes its call.
 
-To record a call costs 3 microseconds, and 20 to 30 where it counts: after a call that waited, when the processor has
-forgotten the code; gloo's smallest all_reduce takes 230 (``bench/overhead.py``).
+Recording a call takes 3 microseconds, or 20 to 30 after a call that waited, because the code has left the processor's
+caches. gloo's smallest all_reduce takes 230 (``bench/overhead.py``).
 """
 
 from __future__ import annotations
@@ -27,39 +27,39 @@ from paceline.errors import DisagreementError, PacelineError
 
 _FACTOR = 0x5DEECE66D
 _BITS = 52
-"""Of a fingerprint: a float64 holds it exactly."""
+"""Bits of a fingerprint. A float64 holds it exactly."""
 _HALF = _BITS // 2
 _ALL_BITS, _HALF_BITS = (1 << _BITS) - 1, (1 << _HALF) - 1
 _MET = 256
-"""So many kinds of calls are compared before the first of a kind is made, where that takes time."""
+"""Maximum number of kinds of calls whose first call waits for a comparison, on boards that are not immediate."""
 _MEET_SECONDS = 2.0
-"""To wait for the others then; a worker that is gone is noticed in the call itself."""
+"""Timeout of this wait. The call itself detects a lost worker."""
 _CACHED = 4096
 _LATE_SECONDS = 0.5
 _LOOKS = 50
-"""So many looks, a second or so, from one comparison of the calls in smaller groups to the next."""
+"""Number of looks, about a second, between two comparisons of the calls in smaller groups."""
 _LINES = 3
-"""Lines of the script that tell one call from another: the nearest one and those that led to it."""
+"""Number of lines of the script that identify a call: the innermost line and its callers."""
 _NOT_THE_SCRIPT = ("torch", "paceline")
 _FAILED = ("onnection", "imed out", "gloo/transport", "roken pipe", "NCCL", "closed by peer")
-"""How torch says that the fault is not in the arguments of this call."""
+"""Parts of torch's messages for errors that do not come from the arguments of the call."""
 
 
 @dataclass(frozen=True, eq=False)
 class What:
-    """What must be the same on all members of a group, in words and as a hash."""
+    """What must be equal on all members of a group, as text and as a hash."""
 
     text: str
     hash: int
     symmetric: bool = False
-    """Whether all members do the same, so that two such calls that are swapped mix values."""
+    """Whether all members have the same role, so that two swapped calls mix up values."""
     meets: bool = False
-    """Whether every member has to come before any can go on."""
+    """Whether no member can continue before every member has made the call."""
 
 
 @dataclass(frozen=True, eq=False)
 class Site:
-    """The lines of the script that led to a call, the nearest first."""
+    """Lines of the script that led to a call, innermost first."""
 
     lines: list[str]
     hash: int
@@ -67,14 +67,14 @@ class Site:
 
 @dataclass(frozen=True)
 class Group:
-    """A group of some workers."""
+    """A group that does not contain all workers."""
 
     name: str
     ranks: list[int]
 
 
 class Call:
-    """One call of this worker."""
+    """A call of this worker."""
 
     __slots__ = ("group", "note", "number", "site", "what")
 
@@ -86,7 +86,7 @@ class Call:
         self.note = note
 
     def record(self) -> Record:
-        """As plain data."""
+        """Return the call as plain data."""
         return Record(
             number=self.number,
             group=self.group.name if self.group else "",
@@ -100,16 +100,16 @@ class Call:
 Compare = Callable[[dict[int, list[Record]]], "str | None"]
 
 Lost = Callable[[list[int], str, RuntimeError], PacelineError]
-"""What a worker says when a call failed: the peers it was about, where, and the error."""
+"""Builds the error for a failed call from the peers, the activity, and the original error."""
 
 
 class CallRecorder:
-    """The calls of this worker. Only those of the thread that made this object are recorded.
+    """Recorder of this worker's calls in the thread that constructs the recorder.
 
     Args:
-        rank: of this worker.
-        board: where the workers leave their last calls.
-        lost: makes the error of a call that failed although all workers did the same.
+        rank: rank of this worker.
+        board: board to which the workers publish their latest calls.
+        lost: builds the error for a call that failed although all workers made the same calls.
     """
 
     def __init__(self, rank: int, board: Board, lost: weakref.WeakMethod[Lost]) -> None:
@@ -125,16 +125,16 @@ class CallRecorder:
         self._met: set[int] = set()
 
     def enter(self, what: What, group: Group | None, frame: FrameType | None, waits: bool) -> Call | None:
-        """Record a call of ``torch.distributed`` that is about to be made; none if it is not the script's.
+        """Record a call of ``torch.distributed`` before it is made. Return None if it does not come from the script.
 
         Args:
             what: the operation with its shapes and types.
-            group: none for all workers.
-            frame: of the caller.
-            waits: whether the call returns only when it is done.
+            group: group of the call. None for all workers.
+            frame: frame of the caller.
+            waits: whether the call returns only when the operation is complete.
 
         Raises:
-            DisagreementError: another worker makes another call at this place.
+            DisagreementError: another worker made a different call at this position.
         """
         site = site_of(frame, own=False) if threading.get_ident() == self._thread else None
         if site is None:
@@ -160,7 +160,7 @@ class CallRecorder:
         return call
 
     def _all(self, what: What, site: Site, note: str) -> Call:
-        """A call in which all workers take part."""
+        """Record and publish a call in the group of all workers."""
         self._number = number = self._number + 1
         call = Call(number, None, what, site, note)
         self._kept.append(call)
@@ -174,7 +174,7 @@ class CallRecorder:
         return call
 
     def _some(self, what: What, group: Group, site: Site) -> Call:
-        """A call in a smaller group: the others know nothing of it, so it has a sequence of its own."""
+        """Record and publish a call in a smaller group. Each group numbers its own calls."""
         number = self._numbers[group.name] = self._numbers.get(group.name, 0) + 1
         call = Call(number, group, what, site, "")
         self._kept.append(call)
@@ -183,15 +183,15 @@ class CallRecorder:
         return call
 
     def meet(self, name: str, note: str) -> tuple[float, float]:
-        """Record a call of the session in which all workers meet, such as ``session.step``.
+        """Record a call of the session that synchronizes all workers, such as ``session.step``.
 
         Returns:
-            the fingerprint that :meth:`check_agreement` compares: two whole numbers below 2**52. The first is made of
-            all operations so far with their shapes and types; the second of the lines of the script since the last
-            comparison: half of its bits depend on their order, the other half does not.
+            the fingerprint that :meth:`check_agreement` compares: two integers below 2**52. The first covers all
+            operations since the recorder was made, with shapes and types. The second covers the lines of the script's
+            symmetric calls since the last fingerprint. Half of its bits depend on the order of the lines.
 
         Raises:
-            DisagreementError: another worker makes another call at this place.
+            DisagreementError: another worker made a different call at this position.
         """
         fingerprint = float(self._operations), float(self._ordered << _HALF | self._sum)
         self._ordered = self._sum = 0
@@ -201,10 +201,10 @@ class CallRecorder:
         return fingerprint
 
     def check_agreement(self, fingerprints: list[tuple[float, float]]) -> None:
-        """Compare what :meth:`meet` returned on each worker.
+        """Compare the fingerprints that :meth:`meet` returned on the workers.
 
         Raises:
-            DisagreementError: names the first call that differs, the ranks and the lines of the script.
+            DisagreementError: the workers' calls differ. Names the first such call, the ranks and the script's lines.
         """
         if all(one == fingerprints[0] for one in fingerprints):
             self._agreed = self._number
@@ -223,10 +223,10 @@ class CallRecorder:
         self._agreed = self._number
 
     def look(self) -> None:
-        """Look, while this worker waits, whether another is known to have made a different call; it costs very little.
+        """Check, while this worker waits, whether another worker's published calls differ. This is cheap.
 
         Raises:
-            DisagreementError: it has.
+            DisagreementError: another worker made a different call.
         """
         last = next((call for call in reversed(self._kept) if call.group is None), None)
         self._looks += 1
@@ -235,12 +235,12 @@ class CallRecorder:
             self._refuse()
 
     def explain(self, lost: PacelineError) -> PacelineError:
-        """A better error than that a worker was lost, if the workers called different things."""
+        """Return a DisagreementError in place of ``lost`` if the workers made different calls, otherwise ``lost``."""
         sentence = self._sentence(compare)
         return lost if sentence is None else DisagreementError(sentence)
 
     def failed(self, call: Call, error: RuntimeError) -> Exception:
-        """What to raise instead of the error with which a call ended; the same if it is about the arguments."""
+        """Return the error to raise for a failed call: the original if it comes from the call's arguments."""
         if not any(word in str(error) for word in _FAILED):
             return error
         lost = self._lost()
@@ -258,30 +258,30 @@ class CallRecorder:
         sentence = by(self._read())
         if sentence is None:
             return None
-        self._board.meet(self._number, _LATE_SECONDS)  # those that come a little later are named too
+        self._board.meet(self._number, _LATE_SECONDS)  # include workers that arrive slightly later
         sentence = by(self._read())
         self._board.linger(_LATE_SECONDS)
         return sentence
 
     def _read(self) -> dict[int, list[Record]]:
-        """The calls of all workers since they agreed last; this one's own as far back as they are kept."""
+        """Return all workers' calls since the last agreement, and all kept calls of this worker."""
         found = self._board.read(range(self._agreed + 1, self._number + 1), self._others > 0)
         return found | {self._rank: [call.record() for call in self._kept]}
 
 
 def hash_of(text: str) -> int:
-    """The same 52 bits of a text on every worker."""
+    """Return a 52-bit hash of a text that is equal on every worker."""
     return int.from_bytes(hashlib.sha256(text.encode(errors="replace")).digest()[:8], "big") & _ALL_BITS
 
 
 def site_of(frame: FrameType | None, own: bool) -> Site | None:
-    """The lines of the script from which a call comes.
+    """Return the lines of the script that led to a call, or None if the call does not come from the script.
 
-    Paths differ between machines, so that a line is named by its file's name only.
+    Lines contain only the file's name, because paths differ between machines.
 
     Args:
-        frame: of the caller.
-        own: also if Paceline makes the call itself, perhaps through a function of torch; else there is none then.
+        frame: frame of the caller.
+        own: whether to return the lines also for calls that Paceline makes, directly or through torch.
     """
     key: list[int] = []
     frames: list[FrameType] = []
@@ -303,7 +303,7 @@ def site_of(frame: FrameType | None, own: bool) -> Site | None:
 
 
 _sites: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
-"""By code and place in it. The code objects are kept, so that no other gets the same id."""
+"""Sites by ids of code objects and instruction offsets. Keeping the code objects keeps their ids unique."""
 
 
 def _remember(key: tuple[int, ...], frames: list[FrameType]) -> Site:
