@@ -1,1 +1,1 @@
-"""Shards of a parameter server."""
+"""Parameter-server shards, and requests between workers."""

@@ -1,4 +1,4 @@
-"""Gradients on their way to servers, in shared memory: the worker writes, the servers read."""
+"""Mailbox in shared memory for gradients, which workers write and servers read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WORDS_BYTES = 1 << 20
 
 
 class Reply(NamedTuple):
-    """What became of a gradient: the update that it made (-1: none, it was dropped), how late it was, and the rate."""
+    """A server's reply to a gradient: version after the update (-1 if dropped), delay in updates, learning rate."""
 
     version: int
     delay: int
@@ -26,12 +26,12 @@ class Reply(NamedTuple):
 
 
 class Mailbox:
-    """One message slot of each worker; all workers make them together.
+    """A message slot for each worker. All workers construct the mailbox together.
 
     Args:
-        shared_memory: of the workers.
-        examples: tensors like the gradients.
-        words: bytes of the tensors that go along with the words.
+        shared_memory: shared memory of the workers.
+        examples: tensors with the types and shapes of the gradients.
+        words: bytes of the tensors inside the message that accompanies the gradients.
     """
 
     def __init__(self, shared_memory: SharedMemory, examples: Sequence[torch.Tensor], words: int) -> None:
@@ -51,7 +51,7 @@ class Mailbox:
         ]
 
     def write(self, rank: int, gradients: Sequence[torch.Tensor | None], words: Any) -> None:
-        """Fill the slot of a worker."""
+        """Write gradients and a message into the slot of a worker. A gradient may be None."""
         given = [(view, value) for view, value in zip(self._views[rank], gradients, strict=True) if value is not None]
         if given:
             torch._foreach_copy_([view for view, _ in given], [value for _, value in given])
@@ -61,19 +61,19 @@ class Mailbox:
         self._blocks[rank][_LENGTH.size : _LENGTH.size + len(written)] = written
 
     def words(self, rank: int) -> tuple[Any, list[bool]]:
-        """What a slot holds besides the gradients, and which of these there are."""
+        """Return the message in a slot, and for each gradient whether the slot holds it."""
         (length,) = _LENGTH.unpack_from(self._blocks[rank], 0)
         words, there = decode(bytes(self._blocks[rank][_LENGTH.size : _LENGTH.size + length]))
         return words, there
 
     def gradients(self, rank: int) -> list[torch.Tensor]:
-        """The gradients as they lie there; what holds one that is not there has no meaning."""
+        """Return views of all gradients of a slot. The content of a missing gradient is undefined."""
         return self._views[rank]
 
     def answer(self, server: int, rank: int, answer: Reply) -> None:
-        """Tell a worker what became of its gradient."""
+        """Write a server's reply to a worker."""
         _ANSWER.pack_into(self._answers[server], rank * _ANSWER.size, *answer)
 
     def answered(self, server: int, rank: int) -> Reply:
-        """What a server sent a worker."""
+        """Return a server's reply to a worker."""
         return Reply(*_ANSWER.unpack_from(self._answers[server], rank * _ANSWER.size))

@@ -1,17 +1,17 @@
-"""The table of steps of workers on several machines: who is at which step, at one of them, with a copy at another.
+"""Table of steps for workers on several machines, held by rank 0 with a copy on another worker.
 
 ::
 
-    worker 2   acquire ──────┐  change  release ───┐            ┌ goes on
+    worker 2   acquire ──────┐  change  release ───┐            ┌ continues
     rank 0                   answer: the table     ├ copy ┐  answer
-    rank 1                                         └──────┘ the table, before anybody knows of the change
+    rank 1                                         └──────┘ the table, before the change is visible to any worker
 
-The rules are those of ``comm.assignment.step_claims``. What a lock in shared memory does, a connection does here: when
-its worker goes away, the lock is free. A change is on both machines before it is acknowledged, so the loss of either
-loses none.
+The rules are those of ``comm.assignment.step_claims``. A connection takes the place of the lock in shared memory: when
+the owner's connection ends, the lock is free. A change is on both machines before it is acknowledged, so the loss of
+either machine loses no change.
 
-Beside the table there is a log: the newest updates in the order in which all servers make them, and how old the
-weights of all updates were.
+The table comes with a log: the newest updates in the order in which all servers make them, and the distribution of the
+updates' delays.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from paceline.errors import WorkerLost, name_ranks
 
 sendable(ClaimTable)
 _SLICE_SECONDS = 0.1
-"""How long a request waits at the server before it answers that nothing has changed."""
+"""Time after which the server answers a waiting request with "nothing has changed"."""
 _PART_SECONDS = 5.0
-"""For a worker that does not answer when the others part."""
+"""Timeout for an answer from a holder while the survivors re-form."""
 
 
 @sendable
@@ -42,11 +42,11 @@ class Order:
     """An update that all servers make.
 
     Attributes:
-        version: its number, from 1.
-        step: whose gradients it applies.
-        rank: of the worker that has pushed them.
-        done: how many steps were done before.
-        factor: of the learning rate.
+        version: number of the update, from 1.
+        step: step of the gradients.
+        rank: rank of the worker that pushed the gradients.
+        done: number of steps done before the update.
+        factor: factor on the learning rate.
     """
 
     version: int
@@ -59,7 +59,7 @@ class Order:
 @sendable
 @dataclass
 class CommitLog:
-    """The newest updates, and how often each delay, and each number of rounds, has been."""
+    """The newest updates, and the counts of each delay and of each number of rounds."""
 
     orders: list[Order] = field(default_factory=list)
     delays: dict[int, int] = field(default_factory=dict)
@@ -67,7 +67,7 @@ class CommitLog:
 
 
 class _Table:
-    """The table as one of its holders has it; any thread may use it."""
+    """A holder's copy of the table. Thread-safe."""
 
     def __init__(self, forward: RpcClient | None) -> None:
         self._forward = forward
@@ -79,20 +79,20 @@ class _Table:
         self._gone: set[int] = set()
 
     def begin(self, text: bytes) -> None:
-        """Start anew."""
+        """Reset the table."""
         with self._changed:
             self._owner, self._arrived = None, set()
             self._put(text)
 
     def look(self, rank: int, since: int, data: bytearray) -> Answer:
-        """The table, as soon as it is not that of ``since`` any more."""
+        """Return the table once its change count differs from ``since``, or without its text after a short wait."""
         with self._changed:
             self._changed.wait_for(lambda: self._changes != since, _SLICE_SECONDS)
             text = self._text if self._changes != since else b""
             return (self._changes, text, sorted(self._arrived), sorted(self._gone)), ()
 
     def acquire(self, rank: int, words: Any, data: bytearray) -> Answer:
-        """The table, for a worker that alone may change it; nothing if another one still may, and who."""
+        """Give a worker the lock and return the table, or return the lock's owner if another worker still has it."""
         with self._changed:
             self._changed.wait_for(lambda: self._owner in (None, rank), _SLICE_SECONDS)
             if self._owner not in (None, rank):
@@ -102,7 +102,7 @@ class _Table:
             return (rank, self._text), ()
 
     def release(self, rank: int, text: bytes, data: bytearray) -> Answer:
-        """Change it, or leave it as it is."""
+        """Release the lock, and change the table if ``text`` is not empty."""
         with self._changed:
             if self._owner == rank:
                 self._owner = None
@@ -115,14 +115,14 @@ class _Table:
         return None, ()
 
     def copy(self, rank: int, text: bytes, data: bytearray) -> Answer:
-        """A change at the first holder."""
+        """Store a change that the first holder has sent."""
         with self._changed:
             self._check_open()
             self._text = text
         return None, ()
 
     def arrive(self, rank: int, words: Any, data: bytearray) -> Answer:
-        """A worker synchronizes."""
+        """Record that a worker synchronizes."""
         with self._changed:
             self._arrived.add(rank)
             self._changes += 1
@@ -130,13 +130,13 @@ class _Table:
         return None, ()
 
     def close(self, rank: int, words: Any, data: bytearray) -> Answer:
-        """The last table: nobody changes it any more."""
+        """Close the table to further changes and return it."""
         with self._changed:
             self._closed = True
             return self._text, ()
 
     def end(self, rank: int) -> None:
-        """A worker went away: it changes nothing any more."""
+        """Release the lock of a worker whose connection has ended, and record the worker as disconnected."""
         with self._changed:
             self._gone.add(rank)
             if self._owner == rank:
@@ -147,7 +147,7 @@ class _Table:
         if self._forward is not None:
             try:
                 self._forward.ask("table.copy", text)
-            except WorkerLost:  # the next generation has another copy
+            except WorkerLost:  # the next generation makes another copy
                 self._forward = None
         self._text = text
         self._changes += 1
@@ -159,31 +159,31 @@ class _Table:
 
 
 class LoggedCounts:
-    """One of the two counts of the log; to be changed inside ``NetworkClaims.change``."""
+    """Delays or rounds in the log. Change the counts only inside ``NetworkClaims.change``."""
 
     def __init__(self, counts: Callable[[], dict[int, int]]) -> None:
         self._counts = counts
 
     def add(self, number: int) -> None:
-        """Count a number once more."""
+        """Increment the count of a number."""
         counts = self._counts()
         counts[number] = counts.get(number, 0) + 1
 
     def total(self) -> Counter[int]:
-        """The counts of all workers, as they were last read."""
+        """Return the counts of all workers in the table that was read last."""
         return Counter(self._counts())
 
 
 class NetworkClaims:
-    """The table of these workers; all of them make it together, then rank 0 begins it.
+    """Access to the workers' table. All workers construct it together, then rank 0 resets the table.
 
     Args:
-        peers: the servers of the workers.
-        copies: how many of them hold the table.
+        peers: servers of the workers.
+        copies: number of workers that hold the table.
 
     Attributes:
-        log: of the table that was read last; inside :meth:`change` to be changed with it.
-        delays, rounds: the counts in it.
+        log: log of the table that was read last. Inside :meth:`change` it may be changed with the table.
+        delays, rounds: counts in the log.
     """
 
     def __init__(self, peers: RpcPeers, copies: int) -> None:
@@ -206,16 +206,16 @@ class NetworkClaims:
             peers.server.on_end(table.end)
 
     def begin(self, table: ClaimTable) -> None:
-        """Start anew, at rank 0, while the others do nothing with the table."""
+        """Reset the table on rank 0, while no other worker uses it. The log keeps its counts."""
         assert self._table is not None
         self._table.begin(encode((table, CommitLog([], self.log.delays, self.log.rounds))))
 
     def await_begin(self) -> None:
-        """Until all workers can go on from the new start."""
+        """Wait until rank 0 has reset the table."""
         self._world.gather(None, "step")
 
     def look(self) -> ClaimTable:
-        """The table as it is now."""
+        """Return the current table."""
         self._look(-1)
         return self._known
 
@@ -224,11 +224,11 @@ class NetworkClaims:
 
         Args:
             ready: the condition.
-            awaited: the workers on which it depends.
+            awaited: returns the ranks on which the condition depends.
 
         Raises:
             WorkerLost: a worker was lost.
-            WorkerSilent: nothing changed for the timeout.
+            WorkerSilent: the table has not changed for the timeout.
         """
         self._look(-1)
         begin = time.monotonic()
@@ -243,10 +243,10 @@ class NetworkClaims:
 
     @contextmanager
     def change(self) -> Iterator[ClaimTable]:
-        """Change the table; if the body raises, nothing is changed.
+        """Change the table in a context. The table stays as it is if the body raises.
 
         Raises:
-            WorkerLost: a worker was lost, and others have gone on with the table as it was.
+            WorkerLost: a worker was lost, and other workers have already closed the table.
         """
         first = self._peers.client(0)
         begin = time.monotonic()
@@ -268,18 +268,18 @@ class NetworkClaims:
         self._known = table
 
     def arrive(self) -> None:
-        """This worker synchronizes."""
+        """Announce that this worker synchronizes."""
         self._peers.client(0).ask("table.arrive")
 
     def missing(self) -> list[int]:
-        """The workers that have yet to synchronize, as far as it was known when the table was read."""
+        """Return the ranks that had not called :meth:`arrive` when the table was read last."""
         return [rank for rank in range(self._world.size) if rank not in self._arrived]
 
     def close(self) -> ClaimTable:
-        """The last table: nobody changes it any more. For workers that re-form because one was lost.
+        """Close the table to further changes and return it. For workers that re-form after a loss.
 
         Raises:
-            WorkerLost: nobody has it any more.
+            WorkerLost: all holders of the table are lost.
         """
         for rank in self._holders:
             if self._world.is_missing(rank):
@@ -295,7 +295,7 @@ class NetworkClaims:
         raise WorkerLost(f"Rank {self._world.rank}: the workers that held the table of steps are lost.")
 
     def last(self) -> ClaimTable:
-        """The table after :meth:`close`."""
+        """Return the table after :meth:`close`."""
         return self._known
 
     def _check_alive(self, ranks: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Requests among the workers of several machines: each answers the others in threads, whatever its main thread does.
+"""Requests between workers on several machines, answered in threads while the main thread computes.
 
 ::
 
@@ -6,10 +6,10 @@
     worker 1   a thread                  receive ─ handle ─ answer
                main thread   ─ compute ────────────────────────────
 
-So what a worker holds for the others (a shard of a parameter server, the table of steps) outlives a step that failed:
-survivors of a loss read it while they part, as they would in shared memory. A frame is a length of each part, words
-that ``comm.values`` can read, and bytes. Whoever connects proves first that it is one of these workers
-(``coordinator.authentication``) by a key that they share through the store at which they met.
+So data that a worker holds for the others (a shard of a parameter server, the table of steps) outlives a failed step,
+and the survivors of a loss read it while they re-form, as they would in shared memory. A frame is two lengths, a
+message encoded by ``comm.values``, and bytes. A client first proves that it is one of these workers
+(``coordinator.authentication``) with a key that the workers share through the store of their rendezvous.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ _FRAME = struct.Struct("<QQ")
 _LONGEST_WORDS = 1 << 26
 _PROOF_SECONDS = 10.0
 _MOST_UNPROVEN = 64
-"""Connections at a time that have yet to prove who they are."""
+"""Maximum number of simultaneous connections that are not authenticated yet."""
 _PIECE = 1 << 20
-"""Bytes handed to the kernel at once: between two pieces a worker looks whether the others are alive."""
+"""Bytes passed to the kernel in a call. A worker that must wait between calls checks that the others are alive."""
 _SLICE_SECONDS = 0.05
-"""How often a worker that waits for an answer looks whether the others are alive."""
+"""Interval at which a worker that waits for an answer checks that the others are alive."""
 
 Bytes: TypeAlias = "bytes | bytearray | memoryview"
 Answer: TypeAlias = "tuple[Any, Sequence[Bytes]]"
 Handler = Callable[[int, Any, bytearray], Answer]
-"""Answers (the rank that asks, its words, its bytes) with words and bytes; runs in a thread of that connection."""
+"""Answers (client's rank, message, bytes) with a message and bytes, in the thread of the client's connection."""
 
 
 class RpcServer:
-    """Answers the requests of other workers.
+    """Server for the requests of other workers.
 
     Args:
-        host: the address to listen at.
-        key: that who connects must have.
-        most: bytes of the largest request, besides its words.
+        host: address at which the server listens.
+        key: key by which clients authenticate.
+        most: bytes of the largest request, without its message.
     """
 
     def __init__(self, host: str, key: bytes, most: int) -> None:
@@ -71,11 +71,11 @@ class RpcServer:
         threading.Thread(target=self._accept, name="paceline-rpc", daemon=True).start()
 
     def serve(self, what: str, handler: Handler) -> None:
-        """From now on answer such requests."""
+        """Register the handler for requests named ``what``."""
         self._handlers[what] = handler
 
     def on_end(self, act: Callable[[int], None]) -> None:
-        """Call this with the rank of a worker whose connection has ended."""
+        """Register a function to be called with the rank of a worker whose connection has ended."""
         self._ended.append(act)
 
     def handle(self, rank: int, what: str, words: Any, data: bytearray) -> Answer:
@@ -83,7 +83,7 @@ class RpcServer:
         return self._handlers[what](rank, words, data)
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """End all connections and stop listening."""
         with self._lock:
             self._closed = True
             for one in (self._listener, *self._open):
@@ -98,7 +98,7 @@ class RpcServer:
             except OSError:
                 if self._closed:
                     return
-                time.sleep(_SLICE_SECONDS)  # no file descriptor is left for now
+                time.sleep(_SLICE_SECONDS)  # temporarily out of file descriptors
                 continue
             if not self._unproven.acquire(blocking=False):
                 connection.close()
@@ -134,24 +134,24 @@ class RpcServer:
             try:
                 answer, parts = self.handle(rank, what, words, data)
                 said = ("ok", answer)
-            except Exception as error:  # noqa: BLE001 - whoever asked raises it
+            except Exception as error:  # noqa: BLE001 - the client raises it
                 said, parts = ("error", (type(error).__name__, str(error))), ()
             _send(connection.send, said, parts)
 
 
 class RpcClient:
-    """Asks one other worker; used by one thread at a time.
+    """Client for requests to another worker. Only one thread at a time may use it.
 
     Attributes:
-        check: called while it waits; may raise.
-        seconds: to wait at most.
+        check: called before a request and during waits. May raise.
+        seconds: timeout in seconds for an answer.
 
     Args:
         world: the workers.
-        rank: of the other.
-        address: where it listens.
-        key: of these workers.
-        most: bytes of the largest answer, besides its words.
+        rank: rank of the other worker.
+        address: address at which the other worker listens.
+        key: key that the workers share.
+        most: bytes of the largest answer, without its message.
     """
 
     def __init__(self, world: World, rank: int, address: tuple[str, int], key: bytes, most: int) -> None:
@@ -161,10 +161,10 @@ class RpcClient:
         self.seconds = world.timeout
 
     def start(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> None:
-        """Send a request; its answer is to be taken by :meth:`finish` before the next one.
+        """Send a request. Call :meth:`finish` for its answer before the next request.
 
         Raises:
-            WorkerLost: the other worker went away.
+            WorkerLost: the connection to the other worker is lost.
         """
         self.check()
         with self._guarded():
@@ -172,11 +172,11 @@ class RpcClient:
             _send(self._write, (what, words), parts)
 
     def finish(self) -> tuple[Any, bytearray]:
-        """Wait for the answer.
+        """Wait for the answer to the request and return its message and bytes.
 
         Raises:
-            WorkerLost: the other worker went away, or stayed silent for the timeout.
-            PacelineError: as the handler has raised it.
+            WorkerLost: the connection is lost, or the other worker was silent for the timeout.
+            PacelineError: the handler raised it. Other errors of the handler become a RuntimeError.
         """
         with self._guarded():
             (kind, answer), data = _receive(self._read, self._most)
@@ -187,12 +187,12 @@ class RpcClient:
         return answer, data
 
     def ask(self, what: str, words: Any = None, parts: Sequence[Bytes] = ()) -> tuple[Any, bytearray]:
-        """Send a request, and wait for the answer."""
+        """Send a request and wait for its answer."""
         self.start(what, words, parts)
         return self.finish()
 
     def close(self) -> None:
-        """End the connection; the next request opens another one."""
+        """Close the connection. The next request opens a new connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -219,7 +219,7 @@ class RpcClient:
         return self._patiently(partial(self._connection.send, view))
 
     def _patiently(self, move: Callable[[], int]) -> int:
-        """Move some bytes, as long as the others are alive."""
+        """Send or receive some bytes, and check the other workers while waiting."""
         begin = time.monotonic()
         with contextlib.suppress(TimeoutError):
             return move()
@@ -236,7 +236,7 @@ class RpcClient:
 
     @contextlib.contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What was begun on a connection and not finished leaves it useless."""
+        """Close the connection after any error, because it may have stopped within a frame."""
         try:
             yield
         except (OSError, ValueError) as error:
@@ -252,7 +252,7 @@ class RpcClient:
 
 
 class OwnClient(RpcClient):
-    """Asks this worker itself: the main thread answers."""
+    """Client for requests of a worker to itself, answered in its main thread."""
 
     def __init__(self, world: World, server: RpcServer) -> None:
         super().__init__(world, world.rank, ("", 0), b"", 0)
@@ -265,20 +265,20 @@ class OwnClient(RpcClient):
 
     def finish(self) -> tuple[Any, bytearray]:
         assert self._asked is not None
-        with self._world.waiting_for(self._world.others):  # the handler may ask the holder of a copy
+        with self._world.waiting_for(self._world.others):  # the handler may send a request to the holder of a copy
             answer, parts = self._server.handle(self.rank, *self._asked)
         return answer, bytearray().join(parts)
 
 
 class RpcPeers:
-    """The servers of these workers, one in each; all make it together, in place of the one before.
+    """RPC server and clients of this worker. All workers construct them together, in place of the previous ones.
 
     Args:
         world: the workers.
-        most: bytes of the largest request or answer, besides its words.
+        most: bytes of the largest request or answer, without its message.
 
     Attributes:
-        server: of this worker.
+        server: server of this worker.
     """
 
     def __init__(self, world: World, most: int) -> None:
@@ -293,7 +293,7 @@ class RpcPeers:
         host = _own_address(world)
         self.server = RpcServer(host, self._key, most)
         self._addresses = [(str(one), int(port)) for one, port in world.gather((host, self.server.port), "step")]
-        world.end_servers()  # nobody reads any more from those before
+        world.end_servers()  # no worker reads from the previous servers any more
         world.end_servers = self._close
         self._clients: dict[int, RpcClient] = {}
         self._more: list[RpcClient] = []
@@ -304,31 +304,31 @@ class RpcPeers:
             client.close()
 
     def client(self, rank: int) -> RpcClient:
-        """The connection of the main thread to another worker."""
+        """Return the main thread's client for a worker."""
         if rank not in self._clients:
             own = rank == self.world.rank
             self._clients[rank] = OwnClient(self.world, self.server) if own else self.new_client(rank)
         return self._clients[rank]
 
     def new_client(self, rank: int) -> RpcClient:
-        """One more connection to another worker, for another thread."""
+        """Return an additional client for another worker, to be used in another thread."""
         self._more.append(RpcClient(self.world, rank, self._addresses[rank], self._key, self._most))
         return self._more[-1]
 
     def parting(self, rank: int, seconds: float) -> RpcClient:
-        """A new connection to a worker, which waits so long at most, and also when a worker was lost."""
+        """Return a reset client that waits at most ``seconds`` and also works after the loss of a worker."""
         client = self.client(rank)
         client.close()
         client.check, client.seconds = lambda: None, seconds
         return client
 
     def machine_of(self, rank: int) -> str:
-        """What tells the machine of a worker from the others."""
+        """Return an identifier of a worker's machine: its address."""
         return self._addresses[rank][0]
 
 
 def holders(peers: RpcPeers, first: int, copies: int) -> list[int]:
-    """The ranks that hold copies of what a worker serves: itself, then the next on another machine, or the next."""
+    """Return the ranks that hold a copy: ``first``, then the next ranks on other machines, or else the next ranks."""
     size = peers.world.size
     others = [(first + place) % size for place in range(1, size)]
     far = [rank for rank in others if peers.machine_of(rank) != peers.machine_of(first)]
@@ -336,14 +336,14 @@ def holders(peers: RpcPeers, first: int, copies: int) -> list[int]:
 
 
 def _own_address(world: World) -> str:
-    """The address by which the others reach this worker: where it came from when it met them."""
+    """Return the address at which other workers reach this worker: its own address towards rank 0's host."""
     if world.coordinator is not None:
         return world.coordinator.address
     host = env.started_by().host
     if host is None or env.is_loopback(host):
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
+        probe.connect((host, 9))  # UDP: sends nothing
         return str(probe.getsockname()[0])
 
 
@@ -357,10 +357,10 @@ def _send(write: Callable[[memoryview], int], words: Any, parts: Sequence[Bytes]
 
 
 def _receive(read: Callable[[memoryview], int], most: int) -> tuple[Any, bytearray]:
-    """Read a frame.
+    """Read a frame and return its message and bytes.
 
     Raises:
-        ValueError: it is longer than what is expected, or no frame.
+        ValueError: the frame is longer than allowed, or its message cannot be decoded.
     """
 
     def take(size: int) -> bytearray:

@@ -1,15 +1,15 @@
-"""What a parameter server holds: some parameters, buffers and optimizer states, in two copies.
+"""Shard of a parameter server: some of the parameters, buffers and optimizer states, in two copies.
 
 ::
 
     copy 0   parameters, buffers | optimizer states | learning rates and schedule        version 4 ◀ counts
     copy 1   parameters, buffers | optimizer states | learning rates and schedule        version 5   is being written
 
-An update is written into the spare copy; then a number elsewhere (``comm.assignment.step_claims``) says that it counts.
-A worker that is killed at any instant leaves the other copy whole.
+An update is written to the spare copy. Then the version number in the table of ``comm.assignment.step_claims`` makes
+that copy current. A worker that is killed at any instant leaves the other copy intact.
 
-On one machine it lies in memory that all workers see. On several, each has it in its own memory (:class:`OwnBlocks`),
-and a copy goes from one to another as the bytes that it is.
+On one machine a shard lies in shared memory. On several machines each holder has the shard in its own memory
+(:class:`OwnBlocks`), and copies are sent between machines as raw bytes.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _NOTES_AT = 64
 _NOTES_BYTES = 1 << 20
 _NOTES_BYTES_EACH = 1 << 10
 _STATES = 8
-"""Room for optimizer states, in the size of the parameters; memory that is not written takes none."""
+"""Space for optimizer states, as a multiple of the parameters' size. Unwritten pages take no memory."""
 
 
 @sendable
 class _Entry(NamedTuple):
-    """One tensor of an optimizer state: of which parameter, under which key, and where it lies."""
+    """A tensor of an optimizer state: index of its parameter, key, type, shape, and offset in the copy."""
 
     parameter: int
     key: str
@@ -48,7 +48,7 @@ class _Entry(NamedTuple):
 
 
 class _Metadata(NamedTuple):
-    """What is no tensor, and where the optimizer states are."""
+    """Layout of the optimizer's state tensors, and all values that are not tensors."""
 
     entries: list[_Entry]
     numbers: list[tuple[int, str, object]]
@@ -57,39 +57,39 @@ class _Metadata(NamedTuple):
 
 
 class Blocks(Protocol):
-    """Where a shard lies."""
+    """Memory for a shard."""
 
     def share(self, size: int) -> list[memoryview]:
-        """Map a new block; the shard lies in the first one."""
+        """Map a new block of memory. The shard uses the first returned view."""
         ...
 
 
 class OwnBlocks:
-    """Memory of this process alone."""
+    """Private memory of this process."""
 
     def share(self, size: int) -> list[memoryview]:
-        """Map a block; what is not written takes no memory."""
+        """Map a block. Unwritten pages take no memory."""
         return [memoryview(mmap.mmap(-1, size))]
 
 
 class Buffered(Protocol):
-    """What has buffers, as a model does."""
+    """An object with named buffers, such as a model."""
 
     def named_buffers(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """The buffers by name."""
+        """Return the buffers with their names."""
         ...
 
 
 class Shard:
-    """A part of the state; all workers make it together, in the same order.
+    """A shard of the training state. All workers construct their shards together, in the same order.
 
     Args:
-        memory: of the workers, or of this one alone.
-        model: whose buffers it holds.
-        parameters: that it holds, by name.
-        buffers: the names of the buffers that it holds.
-        optimizer: of all parameters.
-        schedule: of the learning rate, or none.
+        memory: memory for the shard, shared by the workers or private.
+        model: model with the buffers.
+        parameters: parameters of this shard, by name.
+        buffers: names of the buffers of this shard.
+        optimizer: optimizer of all parameters.
+        schedule: learning-rate schedule, or None.
     """
 
     def __init__(
@@ -115,55 +115,55 @@ class Shard:
         self._block = memory.share(2 * self._size)[0]
         self._fixed = [self._fixed_views(copy, fixed) for copy in (0, 1)]
         self._read_notes: list[tuple[int, _Metadata, list[torch.Tensor]] | None] = [None, None]
-        self._entries: tuple[bytes, list[_Entry]] = encode([]), []  # as bytes too: they hardly ever change
+        self._entries: tuple[bytes, list[_Entry]] = encode([]), []  # encoded once, as entries rarely change
         self._taken = -1
         self.check_states()
 
     def views(self, copy: int) -> list[torch.Tensor]:
-        """The parameters of a copy as they lie in memory."""
+        """Return views of the parameters in a copy."""
         return self._fixed[copy][: len(self.parameters)]
 
     def write(self, copy: int) -> None:
-        """Put what this worker has into a copy."""
+        """Write this worker's parameters, buffers, optimizer states and schedule to a copy."""
         with torch.no_grad():
             torch._foreach_copy_(self._fixed[copy], self._tensors())
         self.write_states(copy)
 
     def read(self, copy: int, states: bool = True) -> None:
-        """Take over a copy; without the optimizer states, only what a gradient is computed from."""
+        """Load a copy. Without ``states``, load only the parameters and buffers, which suffice for a gradient."""
         with torch.no_grad():
             torch._foreach_copy_(self._tensors(), self._fixed[copy])
         if states:
             self.read_states(copy)
 
     def write_buffers(self, copy: int) -> None:
-        """Put the buffers alone into a copy."""
+        """Write only the buffers to a copy."""
         self._copy_buffers(self._fixed[copy][len(self.parameters) :], self._tensors()[len(self.parameters) :])
 
     def read_buffers(self, copy: int) -> None:
-        """Take over the buffers alone."""
+        """Load only the buffers from a copy."""
         self._copy_buffers(self._tensors()[len(self.parameters) :], self._fixed[copy][len(self.parameters) :])
 
     def weights(self, copy: int) -> memoryview:
-        """The bytes of the parameters and buffers of a copy, to be read or written."""
+        """Return a writable view of the bytes of a copy's parameters and buffers."""
         start = copy * self._size + _NOTES_AT + self._notes_room
         return memoryview(self._block)[start : copy * self._size + self._states_at]
 
     def contents(self, copy: int) -> memoryview:
-        """The bytes of a whole copy, as far as it is used."""
+        """Return a view of the used bytes of a copy."""
         _, notes, _ = self._noted(copy)
         ends = [entry.place + entry.dtype.itemsize * torch.Size(entry.shape).numel() for entry in notes.entries]
         return memoryview(self._block)[copy * self._size : copy * self._size + max([self._states_at, *ends])]
 
     def fill(self, copy: int, contents: bytes | bytearray | memoryview) -> None:
-        """Put the :meth:`contents` of a shard of another worker into a copy."""
+        """Overwrite a copy with the :meth:`contents` of another worker's shard."""
         start = copy * self._size
         self._block[start : start + len(contents)] = bytes(contents)
         self._read_notes[copy] = None
         self.forget()
 
     def forget(self) -> None:
-        """What this worker has may be of no copy any more: the next one is taken over as a whole."""
+        """Make the next :meth:`read_states` load everything, because the local state may match no copy."""
         self._taken = -1
 
     def _copy_buffers(self, to: list[torch.Tensor], values: list[torch.Tensor]) -> None:
@@ -183,17 +183,17 @@ class Shard:
         return views
 
     def check_states(self) -> None:
-        """Refuse optimizer states that cannot be held.
+        """Check that the shard can hold the optimizer states.
 
         Raises:
-            InputError: says which.
+            InputError: a state or value cannot be shared, or there is no space for it.
         """
         self._packed(self._described()[0])
 
-    # The optimizer's states may grow during training: a parameter gets one with its first gradient.
+    # The optimizer's states may grow during training, because a parameter gets a state with its first gradient.
 
     def write_states(self, copy: int) -> None:
-        """Put the optimizer states, the learning rates and the schedule into a copy."""
+        """Write the optimizer states, the learning rates and the schedule to a copy."""
         notes, values = self._described()
         written = self._packed(notes)
         start = copy * self._size
@@ -220,7 +220,7 @@ class Shard:
         return written
 
     def _unshareable(self, notes: _Metadata) -> InputError:
-        """Names the first value that cannot be sent."""
+        """Build the error that names the first value that cannot be sent."""
         held: list[tuple[object, str, object]] = [(self._optimizer, key, value) for _, key, value in notes.numbers]
         held += [(self._optimizer, key, value) for group in notes.groups for key, value in group.items()]
         held += [(self._schedule, key, value) for key, value in (notes.schedule or {}).items()]
@@ -266,7 +266,7 @@ class Shard:
         return _Metadata(entries, numbers, groups, schedule), values
 
     def read_states(self, copy: int) -> None:
-        """Take over the optimizer states, the learning rates and the schedule."""
+        """Load the optimizer states, the learning rates and the schedule from a copy."""
         number, notes, views = self._noted(copy)
         state, there, values = self._optimizer.state, [], []
         for entry, view in zip(notes.entries, views, strict=True):
@@ -290,7 +290,7 @@ class Shard:
             self._taken = number
 
     def _drop_others(self, notes: _Metadata) -> None:
-        """Remove states that the copy does not have."""
+        """Remove optimizer states that the copy does not have."""
         held = {(owner, key) for owner, key, *_ in (*notes.entries, *notes.numbers)}
         for owner, parameter in enumerate(self.parameters):
             own = self._optimizer.state.get(parameter, {})
@@ -326,9 +326,9 @@ def _can_be_sent(value: object) -> bool:
 
 
 def cut(parameters: dict[str, nn.Parameter], count: int) -> list[dict[str, nn.Parameter]]:
-    """Cut parameters into so many shards of whole tensors, of about as many bytes: the largest first, to the emptiest.
+    """Split parameters into ``count`` shards of whole tensors with about equal numbers of bytes.
 
-    Each shard keeps the order of the model.
+    Assigns the largest tensors first, each to the smallest shard. Each shard keeps the order of the model.
     """
     loads = [0] * count
     home: dict[str, int] = {}
