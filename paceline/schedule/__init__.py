@@ -1,1 +1,1 @@
-"""What one step does, as plain data: no torch, no clock."""
+"""Schedules of a training step as plain data. No torch, no clock."""

@@ -1,4 +1,4 @@
-"""Which steps are audited, and which microbatch of them is computed twice."""
+"""Schedule of audits: the audited steps, and the microbatch that each audit computes twice."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 
 class AuditSchedule:
-    """Audits of steps 0, 1, 2, 4, 8 and so on, of each 1,000th, before saves, after joins, and of the last one.
+    """Audits of steps 0, 1, 2, 4, 8 and so on, every 1,000th step, before saves, after joins, and of the last step.
 
     Args:
-        every: steps from one further audit to the next; None: there are no further ones.
-        saves: steps from one checkpoint to the next, if that is known.
-        off: whether there are no audits at all.
+        every: interval of additional audits in steps. Defaults to no additional audits.
+        saves: interval of checkpoints in steps, or None if it is unknown.
+        off: whether audits are disabled.
 
     Attributes:
-        last: the last step of the loop that the script is in, if that is known.
+        last: last step of the script's current loop, or None if it is unknown.
 
     >>> schedule = AuditSchedule(every=5)
     >>> [step for step in range(20) if schedule.is_due(step)]
@@ -29,11 +29,11 @@ class AuditSchedule:
         self._joined: dict[int, int] = {}
 
     def look_at(self, step: int, ranks: Sequence[int]) -> None:
-        """Audit workers that have joined, each in a step of its own from ``step`` on; all workers call this alike."""
+        """Schedule audits of joined workers, one for each step from ``step`` on. All workers pass the same values."""
         self._joined = {step + number: rank for number, rank in enumerate(ranks)}
 
     def joined(self, step: int) -> int | None:
-        """Return the rank of a worker that has joined and is to take part in the audit of a step, if there is one."""
+        """Return the rank of the joined worker that the audit of a step covers, or None."""
         return self._joined.get(step)
 
     @classmethod
@@ -43,7 +43,7 @@ class AuditSchedule:
         return cls(audit if isinstance(audit, int) else None, saves, off=audit == "off")
 
     def is_due(self, step: int) -> bool:
-        """Whether a step is audited for a reason that follows from the settings alone, alike on all workers."""
+        """Return whether a step is audited because of its number, a save or a join. Equal on all workers."""
         if self._off:
             return False
         if step in self._joined:
@@ -52,10 +52,10 @@ class AuditSchedule:
         return bool(by_number or (self._saves and (step + 1) % self._saves == 0))
 
     def is_last(self, step: int) -> bool:
-        """Whether a step is audited as the last one."""
+        """Return whether a step is audited because it is the last step."""
         return not self._off and step == self.last
 
     def microbatch(self, step: int, microbatches: int) -> int:
-        """Return the microbatch of an audited step: another one from audit to audit."""
+        """Return the microbatch that an audit computes twice. It changes from audit to audit."""
         audits = step.bit_length() + step // 1000 + (step // self._every if self._every else 0)
         return (microbatches - 1 - audits) % microbatches

@@ -1,15 +1,15 @@
-"""Which microbatches each worker computes with backup workers, who are not waited for: whole numbers, no clock.
+"""Shares of microbatches with backup workers, which a step does not wait for. Integers only, no clock.
 
 ::
 
-    batches of 4 microbatches; 2 workers are waited for, 1 is not        ▓ in time   ░ too late
+    batches of 4 microbatches; each step waits for 2 of 3 workers        ▓ in time   ░ too late
 
     step 0    ▓ 0 1   ░ 2 3   ▓ 4 5          one share more than the batch has, taken from the next batch
     step 1    ▓ 2 3   ▓ 6 7   ░ 8 9          late microbatches come back first
-    step 2    ▓ 8 9   ▓ 10 11   (8 9)        the last step of the epoch: all that is left, and copies of it
+    step 2    ▓ 8 9   ▓ 10 11   (8 9)        the last step of the epoch: all remaining microbatches, and copies
 
-Microbatches are numbered from 0 through the whole epoch. After each step about as many have been used as with one batch
-per step; after the last step of the epoch, each has been used exactly once.
+Microbatches are numbered from 0 through the whole epoch. After each step about as many microbatches have been used as
+with one batch per step. After the last step of the epoch, each has been used exactly once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.schedule.shares import even
 
 @dataclass(frozen=True)
 class EpochLength:
-    """The length of an epoch: steps, microbatches of a full batch, microbatches of the epoch."""
+    """Length of an epoch: steps, microbatches of a full batch, microbatches of the epoch."""
 
     steps: int
     batch: int
@@ -31,12 +31,12 @@ class EpochLength:
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """The progress in an epoch.
+    """Progress in an epoch.
 
     Attributes:
-        steps: steps done.
-        before: all microbatches before this one have been used,
-        beyond: and these.
+        steps: number of steps done.
+        before: first unused microbatch.
+        beyond: used microbatches after ``before``.
     """
 
     steps: int = 0
@@ -44,17 +44,17 @@ class EpochProgress:
     beyond: tuple[int, ...] = ()
 
     def unused(self, length: EpochLength) -> list[int]:
-        """The microbatches not used yet, in order."""
+        """Return the unused microbatches, in order."""
         used = frozenset(self.beyond)
         return [one for one in range(self.before, length.total) if one not in used]
 
     def target(self, length: EpochLength) -> int:
-        """The number of microbatches for the next step."""
+        """Return the number of microbatches for the next step."""
         done = self.before + len(self.beyond)
         return min((self.steps + 1) * length.batch, length.total) - done
 
     def after(self, used: Collection[int]) -> EpochProgress:
-        """The progress after a step that used these microbatches.
+        """Return the progress after a step that used these microbatches.
 
         >>> EpochProgress().after([0, 1, 4, 5])
         EpochProgress(steps=1, before=2, beyond=(4, 5))
@@ -66,17 +66,17 @@ class EpochProgress:
         return EpochProgress(self.steps + 1, before, tuple(sorted(one for one in known if one > before)))
 
     def skipped(self, length: EpochLength) -> EpochProgress:
-        """The progress after a step that the script skipped, with its samples."""
+        """Return the progress after a step that the script skipped together with its samples."""
         return self.after(self.unused(length)[: self.target(length)])
 
 
 @dataclass(frozen=True)
 class BackupShares:
-    """The shares of a step.
+    """Shares of a step.
 
     Attributes:
-        members: the microbatches of each share.
-        needed: the number of different shares that make the update.
+        members: microbatches of each share.
+        needed: number of different shares that make the update.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -84,13 +84,13 @@ class BackupShares:
 
     @property
     def copied(self) -> bool:
-        """Whether all shares are needed; workers without a share then compute a copy of one."""
+        """Whether all shares are needed, so that workers without a share compute a copy of a share."""
         return self.needed == len(self.members)
 
     def of(self, rank: int, step: int, workers: int) -> int | None:
-        """The share that a worker begins with, if any.
+        """Return the index of the share with which a worker begins, or None if it has none.
 
-        Shares rotate: the first ones hold the late microbatches, which must not go to the same slow worker each time.
+        Shares rotate, because the first shares hold late microbatches, which must not return to the same slow worker.
         """
         index = (rank + step) % workers
         if index < len(self.members):
@@ -99,15 +99,15 @@ class BackupShares:
 
 
 def return_late(progress: EpochProgress, length: EpochLength, workers: int, spare: int) -> BackupShares:
-    """The shares of a step; late ones come back in a later step.
+    """Return the shares of a step whose late microbatches return in a later step.
 
-    The last microbatch of an epoch is kept for its last step, which would be empty otherwise.
+    The last microbatch of an epoch is reserved for the last step, which could otherwise be empty.
 
     Args:
-        progress: in the epoch.
-        length: of the epoch.
-        workers: the number of workers.
-        spare: the number of backup workers.
+        progress: progress in the epoch.
+        length: length of the epoch.
+        workers: number of workers.
+        spare: number of backup workers.
 
     >>> return_late(EpochProgress(), EpochLength(steps=3, batch=4, total=12), workers=3, spare=1).members
     ((0, 1), (2, 3), (4, 5))
@@ -124,7 +124,7 @@ def return_late(progress: EpochProgress, length: EpochLength, workers: int, spar
 
 
 def drop_late(microbatches: range, workers: int, spare: int) -> BackupShares:
-    """The shares of a step whose batch is divided among all workers; late ones are dropped.
+    """Return the shares of a step whose batch is divided among all workers, and whose late shares are dropped.
 
     >>> drop_late(range(4, 8), workers=3, spare=1)
     BackupShares(members=((4, 5), (6,), (7,)), needed=2)
@@ -139,5 +139,5 @@ def _cut(microbatches: list[int], parts: int) -> tuple[tuple[int, ...], ...]:
 
 
 def resume_epoch(steps: int, length: EpochLength) -> EpochProgress:
-    """The progress of an epoch whose first steps were done without backup workers."""
+    """Return the progress of an epoch whose first steps were done without backup workers."""
     return replace(EpochProgress(), steps=steps, before=min(steps * length.batch, length.total))

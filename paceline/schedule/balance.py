@@ -1,4 +1,4 @@
-"""Balance stages: PipeDream's dynamic program (arXiv 1806.03377, section 3.1).
+"""Balancing of pipeline stages by PipeDream's dynamic program (arXiv 1806.03377, section 3.1).
 
 ::
 
@@ -7,9 +7,9 @@
 
     stage = max( computing, transfers ) / m  +  all-reduce of its weights between its replicas / microbatches
 
-All times are per microbatch. A worker computes, sends and receives at the same time: forward it receives the input of
-the stage and sends its output, backward the reverse. So its transfers take (input bytes + output bytes) / bandwidth.
-Each of m replicas takes every m-th microbatch.
+All times are per microbatch. A worker computes, sends and receives at the same time. It receives the stage's input and
+sends the output in the forward pass, and the reverse in the backward pass, so its transfers take
+(input bytes + output bytes) / bandwidth. Each of m replicas takes every m-th microbatch.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from itertools import accumulate, pairwise
 from paceline.errors import ConfigError
 
 COPIES = 4
-"""Values a worker holds per weight: itself, its gradient, and up to two of the optimizer (Adam)."""
+"""Values that a worker holds per weight: the weight, its gradient, and up to two optimizer states (Adam)."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The cost of one layer for one microbatch.
+    """Cost of a layer for one microbatch.
 
     Attributes:
-        name: of the layer.
-        forward: seconds.
-        backward: seconds.
-        output_bytes: sent over a boundary after it.
-        parameter_bytes: of its weights.
-        kept_bytes: kept from the forward pass for the backward pass.
+        name: name of the layer.
+        forward: seconds of the forward pass.
+        backward: seconds of the backward pass.
+        output_bytes: bytes sent over a stage boundary after the layer.
+        parameter_bytes: bytes of the layer's weights.
+        kept_bytes: bytes kept from the forward pass for the backward pass.
     """
 
     name: str
@@ -48,13 +48,13 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Cut:
-    """A model cut into stages.
+    """Partition of a model into stages.
 
     Attributes:
-        names: of the layers at which stages 1, 2, ... begin.
-        bounds: the first layer of each stage, and the one after its last.
-        replicas: the workers of each stage.
-        seconds: of each stage for a microbatch.
+        names: names of the layers at which stages 1, 2, ... begin.
+        bounds: first layer and end (exclusive) of each stage.
+        replicas: number of workers of each stage.
+        seconds: seconds per microbatch of each stage.
     """
 
     names: tuple[str, ...]
@@ -64,19 +64,19 @@ class Cut:
 
     @property
     def slowest(self) -> float:
-        """Seconds of the slowest stage: the pipeline finishes a microbatch in this time."""
+        """Seconds per microbatch of the slowest stage, and thus of the pipeline."""
         return max(self.seconds)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """The workers that the stages run on.
+    """Workers that run the stages.
 
     Attributes:
-        link_bytes_per_second: between two workers, in each direction.
-        memory_bytes: of each worker; none: enough.
-        workers: their number; none: one per stage.
-        microbatches: of a step.
+        link_bytes_per_second: bandwidth between two workers in each direction.
+        memory_bytes: memory of each worker. Defaults to unlimited memory.
+        workers: number of workers. Defaults to one per stage.
+        microbatches: number of microbatches of a step.
     """
 
     link_bytes_per_second: float = math.inf
@@ -86,9 +86,9 @@ class Cluster:
 
 
 def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
-    """The cut with the fastest slowest stage; of equal ones, the one with the most even stages.
+    """Return the cut whose slowest stage takes the least time, preferring even stages among equal cuts.
 
-    A replica that costs more than it gains is left out, so some workers may stay unused.
+    Omits replicas that cost more than they gain, so some workers may remain unused.
 
     Raises:
         ConfigError: no stages, more stages than layers or workers, or a stage that does not fit into memory.
@@ -121,10 +121,10 @@ def balance(layers: Sequence[LayerCost], stages: int, cluster: Cluster) -> Cut:
 
 
 def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]], cluster: Cluster) -> None:
-    """Refuse a cut with a stage that does not fit into the memory of its worker.
+    """Check that each stage of a cut fits into the memory of a worker.
 
     Raises:
-        ConfigError: names the stage and its size.
+        ConfigError: a stage does not fit. Names the stage and its size.
     """
     costs_of, limit = StageCosts(layers, cluster), cluster.memory_bytes
     for place, (begin, end) in enumerate(bounds):
@@ -137,17 +137,17 @@ def check_memory(layers: Sequence[LayerCost], bounds: Sequence[tuple[int, int]],
 
 
 def fit_bounds(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """The cut with the fastest slowest stage, where the workers of the stages have different speeds.
+    """Return the bounds of the cut whose slowest stage takes the least time, for workers of different speeds.
 
     Args:
         costs: seconds of each layer.
-        factors: by which layers are slower in each stage.
+        factors: slowdown factor of each stage's worker.
 
     >>> fit_bounds([1.0] * 6, [1.0, 2.0])
     ((0, 4), (4, 6))
     """
     sums, count = _cumulative(costs), len(costs)
-    # for the stages so far, by the layer they end at: seconds of the slowest, and where each begins
+    # for the stages up to this one, by their end: seconds of the slowest stage, and the beginning of each stage
     best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
     for stage, factor in enumerate(factors):
         left = len(factors) - stage - 1
@@ -164,7 +164,7 @@ def fit_bounds(costs: Sequence[float], factors: Sequence[float]) -> tuple[tuple[
 
 
 class StageCosts:
-    """Time and memory of any stage."""
+    """Time and memory of any possible stage."""
 
     def __init__(self, layers: Sequence[LayerCost], cluster: Cluster) -> None:
         self._cluster = cluster
@@ -174,7 +174,7 @@ class StageCosts:
         self._crossing = [0, *(layer.output_bytes for layer in layers[:-1]), 0]
 
     def seconds(self, begin: int, end: int, replicas: int = 1) -> float:
-        """Seconds for one microbatch."""
+        """Return the seconds per microbatch of a stage."""
         link = self._cluster.link_bytes_per_second
         computing = self._computing[end] - self._computing[begin]
         transfers = (self._crossing[begin] + self._crossing[end]) / link
@@ -183,24 +183,24 @@ class StageCosts:
         return max(computing, transfers) / replicas + reduce / self._cluster.microbatches
 
     def memory(self, begin: int, end: int, replicas: int, after: int) -> float:
-        """Bytes per worker; as many microbatches are in flight as there are stages from this one on."""
+        """Return the bytes per worker, with at most one microbatch in flight for each stage from this stage on."""
         share = math.ceil(self._cluster.microbatches / replicas)
         kept = (self._kept[end] - self._kept[begin]) * min(share, after + 1)
         return COPIES * (self._weights[end] - self._weights[begin]) + kept
 
 
 Cost = Callable[[int, int, int, int], float]
-"""The cost of a stage, from its first layer, the one after its last, its replicas, and the stages after it."""
+"""Cost of a stage, given its first layer, its end, its replicas, and the number of stages after it."""
 _Found = tuple[tuple[float, float], tuple[tuple[int, int], ...], tuple[int, ...]]
 
 
 def _best(layers: int, stages: int, workers: int, cost: Cost) -> _Found:
-    """The cut with the cheapest most expensive stage; of these, one with a small sum of squares."""
+    """Return the cut whose most expensive stage is cheapest, preferring a small sum of squared costs."""
     nothing: _Found = (math.inf, math.inf), (), ()
-    # the best from a layer on, with at most so many workers; at first with no stages left
+    # best cut from a layer to the end, by (layer, available workers); initially without stages
     after: dict[tuple[int, int], _Found] = {(layers, left): ((0.0, 0.0), (), ()) for left in range(workers + 1)}
     for behind in range(stages):
-        ahead = stages - behind - 1  # each stage before needs a layer and a worker
+        ahead = stages - behind - 1  # each earlier stage needs a layer and a worker
         now: dict[tuple[int, int], _Found] = {}
         for begin in range(ahead, layers) if ahead else [0]:
             for left in range(behind + 1, workers - ahead + 1):
@@ -220,7 +220,7 @@ def _best(layers: int, stages: int, workers: int, cost: Cost) -> _Found:
 def _does_not_fit(
     layers: Sequence[LayerCost], stages: int, workers: int, costs_of: StageCosts, cluster: Cluster
 ) -> ConfigError:
-    """Name the stage that needs most memory in the cut that needs least."""
+    """Build the error that names the largest stage of the cut that needs the least memory."""
     _, bounds, replicas = _best(len(layers), stages, workers, costs_of.memory)
     needs = [
         costs_of.memory(*bound, count, stages - place - 1)

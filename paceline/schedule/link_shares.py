@@ -1,13 +1,13 @@
-"""How much of a reduction each machine adds up, by the speed of its link.
+"""Shares of a reduction for machines whose links differ in speed.
 
-In a direct reduce-scatter and all-gather of ``n`` bytes a machine that adds up the share ``x`` sends, and gets,
-``n (1 + (P - 2) x)``: its parts for the others, and its means. So machine ``i`` with a link of ``B_i`` bytes a second
-is done in time ``T`` if ``x_i <= (T B_i / n - 1) / (P - 2)``, and the least ``T`` for which these shares reach 1 is
-``n max(1 / min B, 2 (P - 1) / sum B)``. With one link of eight at half the rate that is 2 n / B, where equal shares,
-as in a ring, take 3.5 n / B.
+In a direct reduce-scatter and all-gather of ``n`` bytes over ``P`` machines, a machine that reduces the share ``x``
+sends and receives ``n (1 + (P - 2) x)`` bytes: its chunks for the others, and its means. So machine ``i`` with a link
+of ``B_i`` bytes per second needs at most the time ``T`` if ``x_i <= (T B_i / n - 1) / (P - 2)``. The least ``T`` for
+which these shares add up to 1 is ``n max(1 / min B, 2 (P - 1) / sum B)``. With one link of eight at half the rate this
+is 2 n / B, where equal shares, as in a ring, take 3.5 n / B.
 
-A slow machine sends all its parts before it gets the last means. Of ``C`` buckets only the last one does not overlap,
-so it all takes ``1 + 1 / C`` times as long: hence small buckets (:func:`bucket_bytes`).
+A slow machine sends all its chunks before it receives the last means. Of ``C`` buckets only the last does not overlap,
+so the reduction takes ``1 + 1 / C`` times as long, which favors small buckets (:func:`bucket_bytes`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from collections.abc import Sequence
 from statistics import median
 
 _AS_FAST = 0.75
-"""Links not slower than this part of the median count as equal: measurements differ."""
+"""Links whose rate is at least this fraction of the median count as equal, because measurements vary."""
 _BUCKETS = 16
 _LEAST_MESSAGE = 2**16
 
 
 def of_links(rates: Sequence[float]) -> list[float]:
-    """The share of each machine; their sum is 1.
+    """Return the share of each machine. The shares add up to 1.
 
     Args:
-        rates: of each machine's link, in any unit.
+        rates: rate of each machine's link, in any unit.
 
     >>> of_links([1.0, 1.0, 1.0, 0.9])
     [0.25, 0.25, 0.25, 0.25]
@@ -41,7 +41,7 @@ def of_links(rates: Sequence[float]) -> list[float]:
 
 
 def bucket_bytes(nbytes: int, machines: int) -> int:
-    """The size of a bucket where shares are unequal: a part of what is reduced, with messages that are not too small.
+    """Return the bucket size for unequal shares: a fraction of ``nbytes``, but large enough for efficient messages.
 
     >>> bucket_bytes(32 * 2**20, machines=8), bucket_bytes(2**20, machines=8)
     (2097152, 524288)

@@ -1,4 +1,4 @@
-"""Shares of workers and sizes of microbatches: pure functions of whole numbers."""
+"""Shares of workers and sizes of microbatches, as pure functions of integers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ DEFAULT_MICROBATCHES = 8
 
 
 def default_microbatches(batch: int) -> int:
-    """Eight, or the largest power of two that leaves each microbatch a sample.
+    """Return eight, or for batches of fewer samples the largest power of two that is not larger than the batch.
 
-    Eight gives equal shares to 2, 4 and 8 workers, a share to each of up to eight, and microbatches large enough to be
-    computed fast. The number must not depend on the workers: it affects the bits.
+    Eight gives equal shares to 2, 4 and 8 workers, a share to each of up to eight workers, and microbatches large
+    enough for fast computation. The number must not depend on the number of workers, because it affects the bits.
     """
     return min(DEFAULT_MICROBATCHES, 1 << (batch.bit_length() - 1))
 
 
 @lru_cache(maxsize=64)
 def even(total: int, parts: int) -> tuple[range, ...]:
-    """Cut ``range(total)`` into contiguous parts whose lengths differ by one at most, the longer ones first.
+    """Split ``range(total)`` into contiguous parts whose lengths differ by at most one, with longer parts first.
 
     >>> even(10, 4)
     (range(0, 3), range(3, 6), range(6, 8), range(8, 10))
@@ -30,9 +30,9 @@ def even(total: int, parts: int) -> tuple[range, ...]:
 
 
 def microbatches(samples: int, batch: int, parts: int) -> tuple[range, ...]:
-    """Cut a batch of ``samples`` into microbatches, each a range of places in the batch.
+    """Split a batch of ``samples`` into microbatches, each a range of indices in the batch.
 
-    A full batch has ``parts`` of them. A short last batch (``samples < batch``) has fewer, of about the same size: tiny
-    microbatches would be slow and would spoil batch statistics.
+    A full batch has ``parts`` microbatches. A short last batch (``samples < batch``) has fewer microbatches of about
+    the same size, because tiny microbatches would be slow and would distort batch statistics.
     """
     return even(samples, -(-samples * parts // batch))

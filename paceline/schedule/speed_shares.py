@@ -1,7 +1,7 @@
-"""Shares in proportion to the speed of each worker: whole numbers from measured seconds, no clock.
+"""Shares in proportion to the speed of each worker, computed from measured seconds. No clock.
 
-Shares follow the median of several steps, and change only where that is clearly worth it. Recomputed after each step
-they would chase noise, and a worker that is slow in one step would make two steps slow.
+Shares follow the median of several steps and change only if the gain is significant. Shares recomputed after each step
+would follow noise, and a worker that is slow in one step would make two steps slow.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from statistics import median
 from paceline.schedule.shares import even
 
 WINDOW = 7
-"""Steps in the median."""
+"""Number of steps in the median."""
 _LEAST = 4
-"""Steps measured before the first change."""
+"""Number of measured steps before the first change."""
 _WORTH = 1.03
-"""A change must make the step faster by this factor."""
+"""Minimum speedup of the step for a change of the shares."""
 
 
 class SpeedShares:
-    """The speed of each worker, and the shares that follow from it.
+    """Measured speed of each worker, and the resulting shares.
 
     Args:
-        workers: the number of workers.
-        total: microbatches of a full step.
-        fits: whether shares follow the speed; else they are even.
+        workers: number of workers.
+        total: number of microbatches of a full step.
+        fits: whether shares follow the speed. Otherwise they are even.
     """
 
     def __init__(self, workers: int, total: int, fits: bool) -> None:
@@ -37,10 +37,10 @@ class SpeedShares:
         self.counts = tuple(map(len, even(total, workers)))
 
     def observe(self, seconds: Sequence[float], counts: Sequence[int]) -> bool:
-        """Add the measurements of a step: how long each worker computed, and how many microbatches.
+        """Add the measurements of a step: computing seconds and number of microbatches of each worker.
 
         Returns:
-            whether the shares change.
+            whether the shares have changed.
         """
         for measured, spent, count in zip(self._measured, seconds, counts, strict=True):
             if count:
@@ -54,11 +54,11 @@ class SpeedShares:
         return True
 
     def seconds(self) -> list[float]:
-        """Seconds per microbatch of each worker; 0 before its first measurement."""
+        """Return each worker's median seconds per microbatch, or 0 before its first measurement."""
         return [median(measured) if measured else 0.0 for measured in self._measured]
 
     def shares(self, total: int) -> tuple[range, ...]:
-        """The contiguous shares of ``total`` microbatches, in rank order; a short step in proportion."""
+        """Return contiguous shares in rank order. A short step's are in proportion, or even if any share is empty."""
         if total == self._total:
             return contiguous(self.counts)
         if not all(self.counts):
@@ -67,13 +67,13 @@ class SpeedShares:
 
 
 def fit_counts(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
-    """How many microbatches each worker takes, so that the last one finishes as early as possible.
+    """Return the number of microbatches for each worker with which the last worker finishes as early as possible.
 
     >>> fit_counts(12, [1.0, 1.0, 2.0, 2.0])
     (4, 4, 2, 2)
     """
     counts = [0] * len(seconds)
-    ends = [(each, worker) for worker, each in enumerate(seconds)]  # when each worker would end with one more
+    ends = [(each, worker) for worker, each in enumerate(seconds)]  # end time with an additional microbatch
     heapify(ends)
     for _ in range(total):
         worker = ends[0][1]
@@ -83,7 +83,7 @@ def fit_counts(total: int, seconds: Sequence[float]) -> tuple[int, ...]:
 
 
 def contiguous(counts: Sequence[int]) -> tuple[range, ...]:
-    """Shares of these sizes, one after the other.
+    """Return contiguous shares of these sizes.
 
     >>> contiguous([2, 0, 1])
     (range(0, 2), range(2, 2), range(2, 3))

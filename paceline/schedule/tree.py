@@ -1,15 +1,15 @@
-"""The canonical binary tree over the microbatches of a step.
+"""Canonical binary tree over the microbatches of a step.
 
-Leaf *m* is the gradient of microbatch *m*. A node is named by its level and its place: node ``(k, j)`` covers the
-microbatches ``j * 2**k`` to ``(j + 1) * 2**k - 1``, as far as they exist. Eight microbatches::
+Leaf *m* is the gradient of microbatch *m*. A node is identified by its level and its index: node ``(k, j)`` covers the
+existing microbatches from ``j * 2**k`` to ``(j + 1) * 2**k - 1``. Eight microbatches::
 
     level 3                   (3,0)
     level 2          (2,0)             (2,1)
     level 1      (1,0)   (1,1)     (1,2)   (1,3)
     level 0       0  1    2  3      4  5    6  7
 
-Floating-point sums depend on the order of additions. The tree fixes that order by the microbatches alone: the sum has
-the same bits whoever computes the leaves.
+Floating-point sums depend on the order of additions. The tree fixes this order by the microbatches alone, so the sum
+has the same bits whichever workers compute the leaves.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ T = TypeVar("T")
 
 
 class Node(NamedTuple):
-    """A node of the tree: the sum of microbatches ``place * 2**level`` to ``(place + 1) * 2**level - 1``."""
+    """Node of the tree: the sum of microbatches ``place * 2**level`` to ``(place + 1) * 2**level - 1``."""
 
     level: int
     place: int
 
 
 def first_of(node: Node) -> int:
-    """The first microbatch below a node."""
+    """Return the first microbatch below a node."""
     return node.place << node.level
 
 
 def sibling_of(node: Node) -> Node:
-    """The node with the same parent."""
+    """Return the other node with the same parent."""
     return Node(node.level, node.place ^ 1)
 
 
 def parent_of(node: Node) -> Node:
-    """The parent of a node."""
+    """Return the parent of a node."""
     return Node(node.level + 1, node.place >> 1)
 
 
 def nodes_of(microbatches: Iterable[int]) -> list[Node]:
-    """The fewest nodes that cover these microbatches, from left to right.
+    """Return the smallest set of nodes that covers exactly these microbatches, from left to right.
 
     >>> nodes_of([5, 0, 1, 4, 2])
     [Node(level=1, place=0), Node(level=0, place=2), Node(level=1, place=2)]
@@ -59,7 +59,7 @@ def nodes_of(microbatches: Iterable[int]) -> list[Node]:
 
 
 def whole_nodes(share: range) -> list[Node]:
-    """The fewest nodes that cover the share of one worker exactly, from left to right.
+    """Return the smallest set of nodes that covers exactly the share of a worker, from left to right.
 
     >>> whole_nodes(range(0, 4))
     [Node(level=2, place=0)]
@@ -78,9 +78,9 @@ def whole_nodes(share: range) -> list[Node]:
 
 
 def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T], T]) -> None:
-    """Push the next node on the stack, and add complete pairs: a binary counter.
+    """Push the next node on the stack and add complete pairs, like a binary counter.
 
-    ``add(left, right)`` returns the sum of two neighbours. The stack never holds more than one value per level.
+    ``add(left, right)`` returns the sum of two neighbors. The stack never holds more than one value per level.
     """
     while stack and _are_siblings(stack[-1][0], node):
         left, left_value = stack.pop()
@@ -90,7 +90,7 @@ def push(stack: list[tuple[Node, T]], node: Node, value: T, add: Callable[[T, T]
 
 
 def merges(stack: Sequence[Node], node: Node) -> int:
-    """The number of additions that pushing a node will make."""
+    """Return the number of additions that :func:`push` of a node would make."""
     count = 0
     while count < len(stack) and _are_siblings(stack[-1 - count], node):
         node = Node(node.level + 1, node.place >> 1)
@@ -103,7 +103,7 @@ def _are_siblings(left: Node, right: Node) -> bool:
 
 
 def fold(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> list[tuple[Node, T]]:
-    """The sums of the fewest nodes that cover these, left to right.
+    """Return the sums of the smallest set of nodes that covers these nodes, from left to right.
 
     >>> fold([(Node(0, 2), "c"), (Node(0, 3), "d"), (Node(1, 2), "ef")], str.__add__)
     [(Node(level=1, place=1), 'cd'), (Node(level=1, place=2), 'ef')]
@@ -115,10 +115,10 @@ def fold(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> list[tupl
 
 
 def total(nodes: Iterable[tuple[Node, T]], add: Callable[[T, T], T]) -> T:
-    """The sum of all microbatches, from the nodes that cover them, left to right.
+    """Return the sum of all microbatches, from the nodes that cover them from left to right.
 
-    The right edge of the tree may be incomplete (the number of microbatches is not a power of two): a node without a
-    right sibling passes up unchanged, which folding the counter from the right does.
+    If the number of microbatches is not a power of two, the right edge of the tree is incomplete. A node without a
+    right sibling then moves up unchanged, which is the result of folding the counter from the right.
     """
     stack = fold(nodes, add)
     _, value = stack.pop()

@@ -100,14 +100,7 @@ class CoordinatorClient:
     def register(
         self, about: dict[str, Any], facts: dict[str, Any], hang_seconds: float | None, fits: Sequence[int]
     ) -> None:
-        """Report that the model is built.
-
-        Args:
-            about: host, process and address of this worker.
-            facts: values on which all workers must agree.
-            hang_seconds: hang timeout of this worker in seconds.
-            fits: numbers of workers that can train with these settings. Empty if any number can.
-        """
+        """Report that the model is built, with this worker's description and the possible numbers of workers."""
         self._link.send(
             {
                 "type": "hello",

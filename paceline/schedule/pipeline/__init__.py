@@ -1,1 +1,1 @@
-"""The schedules of pipelines, as data: who computes, sends and updates what, in which order. No torch, no clock."""
+"""Pipeline schedules as data: the order in which workers compute, send and update. No torch, no clock."""

@@ -1,4 +1,4 @@
-"""Choose the schedule that the pipeline settings name, for a number of workers."""
+"""Choice of the schedule for the pipeline settings and a number of workers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ASYNC_SCHEDULES = "pipedream", "2bw"
 
 
 class Shape(NamedTuple):
-    """The layout of a pipeline: stages, stages per worker, and workers of each stage."""
+    """Layout of a pipeline: stages, stages per worker, and workers of each stage."""
 
     stages: int
     chunks: int
@@ -28,10 +28,10 @@ class Shape(NamedTuple):
 
 
 def shape_of(settings: PipelineSettings, workers: int) -> Shape:
-    """The layout of a pipeline on ``workers`` workers.
+    """Return the layout of a pipeline on ``workers`` workers.
 
     Raises:
-        ConfigError: the settings do not fit together, or not the number of workers.
+        ConfigError: the settings do not match each other or the number of workers.
     """
     chunks = {"interleaved": settings.chunks, "zb-v": 2}.get(settings.schedule, 1)
     if settings.schedule == "interleaved" and chunks < 2:
@@ -86,10 +86,10 @@ def _with_replicas(settings: PipelineSettings, workers: int, stages: int, replic
 
 
 def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: int) -> AsyncPipeline:
-    """The asynchronous pipeline for batches of ``microbatches``.
+    """Return the asynchronous pipeline for batches of ``microbatches`` microbatches.
 
     Raises:
-        ConfigError: the settings do not fit together, or not the number of workers.
+        ConfigError: the settings do not match each other or the number of workers.
     """
     _, _, replicas = shape_of(settings, workers)
     every = settings.update_every or microbatches
@@ -110,10 +110,10 @@ def async_pipeline_for(settings: PipelineSettings, workers: int, microbatches: i
 
 
 def synchronous_schedule(settings: PipelineSettings, workers: int, microbatches: int) -> Schedule:
-    """The schedule of a step of a synchronous pipeline; workers without a microbatch have no operations.
+    """Return the schedule of a synchronous pipeline's step. Workers without a microbatch have no operations.
 
     Raises:
-        ConfigError: the settings do not fit together, or not the number of workers.
+        ConfigError: the settings do not match each other or the number of workers.
     """
     stages, chunks, replicas = shape_of(settings, workers)
     along = replicas[: stages // chunks]

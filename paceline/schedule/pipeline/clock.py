@@ -1,8 +1,8 @@
-"""The simulated clock: how long a schedule takes, from the times of its operations.
+"""Simulated clock: timeline of a schedule, computed from the times of its operations.
 
 ::
 
-    computing   a worker performs one operation at a time, in order; B takes the times of I and W
+    computing   a worker performs one operation at a time, in order; B takes as long as I and W together
     transfers   a link carries one value at a time in each direction, in parallel with computing
     waiting     a worker waits in a receive until the value arrives, in a reduce until the other workers arrive
 """
@@ -23,12 +23,12 @@ class Times:
     """Seconds per microbatch, for each stage.
 
     Attributes:
-        forward: of a forward pass.
-        input: of the gradient for the input.
-        weight: of the gradients for the weights.
-        transfer: between each stage and the next, in either direction; one fewer than there are stages.
-        reduce: of the reduction of a stage's gradients.
-        update: of an update of a stage.
+        forward: seconds of a forward pass.
+        input: seconds of the gradient for the input.
+        weight: seconds of the gradients for the weights.
+        transfer: seconds of a transfer between each stage and the next, in either direction. One fewer than the stages.
+        reduce: seconds of the reduction of a stage's gradients.
+        update: seconds of an update of a stage.
     """
 
     forward: tuple[float, ...]
@@ -40,12 +40,12 @@ class Times:
 
     @classmethod
     def equal(cls, stages: int, forward: float = 1.0, input: float = 1.0, weight: float = 1.0) -> Times:
-        """The same for all stages; transfers, reductions and updates take no time."""
+        """Return equal times for all stages. Transfers, reductions and updates take no time."""
         nothing = (0.0,) * stages
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, nothing[1:], nothing, nothing)
 
     def of(self, operation: Operation) -> float:
-        """Seconds of an operation; 0 for a receive, which only waits."""
+        """Return the seconds of an operation, or 0 for a receive, which only waits."""
         kind, stage = operation.kind, operation.stage
         if kind == Kind.BACKWARD:
             return self.input[stage] + self.weight[stage]
@@ -62,7 +62,7 @@ class Times:
 
 
 class Span(NamedTuple):
-    """An operation with its begin and end, in seconds since the step began.
+    """An operation with its begin and end in seconds since the start of the step.
 
     A send lasts while the link carries the value, a receive while the worker waits for it. A send overlaps computing.
     """
@@ -77,22 +77,22 @@ TRANSFERS = (Kind.SEND, Kind.RECEIVE)
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the workers did when, simulated or measured.
+    """Simulated or measured times of the workers' operations.
 
     Attributes:
-        workers: the operations of each worker, in its order.
+        workers: spans of each worker, in the order of its operations.
     """
 
     workers: tuple[tuple[Span, ...], ...]
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last worker is done."""
+        """Seconds until the last worker has finished."""
         return max((span.end for spans in self.workers for span in spans), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Seconds that each worker computed, reduced or updated."""
+        """Seconds for which each worker computed, reduced or updated."""
         return tuple(
             sum(span.end - span.begin for span in spans if span.operation.kind not in TRANSFERS)
             for spans in self.workers
@@ -100,21 +100,21 @@ class Timeline:
 
     @property
     def bubbles(self) -> tuple[float, ...]:
-        """The part of the step that each worker was idle."""
+        """Fraction of the step for which each worker was idle."""
         return tuple(1 - busy / self.seconds if self.seconds else 0.0 for busy in self.busy)
 
     @property
     def bubble(self) -> float:
-        """The part of the step that the workers were idle, on average."""
+        """Mean fraction of the step for which the workers were idle."""
         return sum(self.bubbles) / len(self.workers)
 
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """Simulate a schedule.
+    """Simulate a schedule and return its timeline.
 
     Raises:
-        ConfigError: the times are those of another number of stages.
-        InputError: a deadlock; ``prove`` says more.
+        ConfigError: the times are for another number of stages.
+        InputError: the schedule has a deadlock. ``prove`` checks more rules.
     """
     lengths = [len(one) for one in (times.forward, times.input, times.weight, times.reduce, times.update)]
     if {*lengths, len(times.transfer) + 1} != {schedule.stages}:
@@ -128,7 +128,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
 
 
 class _Clock:
-    """The time of each worker and link."""
+    """Current time of each worker and link."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.spans: list[list[Span]] = [[] for _ in schedule.workers]
@@ -146,7 +146,7 @@ class _Clock:
         self._reductions = Reductions[float](Counter(stages))
 
     def perform(self, worker: int, _: int, operation: Operation) -> bool:
-        """Perform an operation, if the time of what it waits for is known."""
+        """Perform an operation and return True, or return False if it waits for an event whose time is unknown."""
         kind, stage, microbatch, _, peer = operation
         begin = ready = self._now[worker]
         if kind == Kind.SEND:
@@ -166,7 +166,7 @@ class _Clock:
         return True
 
     def _carry(self, worker: int, operation: Operation) -> None:
-        """Send a value as soon as the link is free."""
+        """Send a value when the link is free."""
         link = (worker, self._owner[operation.peer, operation.microbatch])
         begin = max(self._now[worker], self._links.get(link, 0.0))
         self._links[link] = end = begin + self._times.of(operation)

@@ -1,6 +1,6 @@
-"""Schedules and timelines as text: one line per worker.
+"""Schedules and timelines as text, with one line per worker.
 
-A cell is the letter of an operation and its microbatch: ``F3``; ``F1.3`` is stage 1, where workers hold several.
+A cell is the letter of an operation and its microbatch: ``F3``, or ``F1.3`` for stage 1 if workers hold several stages.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 
 
 def listing(schedule: Schedule, transfers: bool = True) -> str:
-    """The operations of each worker, in order.
+    """Return the operations of each worker as text.
 
-    ``>`` marks a value for the next stage, ``<`` a gradient for the stage before: ``s3>`` sends, ``r3<`` receives. A
+    ``>`` marks a value for the next stage, ``<`` a gradient for the previous stage: ``s3>`` sends, ``r3<`` receives. A
     weight version other than 0 follows a colon.
 
     Args:
-        schedule: to draw.
-        transfers: whether to draw sends and receives.
+        schedule: schedule to list.
+        transfers: whether to include sends and receives.
 
     >>> from paceline.schedule.pipeline.synchronous import one_forward_one_backward
     >>> print(listing(one_forward_one_backward(2, 2)))
@@ -36,12 +36,12 @@ def listing(schedule: Schedule, transfers: bool = True) -> str:
 
 
 def draw(timeline: Timeline, column: float | None = None) -> str:
-    """What the workers compute, time to the right; a gap is waiting.
+    """Draw the operations of the workers over time, which runs to the right. Gaps are idle time.
 
     Args:
-        timeline: simulated or measured.
-        column: seconds per cell; none: the shortest forward or backward pass. Timelines drawn with the same seconds can
-            be compared line by line.
+        timeline: simulated or measured timeline.
+        column: seconds per cell. Defaults to the shortest forward or backward pass. Timelines drawn with the same value
+            can be compared line by line.
 
     >>> from paceline.schedule.pipeline.clock import Times, simulate
     >>> from paceline.schedule.pipeline.synchronous import one_forward_one_backward
@@ -60,7 +60,7 @@ def draw(timeline: Timeline, column: float | None = None) -> str:
 
 
 def _line(spans: list[Span], scale: float, several: bool) -> str:
-    """The line of one worker, ``scale`` characters per second, without operations of no duration."""
+    """Return the line of a worker, with ``scale`` characters per second and without operations of no duration."""
     line = ""
     for operation, begin, end in spans:
         if end > begin:
@@ -71,7 +71,7 @@ def _line(spans: list[Span], scale: float, several: bool) -> str:
 
 
 def _several(workers: Iterable[Iterable[Operation]]) -> bool:
-    """Whether a worker holds several stages."""
+    """Return whether any worker holds several stages."""
     return any(len({operation.stage for operation in operations}) > 1 for operations in workers)
 
 

@@ -1,6 +1,6 @@
-"""Run a schedule without computing: sends do not block, receives and reductions do.
+"""Dry run of a schedule, without computation. Sends do not block, receives and reductions do.
 
-The proof and the simulated clock are built on this.
+The proof and the simulated clock use it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def describe(worker: int, index: int, operation: Operation) -> str:
-    """Describe an operation and its position.
+    """Return a description of an operation and its position.
 
     >>> describe(2, 7, Operation(Kind.RECEIVE, 1, 3, peer=0))
     'worker 2, operation 7 (receive of stage 1 from stage 0 for microbatch 3)'
@@ -28,15 +28,15 @@ def describe(worker: int, index: int, operation: Operation) -> str:
 
 
 def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) -> None:
-    """Advance all workers until each is done.
+    """Advance all workers until each has finished.
 
     Args:
-        schedule: to be run.
-        perform: performs an operation, given the worker, its index there, and the operation; returns whether it could
-            be done. If not, it is tried again after other workers have advanced.
+        schedule: schedule to run.
+        perform: performs an operation, given the worker, the index in its list, and the operation. Returns whether it
+            was performed. If not, it is tried again after other workers have advanced.
 
     Raises:
-        InputError: a deadlock.
+        InputError: the schedule has a deadlock.
     """
     position = [0] * len(schedule.workers)
     advanced = True
@@ -58,10 +58,10 @@ def dry_run(schedule: Schedule, perform: Callable[[int, int, Operation], bool]) 
 
 @dataclass
 class Reductions(Generic[T]):
-    """The reductions of replicated stages: each holds up its workers until all of them have arrived.
+    """Reductions of replicated stages, each of which waits until all workers of the stage have arrived.
 
     Attributes:
-        holders: the number of workers of each stage.
+        holders: number of workers of each stage.
     """
 
     holders: dict[int, int]
@@ -69,10 +69,10 @@ class Reductions(Generic[T]):
     _arrived: dict[tuple[int, int], dict[int, T]] = field(default_factory=dict)
 
     def arrive(self, stage: int, worker: int, value: T) -> list[T] | None:
-        """Note that a worker waits in a reduction, with a value.
+        """Record that a worker has arrived at a reduction with a value.
 
         Returns:
-            the values of all workers once all have arrived; none before.
+            the values of all workers, or None until all workers have arrived.
         """
         turn = self._done.get((stage, worker), 0)
         values = self._arrived.setdefault((stage, turn), {})

@@ -5,8 +5,8 @@ Two workers with two stages each, four microbatches; a backward pass is drawn as
     0  F0.0 F0.1 F2.0 F2.1 F0.2 B2.0 F0.3 B2.1 F2.2 B0.0 F2.3 B0.1      B2.2      B2.3 B0.2 B0.3
     1       F1.0 F1.1 F3.0 B3.0 F3.1 B3.1 F1.2 B1.0 F1.3 B1.1 F3.2 B3.2 F3.3 B3.3 B1.2 B1.3
 
-The pipeline is filled after P - 1 small stages instead of P - 1 large ones: with v stages for each worker the workers
-are idle for 1 / v of the time of 1F1B, keep more activations, and send v times as much.
+The pipeline is filled after P - 1 small stages instead of P - 1 large stages. With v stages per worker, the workers are
+idle for 1 / v of the idle time of 1F1B, keep more activations, and send v times as much.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.schedule.shares import even
 
 
 def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1) -> Schedule:
-    """1F1B with ``chunks`` stages per worker: worker w holds the stages w, w + workers, w + 2 workers, ...
+    """Build 1F1B with ``chunks`` stages per worker: worker w holds stages w, w + workers, w + 2 workers, ...
 
     Args:
-        workers: of one pipeline.
-        microbatches: of all pipelines; any number.
-        chunks: stages of each worker.
-        replicas: how many pipelines share the microbatches.
+        workers: number of workers of each pipeline.
+        microbatches: number of microbatches of all pipelines, not necessarily a multiple of the workers.
+        chunks: number of stages of each worker.
+        replicas: number of pipelines that share the microbatches.
 
     Raises:
         ConfigError: no workers, fewer than two chunks, or fewer microbatches than replicas.
@@ -39,10 +39,10 @@ def interleaved(workers: int, microbatches: int, chunks: int, replicas: int = 1)
 
 
 def _order(worker: int, workers: int, microbatches: int, chunks: int) -> Order:
-    """Microbatches go in rounds: all of a round through one stage of the worker, then through its next stage.
+    """Return a worker's operations in rounds: all microbatches of a round pass a stage, then the worker's next stage.
 
-    A round has at least one microbatch per worker, so the output of the last worker for the first microbatch of a round
-    is back at the first worker when that has finished the last microbatch.
+    A round has at least one microbatch per worker. So the last worker's output for the round's first microbatch reaches
+    the first worker by the time that it has finished the round's last microbatch.
     """
     rounds = even(microbatches, max(1, microbatches // workers))
     forwards = [

@@ -1,8 +1,8 @@
-"""What the workers of a pipeline do in a step, as lists of operations.
+"""Pipeline schedules as lists of operations.
 
-A model is cut into stages. A schedule lists for each worker, in order, which operation of which stage it performs for
-which microbatch. It is plain data made by pure functions: the executor performs it, the clock simulates it, the proof
-checks it, the drawing shows it.
+A model is cut into stages. A schedule lists each worker's operations in order, with their stages and microbatches. It
+is plain data made by pure functions. The executor performs it, the clock simulates it, the proof checks it, and the
+drawing shows it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 
 class Kind(StrEnum):
-    """What an operation does; the letter stands for it in drawings."""
+    """Kind of an operation, with its letter in drawings."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward pass: gradients for the input and the weights."""
     INPUT = "I"
-    """The first part of a split backward pass, which another stage waits for: the gradient for the input."""
+    """First half of a split backward pass: the gradient for the input, for which another stage waits."""
     WEIGHT = "W"
-    """The second part: the gradients for the weights."""
+    """Second half of a split backward pass: the gradients for the weights."""
     SEND = "s"
     RECEIVE = "r"
     REDUCE = "+"
@@ -31,16 +31,16 @@ class Kind(StrEnum):
 
 
 class Operation(NamedTuple):
-    """One operation of one stage.
+    """An operation of a stage.
 
     Attributes:
-        kind: of the operation.
-        stage: from 0, numbered from the input of the model to its output.
-        microbatch: its number; -1 for ``REDUCE`` and ``UPDATE``, which cover all since the last one.
-        version: of the weights: the number of updates of this stage since the first operation of the schedule. A
-            backward pass, whole or split, names the version of its forward pass. ``UPDATE`` names the one it makes.
-        peer: of ``SEND`` and ``RECEIVE`` the stage at the other end, ``stage - 1`` or ``stage + 1``. Upwards goes the
-            output of a forward pass, downwards the gradient for it. -1 for the other kinds.
+        kind: kind of the operation.
+        stage: stage, numbered from 0 at the input of the model.
+        microbatch: number of the microbatch. -1 for ``REDUCE`` and ``UPDATE``, which cover all since the last update.
+        version: version of the weights: the number of updates of this stage since the start of the schedule. Backward
+            passes, whole or split, name the version of their forward pass. ``UPDATE`` names the version that it makes.
+        peer: stage at the other end of a ``SEND`` or ``RECEIVE``, ``stage - 1`` or ``stage + 1``. Outputs go to the
+            next stage, their gradients to the previous stage. -1 for the other kinds.
     """
 
     kind: Kind
@@ -55,10 +55,10 @@ class Schedule:
     """The operations of each worker, in order.
 
     Attributes:
-        name: of the algorithm.
-        stages: the number of stages.
-        microbatches: the number that goes through the pipeline.
-        workers: the operations of each worker. Between stages of one worker nothing is sent.
+        name: name of the algorithm.
+        stages: number of stages.
+        microbatches: number of microbatches that go through the pipeline.
+        workers: operations of each worker. Stages of the same worker do not send values to each other.
     """
 
     name: str
@@ -67,18 +67,18 @@ class Schedule:
     workers: tuple[tuple[Operation, ...], ...]
 
     def stages_of(self, worker: int) -> tuple[int, ...]:
-        """The stages that a worker holds, in order."""
+        """Return the stages that a worker holds, sorted."""
         return tuple(sorted({operation.stage for operation in self.workers[worker]}))
 
     def workers_of(self, stage: int) -> tuple[int, ...]:
-        """The workers of a stage: several, if it is replicated."""
+        """Return the workers of a stage. A replicated stage has several workers."""
         return tuple(worker for worker in range(len(self.workers)) if stage in self.stages_of(worker))
 
     def worker_of(self, stage: int, microbatch: int) -> int:
-        """The worker that computes a stage for a microbatch.
+        """Return the worker that computes a stage for a microbatch.
 
         Raises:
-            KeyError: none does.
+            KeyError: no worker computes it.
         """
         return self._places[stage, microbatch]
 

@@ -1,8 +1,8 @@
 """Pipelines without a flush: PipeDream and PipeDream-2BW.
 
-Harlap et al. 2018, arXiv 1806.03377, and Narayanan et al. 2021, arXiv 2006.09503. Microbatches stream through; a
-stage updates its weights while other microbatches are in flight. So that the backward pass of a microbatch uses the
-weights of its forward pass, a stage keeps older versions of them (weight stashing)::
+Harlap et al. 2018, arXiv 1806.03377, and Narayanan et al. 2021, arXiv 2006.09503. Microbatches flow continuously, and a
+stage updates its weights while other microbatches are in flight. A stage keeps older versions of its weights (weight
+stashing), so that the backward pass of a microbatch uses the weights of its forward pass::
 
     PipeDream, three stages; the version follows the colon: F3:1 uses the weights after the first update
     0  F0 F1 F2 B0 U:1 F3:1 B1 U:2 F4:2 B2 U:3 F5:3 B3:1 ...
@@ -12,12 +12,12 @@ weights of its forward pass, a stage keeps older versions of them (weight stashi
     with vertical sync: in all stages the version that stage 0 had when the microbatch entered
     2  F0 B0 U:1 F1 B1 U:2 F2 B2 U:3 F3:1 B3:1 ...
 
-    2BW, an update after each three microbatches; those of group g use version g - 1
+    2BW, an update after every three microbatches; the microbatches of group g use version g - 1
     0  F0 F1 F2 B0 F3 B1 F4 B2 U:1 F5 B3 F6:1 B4 F7:1 B5 U:2 F8:1 ...
     2  F0 B0 F1 B1 F2 B2 U:1 F3 B3 F4 B4 F5 B5 U:2 F6:1 B6:1 F7:1 B7:1 F8:1 ...
 
-Stage s of P keeps at most P - s versions in PipeDream, P with vertical sync, two in 2BW. A training step executes a
-window of the stream; draining leaves nothing in flight.
+Stage s of P keeps at most P - s versions in PipeDream, P with vertical sync, and two in 2BW. A training step executes a
+window of the stream. Draining finishes all microbatches in flight.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class AsyncPipeline:
     """A pipeline that is not flushed between updates.
 
     Attributes:
-        name: of the algorithm.
-        replicas: the number of workers of each stage; microbatch m goes to replica m mod replicas.
+        name: name of the algorithm.
+        replicas: number of workers of each stage. Microbatch m goes to replica m mod replicas.
         every: backward passes of a stage per update.
-        vertical_sync: all stages use the same version for a microbatch.
-        two_buffers: the microbatches of group g use version g - 1, the newest that all stages are sure to have; so a
-            stage keeps two versions.
+        vertical_sync: whether all stages use the same version for a microbatch.
+        two_buffers: whether the microbatches of group g use version g - 1, the newest version that all stages are sure
+            to have, so that a stage keeps two versions.
     """
 
     name: str
@@ -52,56 +52,56 @@ class AsyncPipeline:
 
     @property
     def stages(self) -> int:
-        """The number of stages."""
+        """Number of stages."""
         return len(self.replicas)
 
     def lag(self, stage: int) -> int:
-        """How many forward passes a stage is ahead of its backward passes: the workers after it, in whole rounds."""
+        """Return the lead of a stage's forward passes over its backward passes, in whole rounds of its replicas."""
         replicas = self.replicas[stage]
         return (sum(self.replicas[stage:]) - 1) // replicas * replicas
 
     def version(self, stage: int, microbatch: int) -> int:
-        """The weight version that a stage uses for a microbatch.
+        """Return the weight version that a stage uses for a microbatch.
 
-        It never decreases: versions older than that of a worker's next backward pass are not needed any more.
+        The version never decreases, so versions older than that of a worker's next backward pass can be dropped.
         """
         if self.two_buffers:
             return max(0, microbatch // self.every - 1)
         return max(0, microbatch - self.lag(0 if self.vertical_sync else stage)) // self.every
 
     def worker(self, stage: int, microbatch: int) -> int:
-        """The worker that computes a stage for a microbatch."""
+        """Return the worker that computes a stage for a microbatch."""
         return sum(self.replicas[:stage]) + microbatch % self.replicas[stage]
 
 
 def pipedream_pipeline(
     stages: int, every: int = 1, vertical_sync: bool = False, replicas: int | tuple[int, ...] = 1
 ) -> AsyncPipeline:
-    """PipeDream: weight stashing, no flush.
+    """Return a PipeDream pipeline, with weight stashing and without a flush.
 
     Args:
-        stages: the number of stages.
+        stages: number of stages.
         every: backward passes of a stage per update.
-        vertical_sync: all stages use the version that stage 0 had when the microbatch entered.
-        replicas: the workers of a stage, or of each stage.
+        vertical_sync: whether all stages use the version that stage 0 had when the microbatch entered.
+        replicas: workers per stage, or of each stage.
 
     Raises:
-        ConfigError: no stages, replicas of another number of stages, or microbatches per update that replicas cannot
+        ConfigError: no stages, replicas for another number of stages, or microbatches per update that replicas cannot
             share evenly.
     """
     return _checked(AsyncPipeline("pipedream", replica_counts(stages, replicas), every, vertical_sync=vertical_sync))
 
 
 def pipedream_2bw_pipeline(stages: int, every: int, replicas: int | tuple[int, ...] = 1) -> AsyncPipeline:
-    """PipeDream-2BW: an update after each group of microbatches, two versions of the weights.
+    """Return a PipeDream-2BW pipeline, with an update after each group of microbatches and two weight versions.
 
     Args:
-        stages: the number of stages.
-        every: microbatches of a group, at least one per worker.
-        replicas: the workers of a stage, or of each stage.
+        stages: number of stages.
+        every: number of microbatches of a group, at least one per worker.
+        replicas: workers per stage, or of each stage.
 
     Raises:
-        ConfigError: as of ``pipedream_pipeline``, or groups smaller than the pipeline.
+        ConfigError: as for ``pipedream_pipeline``, or groups of fewer microbatches than the pipeline has workers.
     """
     stream = _checked(AsyncPipeline("2bw", replica_counts(stages, replicas), every, two_buffers=True))
     if every < sum(stream.replicas):
@@ -124,9 +124,9 @@ def _checked(stream: AsyncPipeline) -> AsyncPipeline:
 
 
 def window(stream: AsyncPipeline, begin: int, end: int) -> Schedule:
-    """The operations while the microbatches ``begin <= m < end`` enter, numbered since the pipeline was last empty.
+    """Return the operations while microbatches ``begin <= m < end`` enter, numbered since the pipeline was last empty.
 
-    Values still in flight at the end are received in the next window, or by :func:`drain`.
+    Values still in flight at the end are received in the next window or by :func:`drain`.
 
     Raises:
         ConfigError: the window ends before it begins.
@@ -145,7 +145,7 @@ def window(stream: AsyncPipeline, begin: int, end: int) -> Schedule:
 
 
 def drain(stream: AsyncPipeline, end: int) -> Schedule:
-    """The operations that empty the pipeline when microbatch ``end`` does not enter any more.
+    """Return the operations that empty the pipeline after microbatch ``end - 1``, the last to enter.
 
     The last microbatches make an update even if they are fewer than ``every``.
     """
@@ -162,7 +162,7 @@ def drain(stream: AsyncPipeline, end: int) -> Schedule:
 
 
 def _backward(stream: AsyncPipeline, stage: int, microbatch: int) -> Iterator[Operation]:
-    """A backward pass, and the update if it is the worker's last one before that."""
+    """Yield a backward pass, and the update if this is the worker's last backward pass before an update."""
     yield Operation(Kind.BACKWARD, stage, microbatch, stream.version(stage, microbatch))
     version = (microbatch + stream.replicas[stage]) // stream.every
     if version > microbatch // stream.every:
@@ -181,7 +181,7 @@ def _schedule(stream: AsyncPipeline, end: int, orders: list[Order]) -> Schedule:
 
 
 def async_schedule(stream: AsyncPipeline, microbatches: int) -> Schedule:
-    """From an empty pipeline to an empty pipeline: one window, then a drain.
+    """Return a schedule from an empty pipeline to an empty pipeline: a window, then a drain.
 
     Raises:
         ConfigError: no microbatches.
@@ -199,31 +199,31 @@ def pipedream(
     vertical_sync: bool = False,
     replicas: int | tuple[int, ...] = 1,
 ) -> Schedule:
-    """PipeDream from an empty pipeline to an empty pipeline.
+    """Return a PipeDream schedule from an empty pipeline to an empty pipeline.
 
     Args:
-        stages: the number of stages.
-        microbatches: the number that goes through the pipeline.
+        stages: number of stages.
+        microbatches: number of microbatches that go through the pipeline.
         every: backward passes of a stage per update.
-        vertical_sync: all stages use the version that stage 0 had when the microbatch entered.
-        replicas: the workers of a stage, or of each stage.
+        vertical_sync: whether all stages use the version that stage 0 had when the microbatch entered.
+        replicas: workers per stage, or of each stage.
 
     Raises:
-        ConfigError: as of ``pipedream_pipeline``, or no microbatches.
+        ConfigError: as for ``pipedream_pipeline``, or no microbatches.
     """
     return async_schedule(pipedream_pipeline(stages, every, vertical_sync, replicas), microbatches)
 
 
 def pipedream_2bw(stages: int, microbatches: int, every: int, replicas: int | tuple[int, ...] = 1) -> Schedule:
-    """PipeDream-2BW from an empty pipeline to an empty pipeline.
+    """Return a PipeDream-2BW schedule from an empty pipeline to an empty pipeline.
 
     Args:
-        stages: the number of stages.
-        microbatches: the number that goes through the pipeline.
-        every: microbatches of a group, at least one per worker.
-        replicas: the workers of a stage, or of each stage.
+        stages: number of stages.
+        microbatches: number of microbatches that go through the pipeline.
+        every: number of microbatches of a group, at least one per worker.
+        replicas: workers per stage, or of each stage.
 
     Raises:
-        ConfigError: as of ``pipedream_2bw_pipeline``, or no microbatches.
+        ConfigError: as for ``pipedream_2bw_pipeline``, or no microbatches.
     """
     return async_schedule(pipedream_2bw_pipeline(stages, every, replicas), microbatches)

@@ -1,11 +1,11 @@
-"""Prove that a schedule is correct, whoever made it: nothing is used early, missing, or done twice.
+"""Proof that a schedule is correct: no value is used early or missing, and no operation is done twice.
 
 ::
 
     state of a microbatch in a stage      absent --F--> live --B-----------> done
                                                         live --I--> split --W--> done     live and split: in memory
 
-The rules are checked in a dry run of the schedule, and what is left over at its end.
+The rules are checked in a dry run of the schedule. At its end no backward pass and no update may be missing.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _COMPUTING = (Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT)
 
 @dataclass(frozen=True)
 class Peaks:
-    """The most that each worker keeps in memory at a time.
+    """Peak memory of each worker.
 
     Attributes:
-        activations: of how many microbatches and stages, from the forward pass to the end of the backward pass.
-        versions: how many versions of the weights of a stage: the newest, and those that a later operation names.
+        activations: most pairs of stage and microbatch between the forward pass and the end of the backward pass.
+        versions: most weight versions of a stage: the newest version and those that a later operation names.
     """
 
     activations: tuple[int, ...]
@@ -38,10 +38,10 @@ def prove(schedule: Schedule) -> Peaks:
     """Prove that a schedule can be executed and computes every microbatch once in every stage.
 
     Returns:
-        what the workers keep in memory.
+        the peak memory of the workers.
 
     Raises:
-        InputError: it is wrong; names the worker, the operation and what is missing.
+        InputError: the schedule is wrong. Names the worker, the operation and the problem.
     """
     checker = _Checker(schedule)
     dry_run(schedule, checker.perform)
@@ -51,7 +51,7 @@ def prove(schedule: Schedule) -> Peaks:
 
 
 def _versions(operations: tuple[Operation, ...]) -> list[int]:
-    """For each operation of a worker, how many weight versions of its stage are kept after it."""
+    """Return the number of weight versions kept at each operation of a worker, for the operation's stage."""
     last: dict[tuple[int, int], int] = {}
     for index, operation in enumerate(operations):
         if operation.kind in _COMPUTING:
@@ -77,7 +77,7 @@ def _need(met: bool, otherwise: str) -> None:
 
 
 class _Checker:
-    """The state of the dry run so far, and the rules."""
+    """State of the dry run, and the rules."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -85,11 +85,11 @@ class _Checker:
         self._owner = _owners(schedule)
         self._live = [dict[tuple[int, int], Operation]() for _ in schedule.workers]
         self._forwards: set[tuple[int, int]] = set()
-        # Values are named by their stage, the stage next to it that needs them, and the microbatch.
+        # Values are identified by their stage, the neighboring stage that needs them, and the microbatch.
         self._made = [set[tuple[int, int, int]]() for _ in schedule.workers]
         self._there = [set[tuple[int, int, int]]() for _ in schedule.workers]
         self._under_way: dict[tuple[int, int], deque[tuple[int, int, int]]] = defaultdict(deque)
-        # Of each worker and stage: updates, gradients since the last update, and those of them not yet reduced.
+        # For each worker and stage: updates, gradients since the last update, and gradients not yet reduced.
         self._updates: Counter[tuple[int, int]] = Counter()
         self._gradients: Counter[tuple[int, int]] = Counter()
         self._unreduced: Counter[tuple[int, int]] = Counter()
@@ -109,7 +109,7 @@ class _Checker:
         }
 
     def perform(self, worker: int, index: int, operation: Operation) -> bool:
-        """Perform an operation, if it can be done now."""
+        """Check an operation and return True, or return False if it must wait for another worker."""
         try:
             return self._rules[operation.kind](worker, operation)
         except _WrongError as wrong:
@@ -117,7 +117,7 @@ class _Checker:
             raise InputError(f"schedule {self.schedule.name}: {where}: {wrong}") from None
 
     def end(self) -> None:
-        """Check that nothing is left over."""
+        """Check that all backward passes are finished and all gradients are used."""
         for worker, live in enumerate(self._live):
             for stage, microbatch in live:
                 self._left(
@@ -131,7 +131,7 @@ class _Checker:
         raise InputError(f"schedule {self.schedule.name}: {what}: add the missing operation")
 
     def _take(self, worker: int, operation: Operation) -> None:
-        """Consume what a stage needs from its neighbour."""
+        """Consume the value that an operation needs from the neighboring stage."""
         value = receive_before(operation, self.schedule.stages)
         if value is None:
             return
@@ -143,7 +143,7 @@ class _Checker:
         self._there[worker].remove(key)
 
     def _give(self, worker: int, operation: Operation) -> None:
-        """Produce what the neighbouring stage needs."""
+        """Produce the value that the neighboring stage needs."""
         value = send_after(operation, self.schedule.stages)
         if value is not None:
             here = self._owner[value.peer, value.microbatch] == worker
@@ -162,7 +162,7 @@ class _Checker:
         return True
 
     def _begun(self, worker: int, operation: Operation, by: Kind) -> tuple[int, int]:
-        """The stage and microbatch that an operation continues."""
+        """Return the stage and microbatch of an operation after checking that the pass before it is done."""
         _, stage, microbatch, version, _ = operation
         before = self._live[worker].get((stage, microbatch))
         if before is None or before.kind != by:
@@ -235,7 +235,7 @@ class _Checker:
 
 
 def _owners(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """Which worker computes a stage for a microbatch."""
+    """Return the worker of each stage and microbatch after checking that there is exactly one."""
     owner: dict[tuple[int, int], int] = {}
     for worker, operations in enumerate(schedule.workers):
         for index, operation in enumerate(operations):

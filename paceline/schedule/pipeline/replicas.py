@@ -7,10 +7,10 @@ two workers; four microbatches::
     1  F2--- F3---             B2---------       B3---------
     2        F0 B0--- F2 B2--- F1 B1--- F3 B3---
 
-Stage 1 takes the microbatches as they come, here 0, 2, 1, 3; within a run of microbatches that has the same worker in
-every stage, in order. (In increasing order all replicas but one would wait.) The order is found by simulating the step:
-a forward pass of a stage with r workers takes r units, a backward pass 2 r. A free worker does the next pass that is
-ready, in 1F1B a backward pass if there is one.
+Stage 1 takes the microbatches as they arrive: 0, 2, 1, 3. In increasing order all replicas but one would wait. Within a
+run, which has the same worker in every stage, microbatches are taken in order. The order is found by a simulation of
+the step, in which a forward pass of a stage with r workers takes r units, and a backward pass 2 r. A free worker begins
+the next pass that is ready. In 1F1B it prefers a backward pass.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from paceline.schedule.shares import even
 
 
 def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...]:
-    """The number of workers of each stage.
+    """Return the number of workers of each stage.
 
     Raises:
-        ConfigError: no stages, no workers, or replicas of another number of stages.
+        ConfigError: no stages, no workers, or replicas for another number of stages.
     """
     check_at_least(1, stages=stages)
     counts = (replicas,) * stages if isinstance(replicas, int) else tuple(replicas)
@@ -41,11 +41,11 @@ def replica_counts(stages: int, replicas: int | Sequence[int]) -> tuple[int, ...
 
 
 def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
-    """The longest ranges of microbatches that have the same worker in every stage; each is computed in order.
+    """Return the longest ranges of microbatches that have the same worker in every stage. Each is computed in order.
 
     Args:
-        counts: the number of workers of each stage.
-        microbatches: the number that goes through the pipeline.
+        counts: number of workers of each stage.
+        microbatches: number of microbatches that go through the pipeline.
 
     >>> runs((2, 3), 6)
     (range(0, 2), range(2, 3), range(3, 4), range(4, 6))
@@ -55,14 +55,14 @@ def runs(counts: Sequence[int], microbatches: int) -> tuple[range, ...]:
 
 
 def forwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
-    """The order of each worker in GPipe: all its forward passes, then all its backward passes."""
+    """Return the order of each worker in GPipe: all its forward passes, then all its backward passes."""
     return _Simulation(counts, microbatches, most=None).orders()
 
 
 def backwards_first(counts: Sequence[int], microbatches: int) -> list[Order]:
-    """The order of each worker in 1F1B, with the fewest microbatches in flight that do not make the step longer.
+    """Return the order of each worker in 1F1B, with the fewest microbatches in flight that do not prolong the step.
 
-    A worker has at least as many in flight as there are workers from its stage on, per replica of it.
+    The limit is at least the number of workers from a worker's stage on, divided by the replicas of the stage.
     """
     least = [-(-sum(counts[stage:]) // counts[stage]) for stage in range(len(counts))]
     units = _Simulation(counts, microbatches, [microbatches] * len(counts)).units
@@ -75,11 +75,11 @@ class _Worker:
     """A worker in the simulation.
 
     Attributes:
-        stage: the one it holds.
-        runs: its share of the microbatches.
-        done: the number of passes it has begun, of each kind and run.
-        free: when it has finished its current pass.
-        order: the passes it has begun.
+        stage: stage that the worker holds.
+        runs: runs of microbatches in the worker's share.
+        done: number of passes begun, for each kind and run.
+        free: time at which the current pass ends.
+        order: passes begun, in order.
     """
 
     stage: int
@@ -89,12 +89,12 @@ class _Worker:
     order: Order = field(default_factory=list)
 
     def next(self, kind: Kind) -> list[int]:
-        """The next microbatch of each run; the runs that are furthest behind come first."""
+        """Return the next microbatch of each run, beginning with the run that is furthest behind."""
         runs = [(done, run) for done, run in zip(self.done[kind], self.runs, strict=True) if done < len(run)]
         return [run[done] for done, run in sorted(runs, key=lambda one: one[0] / len(one[1]))]
 
     def begun(self, kind: Kind) -> int:
-        """The number of passes it has begun."""
+        """Return the number of passes of a kind that the worker has begun."""
         return sum(self.done[kind])
 
     def begin(self, kind: Kind, microbatch: int, end: int) -> None:
@@ -106,12 +106,12 @@ class _Worker:
 
 
 class _Simulation:
-    """A simulation of the step, in units.
+    """Simulation of a step, in units of time.
 
     Args:
-        counts: the number of workers of each stage.
-        microbatches: the number that goes through the pipeline.
-        most: how many may be in flight in a worker of each stage; none: all of them, before the first backward pass.
+        counts: number of workers of each stage.
+        microbatches: number of microbatches that go through the pipeline.
+        most: most microbatches in flight in a worker of each stage. None: all forward passes before backward passes.
     """
 
     def __init__(self, counts: Sequence[int], microbatches: int, most: Sequence[int] | None) -> None:
@@ -132,11 +132,11 @@ class _Simulation:
         self.units = max(self._ends.values())
 
     def orders(self) -> list[Order]:
-        """The order of each worker."""
+        """Return the order of each worker."""
         return [worker.order for worker in self._workers]
 
     def _advance(self, worker: _Worker, now: int) -> None:
-        """Let a free worker begin a pass that is ready."""
+        """Begin a pass that is ready on a free worker."""
         for kind in (Kind.BACKWARD, Kind.FORWARD):
             for microbatch in self._allowed(worker, kind):
                 if all(self._ends.get(need, now + 1) <= now for need in self._needs(kind, worker.stage, microbatch)):
@@ -154,7 +154,7 @@ class _Simulation:
         return worker.next(kind) if allowed else []
 
     def _needs(self, kind: Kind, stage: int, microbatch: int) -> list[tuple[Kind, int, int]]:
-        """The passes that must be done first."""
+        """Return the passes that must end before a pass can begin."""
         if kind == Kind.FORWARD:
             return [(kind, stage - 1, microbatch)] if stage else []
         later = [(kind, stage + 1, microbatch)] if stage < len(self._counts) - 1 else []

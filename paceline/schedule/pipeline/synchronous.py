@@ -2,7 +2,7 @@
 
 Four stages; a backward pass is drawn as long as a forward pass::
 
-    layer-wise    one microbatch at a time: the workers only share the memory
+    layer-wise    one microbatch at a time: the workers divide the memory, but do not compute in parallel
     0  F0                   B0 F1                   B1
     1     F0             B0       F1             B1
     2        F0       B0             F1       B1
@@ -14,14 +14,14 @@ Four stages; a backward pass is drawn as long as a forward pass::
     2        F0 F1 F2 F3       B0 B1 B2 B3
     3           F0 F1 F2 F3 B0 B1 B2 B3
 
-    1F1B          a backward pass as soon as there is one (PipeDream-Flush: Narayanan et al. 2021, arXiv 2006.09503)
+    1F1B          backward passes as soon as possible (PipeDream-Flush: Narayanan et al. 2021, arXiv 2006.09503)
     0  F0 F1 F2 F3          B0    B1    B2    B3
     1     F0 F1 F2       B0 F3 B1    B2    B3
     2        F0 F1    B0 F2 B1 F3 B2    B3
     3           F0 B0 F1 B1 F2 B2 F3 B3
 
-GPipe and 1F1B take the same time: with P stages and V microbatches (P - 1) / (V + P - 1) of it is idle. Stage s keeps
-the activations of V microbatches in GPipe and of min(V, P - s) in 1F1B.
+GPipe and 1F1B take the same time. With P stages and V microbatches, workers are idle for (P - 1) / (V + P - 1) of it.
+Stage s keeps the activations of V microbatches in GPipe and of min(V, P - s) in 1F1B.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from paceline.schedule.shares import even
 
 
 def layerwise(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
-    """Each microbatch goes forward and backward through all stages before the next one starts.
+    """Build a schedule in which each microbatch passes all stages forward and backward before the next one starts.
 
     Args:
-        stages: workers of one pipeline.
-        microbatches: of all pipelines.
-        replicas: how many pipelines share the microbatches.
+        stages: number of stages, and workers of each pipeline.
+        microbatches: number of microbatches of all pipelines.
+        replicas: number of pipelines that share the microbatches.
 
     Raises:
         ConfigError: no stages, or fewer microbatches than replicas.
@@ -55,13 +55,13 @@ def layerwise(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
 
 
 def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
-    """All forward passes, then all backward passes.
+    """Build the GPipe schedule: all forward passes, then all backward passes.
 
     Args:
-        stages: the number of stages.
-        microbatches: the number that goes through the pipeline.
-        replicas: workers of a stage, or of each stage. If they differ, a worker takes the microbatches as they come
-            (``replicas.runs``), else in increasing order.
+        stages: number of stages.
+        microbatches: number of microbatches that go through the pipeline.
+        replicas: workers per stage, or of each stage. If they differ, a worker takes microbatches in the order of
+            arrival (``replicas.runs``), otherwise in increasing order.
 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
@@ -79,13 +79,13 @@ def gpipe(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> 
 
 
 def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Sequence[int] = 1) -> Schedule:
-    """After P - 1 - s forward passes, stage s of P alternates between forward and backward passes.
+    """Build the 1F1B schedule: stage s of P alternates forward and backward passes after P - 1 - s forward passes.
 
     Args:
-        stages: the number of stages.
-        microbatches: the number that goes through the pipeline.
-        replicas: workers of a stage, or of each stage. If they differ, a worker takes the microbatches as they come
-            (``replicas.runs``), else in increasing order.
+        stages: number of stages.
+        microbatches: number of microbatches that go through the pipeline.
+        replicas: workers per stage, or of each stage. If they differ, a worker takes microbatches in the order of
+            arrival (``replicas.runs``), otherwise in increasing order.
 
     Raises:
         ConfigError: no stages or workers, fewer microbatches than replicas, or replicas of another number of stages.
@@ -103,7 +103,7 @@ def one_forward_one_backward(stages: int, microbatches: int, replicas: int | Seq
 
 
 def _forwards_and_backwards(stage: int, share: range, lead: int) -> Order:
-    """Both passes of each microbatch, the forward passes ``lead`` ahead."""
+    """Return both passes of each microbatch, with forward passes ``lead`` microbatches ahead."""
     forwards = chain(share, repeat(None))
     backwards = chain(repeat(None, min(lead, len(share))), share)
     order = []

@@ -1,13 +1,13 @@
-"""Complete a schedule from the order in which workers compute: sends, receives, reductions and updates.
+"""Completion of schedules: adds sends, receives, reductions and updates to the order in which workers compute.
 
 ::
 
     worker 0, holds stage 0     F0          F1                      B0          B1          U0
     becomes                     F0 s0>      F1 s1>      r0<         B0    r1<   B1          U0
 
-A value is sent right after the operation that makes it, and received right before the one that needs it. Values arrive
-in the order of sending. Where two are needed in another order, the one sent first is received earlier than needed; that
-adds no waiting, as the value needed next arrives later still.
+A value is sent right after the operation that makes it, and received right before the operation that needs it. Values
+arrive in the order of sending. If two values are needed in the reverse order, the value sent first is received early.
+This adds no waiting, because the value that is needed next arrives even later.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.shares import even
 
 Order = list[Operation]
-"""The operations of one worker, in order."""
+"""Operations of a worker, in order."""
 
 GRADIENT = (Kind.BACKWARD, Kind.INPUT)
-"""The operations that produce the gradient for the input of their stage."""
+"""Operations that produce the gradient for the input of their stage."""
 
 
 def check_at_least(least: int, **values: int) -> None:
-    """Check arguments of a schedule.
+    """Check that arguments of a schedule are integers of at least ``least``.
 
     Raises:
-        ConfigError: a value is smaller, or not a whole number.
+        ConfigError: a value is smaller or not an integer.
     """
     for name, value in values.items():
         if not isinstance(value, int):
@@ -42,7 +42,7 @@ def check_at_least(least: int, **values: int) -> None:
 
 
 def receive_before(operation: Operation, stages: int) -> Operation | None:
-    """The receive that an operation needs, if the neighbouring stage is on another worker."""
+    """Return the receive for an operation if its input comes from another worker. None if it needs no other stage."""
     kind, stage, microbatch = operation[:3]
     if kind == Kind.FORWARD and stage > 0:
         return Operation(Kind.RECEIVE, stage, microbatch, peer=stage - 1)
@@ -52,7 +52,7 @@ def receive_before(operation: Operation, stages: int) -> Operation | None:
 
 
 def send_after(operation: Operation, stages: int) -> Operation | None:
-    """The send that follows an operation, if the neighbouring stage is on another worker."""
+    """Return the send for an operation if its result goes to another worker. None if no other stage needs it."""
     kind, stage, microbatch = operation[:3]
     if kind == Kind.FORWARD and stage < stages - 1:
         return Operation(Kind.SEND, stage, microbatch, peer=stage + 1)
@@ -62,7 +62,7 @@ def send_after(operation: Operation, stages: int) -> Operation | None:
 
 
 def with_transfers(order: Sequence[Operation], stages: int) -> Order:
-    """Add the receives and sends of a worker with a single stage."""
+    """Return the operations of a worker with a single stage, with receives and sends added."""
     around = ((receive_before(one, stages), one, send_after(one, stages)) for one in order)
     return [operation for group in around for operation in group if operation is not None]
 
@@ -70,16 +70,16 @@ def with_transfers(order: Sequence[Operation], stages: int) -> Order:
 def replicated_orders(
     order: Callable[[int, int], Order], workers: int, microbatches: int, replicas: int
 ) -> list[Order]:
-    """The orders of several equal pipelines, each with a share of the microbatches.
+    """Return the orders of several equal pipelines, each with a share of the microbatches.
 
     Args:
-        order: the operations of a worker, given its place in the pipeline and the number of microbatches.
-        workers: of one pipeline.
-        microbatches: of all pipelines.
-        replicas: how many pipelines.
+        order: returns the operations of a worker, given its index in the pipeline and the number of microbatches.
+        workers: number of workers of each pipeline.
+        microbatches: number of microbatches of all pipelines.
+        replicas: number of pipelines.
 
     Returns:
-        the orders of all workers; those at the same place are neighbours.
+        the orders of all workers. Workers with the same index in their pipelines are adjacent.
 
     Raises:
         ConfigError: no replicas, or fewer microbatches than replicas.
@@ -95,20 +95,20 @@ def replicated_orders(
 
 
 class _Position(NamedTuple):
-    """The position of an operation in the orders."""
+    """Position of an operation in the orders."""
 
     worker: int
     at: int
 
 
 def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[Order]) -> Schedule:
-    """Build a synchronous schedule from the order of each worker, with one update at the end.
+    """Build a synchronous schedule from the order of each worker, with an update of each stage at the end.
 
     Args:
-        name: of the algorithm.
-        stages: the number of stages.
-        microbatches: the number that goes through the pipeline.
-        orders: of all workers, with each stage and microbatch once.
+        name: name of the algorithm.
+        stages: number of stages.
+        microbatches: number of microbatches that go through the pipeline.
+        orders: orders of all workers, which contain each stage and microbatch once.
     """
     receives, sends = _transfers(stages, orders)
     holders = [{one.stage for one in order} for order in orders]
@@ -127,12 +127,12 @@ def build_schedule(name: str, stages: int, microbatches: int, orders: Sequence[O
 
 
 def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Position, Order], dict[_Position, Order]]:
-    """The receives before, and the sends after, each operation."""
+    """Return the receives before each operation and the sends after each operation."""
     needed = _needed(stages, orders)
     receives: dict[_Position, Order] = {}
     sends: dict[_Position, Order] = {}
     for worker, order in enumerate(orders):
-        # Of each other worker: the operation before which it receives the values sent after this one.
+        # For each other worker: the operation before which it receives the values sent after this operation.
         first: dict[int, int] = {}
         for index in range(len(order) - 1, -1, -1):
             one = send_after(order[index], stages)
@@ -149,7 +149,7 @@ def _transfers(stages: int, orders: Sequence[Order]) -> tuple[dict[_Position, Or
 
 
 def _needed(stages: int, orders: Sequence[Order]) -> dict[tuple[int, int, int], _Position]:
-    """The operation that needs the value of a stage, from another stage, for a microbatch."""
+    """Return the position of the operation that needs a value, by (receiving stage, sending stage, microbatch)."""
     needed = {}
     for worker, order in enumerate(orders):
         for index, operation in enumerate(order):

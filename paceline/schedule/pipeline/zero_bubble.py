@@ -1,6 +1,6 @@
-"""Zero bubble (Qi et al. 2024, arXiv 2401.10241): the gradients for the weights fill the gaps.
+"""Zero-bubble schedules (Qi et al. 2024, arXiv 2401.10241), which fill idle time with gradients for the weights.
 
-Only the gradient for the input (I) is waited for by another stage; that for the weights (W) can come at any time::
+Another stage waits for the gradient for the input (I), but not for the gradients for the weights (W)::
 
     ZB-H1    four stages, six microbatches, the memory of 1F1B
     0  F0 F1 F2 F3          I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5
@@ -12,10 +12,11 @@ Only the gradient for the input (I) is waited for by another stage; that for the
     0  F0.0 F0.1 F0.2 F3.0 I3.0 W3.0 F3.1 I3.1 W3.1 I0.0 W0.0 F3.2 I3.2 W3.2 I0.1 W0.1 I0.2 W0.2
     1       F1.0 F2.0 F1.1 F2.1 I2.0 W2.0 F1.2 I1.0 W1.0 F2.2 I2.1 W2.1 I1.1 I2.2 I1.2 W1.1 W2.2 W1.2
 
-Let f be the time of each of the three operations for all layers of a worker. With one stage for each of P workers the
-last one cannot begin before (P - 1) f. In ZB-H1 it does not wait again, if V >= P, so with equal times no such schedule
-is shorter. In ZB-V stages are half as large and it begins after (P - 1) f / 2; if V >= 2 P - 1, it does not wait again.
-Both keep no more activations than the first stage of 1F1B: those of min(V, P) microbatches in all layers of a worker.
+Let f be the time of each of the three operations for all layers of a worker, and V the number of microbatches. With one
+stage for each of P workers the last worker cannot begin before (P - 1) f. In ZB-H1 it does not wait again if V >= P, so
+with equal times no schedule of this kind is shorter. In ZB-V stages are half as large, and the last worker begins after
+(P - 1) f / 2. It does not wait again if V >= 2 P - 1. Both keep no more activations than the first stage of 1F1B: those
+of min(V, P) microbatches in all layers of a worker.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from paceline.schedule.pipeline.transfers import Order, build_schedule, check_at
 
 
 def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedule:
-    """ZB-H1: 1F1B whose later stages delay the gradients for the weights, stage s by s microbatches.
+    """Build ZB-H1: 1F1B in which stage s delays the gradients for the weights by s microbatches.
 
     Args:
-        stages: workers of one pipeline.
-        microbatches: of all pipelines.
-        replicas: how many pipelines share the microbatches.
+        stages: number of stages, and workers of each pipeline.
+        microbatches: number of microbatches of all pipelines.
+        replicas: number of pipelines that share the microbatches.
 
     Raises:
         ConfigError: no stages, or fewer microbatches than replicas.
@@ -53,12 +54,12 @@ def zero_bubble_h1(stages: int, microbatches: int, replicas: int = 1) -> Schedul
 
 
 def zero_bubble_v(workers: int, microbatches: int, replicas: int = 1) -> Schedule:
-    """ZB-V: worker w of P holds the stages w and 2 P - 1 - w, so the model goes forth and back over the workers.
+    """Build ZB-V: worker w of P holds stages w and 2 P - 1 - w, so the model passes the workers forth and back.
 
     Args:
-        workers: of one pipeline.
-        microbatches: of all pipelines.
-        replicas: how many pipelines share the microbatches.
+        workers: number of workers of each pipeline.
+        microbatches: number of microbatches of all pipelines.
+        replicas: number of pipelines that share the microbatches.
 
     Raises:
         ConfigError: no workers, or fewer microbatches than replicas.
@@ -73,7 +74,7 @@ def zero_bubble_v(workers: int, microbatches: int, replicas: int = 1) -> Schedul
 
 
 def _v(worker: int, workers: int, microbatches: int) -> Order:
-    """What a worker computes for at least 2 P - 1 microbatches."""
+    """Return a worker's operations in ZB-V for at least 2 P - 1 microbatches."""
     down, up = worker, 2 * workers - 1 - worker
     numbers: dict[tuple[Kind, int], Iterator[int]] = {
         (kind, stage): count() for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT) for stage in (down, up)
