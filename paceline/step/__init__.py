@@ -1,1 +1,1 @@
-"""One worker's part of a step."""
+"""A worker's share of a training step: forward, accumulate, check, update."""

@@ -1,4 +1,4 @@
-"""The buffers of a model that its forward pass changes, such as running statistics."""
+"""Model buffers that the forward pass changes, such as running statistics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.errors import InputError
 
 @dataclass
 class _Buffer:
-    """Where a buffer lives, the tensor it is, its value at the start of the step, and its version then."""
+    """Buffer of a module, with its tensor, and that tensor's value and version at the start of the step."""
 
     module: nn.Module
     key: str
@@ -30,7 +30,7 @@ class _Buffer:
         return self.now() is not self.tensor or self.tensor._version != self.version
 
     def take(self) -> None:
-        """Take the buffer as it is now for the start of the step."""
+        """Save the current buffer as its value at the start of the step."""
         self.tensor = self.now()
         if self.start.shape == self.tensor.shape:
             self.start.copy_(self.tensor)
@@ -41,22 +41,22 @@ class _Buffer:
     def put_back(self) -> None:
         if self.tensor.shape == self.start.shape:
             self.tensor.data.copy_(self.start)
-        else:  # an observer of quantization gives it a size when it is used first
+        else:  # a quantization observer sets the size on first use
             self.tensor.data = self.start.clone()
         self.module._buffers[self.key] = self.tensor
         self.version = self.tensor._version
 
 
 class Buffers:
-    """The buffers that the forward pass changes, with a value for each microbatch.
+    """Buffers that the forward pass changes, with a value for each microbatch.
 
-    ``live`` are those that change on this worker, ``agreed`` those that change on any, ``fixed`` says whether that is
-    known. ``added`` are the names of those that grow with the samples.
+    ``live`` are the buffers that change on this worker, ``agreed`` those that change on any worker. ``fixed`` says
+    whether that is known. ``added`` are the names of buffers that grow with the number of samples.
 
-    Each microbatch starts from the buffers at the start of the step. After the step a buffer is the mean over the
-    samples of what the microbatches made of it (rounded, for a counter); if it grows with the samples, it has grown by
-    the sum of what they added. So it does not depend on who computed what. Statistics of batch-norm layers are known to
-    change; other buffers are watched during the first step.
+    Each microbatch starts from the buffers at the start of the step. After the step, a buffer is the mean over samples
+    of the values that the microbatches left in it (rounded if it is an integer). A buffer that grows with the number of
+    samples grows by the sum of all increments. So the result does not depend on which worker computed which microbatch.
+    Statistics of batch-norm layers are known to change. Other buffers are watched during the first step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -68,9 +68,9 @@ class Buffers:
         self._dirty = False
 
     def fix(self, live: Iterable[str]) -> list[int]:
-        """Fix which buffers change, on all workers together after the first step.
+        """Fix which buffers change. All workers call this together after the first step.
 
-        Until then :meth:`collect` returns all buffers; returns the places of the changing ones among them.
+        Until then :meth:`collect` returns all buffers. Returns the indices of the changing buffers among them.
         """
         known = set(live)
         self.live = self.agreed = [name for name in self._all if name in known]
@@ -78,33 +78,33 @@ class Buffers:
         return [place for place, name in enumerate(self._all) if name in known]
 
     def restrict(self, part: Container[str]) -> None:
-        """Restrict the changing buffers to those of the part of the model that this worker computes."""
+        """Restrict the changing buffers to those in the part of the model that this worker computes."""
         self.live = [name for name in self.agreed if name in part]
 
     def fix_part(self, part: Container[str]) -> None:
-        """Fix, on this worker alone, that of the buffers of the part those change that did so far."""
+        """Fix, on this worker alone, the buffers seen to change in the first step, and restrict them to ``part``."""
         known = {*self.agreed, *self.live}
         self.fix(known)
         self.restrict(part)
 
     def examples(self) -> list[torch.Tensor]:
-        """One tensor like each sum of :meth:`collect`, for the changing buffers."""
+        """Return a tensor with the shape and dtype of each sum of :meth:`collect`, for the changing buffers."""
         return [self._summable(name, self._all[name].now().detach()) for name in self.live]
 
     def move_to(self, device: torch.device) -> None:
-        """Keep the start of a step where the model is now."""
+        """Move the saved values to the device of the model."""
         for buffer in self._all.values():
             buffer.start = buffer.start.to(device)
 
     def begin(self) -> None:
-        """Take the buffers as they are now for the start of the step."""
+        """Save the current buffers as the values at the start of the step."""
         for name, buffer in self._all.items():
             if name in self.live or buffer.touched():
                 buffer.take()
         self._dirty = False
 
     def reset(self) -> None:
-        """Put the buffers back to the start of the step."""
+        """Restore the changing buffers to their values at the start of the step."""
         if self._dirty:
             for name in self.live:
                 self._all[name].put_back()
@@ -118,24 +118,24 @@ class Buffers:
         self._dirty = False
 
     def of(self, module: nn.Module) -> frozenset[str]:
-        """The names of the buffers of a module and of those in it."""
+        """Return the names of the buffers of a module and its submodules."""
         inside = set(module.modules())
         return frozenset(name for name, buffer in self._all.items() if buffer.module in inside)
 
     def copies(self, part: Container[str]) -> list[tuple[nn.Module, str, torch.Tensor]]:
-        """Copy the changing buffers of a part of the model; returns each with its module and its key."""
+        """Copy the changing buffers in a part of the model. Returns each copy with its module and key."""
         buffers = [self._all[name] for name in self.names_in(part)]
         return [(buffer.module, buffer.key, buffer.now().detach().clone()) for buffer in buffers]
 
     def collect(self, samples: int, whole: int, part: Container[str] | None = None) -> list[torch.Tensor]:
-        """What a microbatch made of the buffers, times its samples.
+        """Return the buffers after a microbatch's forward pass, weighted by its number of samples.
 
-        Call this right after its forward pass.
+        Call this right after the forward pass of the microbatch.
 
         Args:
-            samples: of the microbatch.
-            whole: samples of its batch, by which the sum over all microbatches is divided.
-            part: of the model; None: all of it.
+            samples: number of samples in the microbatch.
+            whole: number of samples in the batch, by which the sum over all microbatches is divided.
+            part: names of the buffers in a part of the model. Defaults to the whole model.
         """
         if not self._all:
             return []
@@ -158,34 +158,34 @@ class Buffers:
 
     @property
     def may_count(self) -> bool:
-        """Whether there are buffers besides the statistics of batch norm."""
+        """Whether the model has buffers other than batch-norm statistics."""
         return len(self._all) > len(self._statistics)
 
     def state(self, step: int) -> list[str]:
-        """Return which buffers grow with the samples, for a checkpoint or another worker."""
+        """Return the names of buffers that grow with the number of samples, for a checkpoint or another worker."""
         return sorted(self.added)
 
     def load(self, state: list[str]) -> None:
-        """Take over what :meth:`state` returned."""
+        """Restore what :meth:`state` returned."""
         self.added.update(name for name in state if name in self._all)
 
     def grown(self) -> dict[str, torch.Tensor]:
-        """Return by how much the buffers differ from the start of the step, but for statistics of batch norm."""
+        """Return the change of each buffer since the start of the step, except for batch-norm statistics."""
         return {
             name: summable(buffer.now().detach()).double() - summable(buffer.start).double()
             for name, buffer in self._all.items()
             if name not in self._statistics
             and not buffer.start.is_complex()
-            and buffer.start.shape == buffer.now().shape  # not as an observer of quantization makes it
+            and buffer.start.shape == buffer.now().shape  # a quantization observer changes the shape
         }
 
     @property
     def names(self) -> list[str]:
-        """The buffers that :meth:`collect` returns."""
+        """Names of the buffers that :meth:`collect` returns."""
         return self.live if self.fixed else list(self._all)
 
     def names_in(self, part: Container[str]) -> list[str]:
-        """The names that belong to a part of the model."""
+        """Return the names among :attr:`names` that belong to a part of the model."""
         return [name for name in self.names if name in part]
 
     def _changed(self, buffer: _Buffer) -> bool:
@@ -200,7 +200,7 @@ class Buffers:
         self.live = [known for known in self._all if known in self.live or known == name]
 
     def accept(self, means: list[torch.Tensor]) -> None:
-        """Set the changing buffers to their means; the next step starts from them."""
+        """Set the changing buffers to their means, from which the next step starts."""
         for name, mean in zip(self.live, means, strict=True):
             buffer = self._all[name]
             rounds = not (buffer.start.is_floating_point() or buffer.start.is_complex())
@@ -210,22 +210,22 @@ class Buffers:
 
     @property
     def every(self) -> list[str]:
-        """The names of all buffers."""
+        """Names of all buffers."""
         return list(self._all)
 
     def at_start(self, name: str) -> torch.Tensor:
-        """A buffer at the start of the step; as it is now if nobody knows that it changes."""
+        """Return a buffer at the start of the step, or its current value if it is not known to change."""
         buffer = self._all[name]
         return buffer.start if self._dirty and name in self.live else buffer.now()
 
     def put_all_back(self) -> None:
-        """Put all buffers back to what :meth:`take_all` saw."""
+        """Restore all buffers to the values that :meth:`take_all` saved."""
         for buffer in self._all.values():
             if buffer.touched():
                 buffer.put_back()
 
     def take_all(self) -> None:
-        """Save all buffers as they are now, for an evaluation."""
+        """Save the current values of all buffers, for an evaluation."""
         for buffer in self._all.values():
             buffer.take()
 
@@ -239,14 +239,14 @@ def _found(model: nn.Module) -> dict[str, _Buffer]:
 
 
 def summable(buffer: torch.Tensor) -> torch.Tensor:
-    """Convert to a type whose sums are precise enough."""
+    """Convert to a dtype whose sums are precise enough: float32 or wider, and float64 for integers."""
     if buffer.dtype in (torch.float16, torch.bfloat16):
         return buffer.float()
     return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.double()
 
 
 def _statistics(model: nn.Module) -> list[str]:
-    """The running statistics of batch-norm layers; torch does not count their changes."""
+    """Return the names of the running statistics of batch-norm layers. torch does not count changes to them."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()

@@ -1,4 +1,4 @@
-"""What all workers know about the pieces of a step, and what follows from it."""
+"""Checks of a step's results that every worker makes on the same data."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.settings import Exact
 
 
 class Part(NamedTuple):
-    """What is known of one piece: who computed which microbatches, the sum of their losses and what it is divided by,
-    and the places of the parameters to which they gave no gradient. ``metrics``: for each metric the same two numbers.
+    """Result of a microbatch group: sum of the losses and its divisor, and indices of parameters without a gradient.
 
-    ``origin``: the step to whose batch the microbatches belong, if it is another one than that which uses them.
+    ``rank`` computed the group. ``metrics`` holds a sum and a divisor for each metric. ``origin`` is the step to whose
+    batch the microbatches belong, if another step uses them.
     """
 
     microbatches: range
@@ -30,10 +30,10 @@ class Part(NamedTuple):
 
 
 def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
-    """The mean loss over the batch; the same bits for the same microbatches, whoever computed them, if ``exact``.
+    """Return the mean loss over the batch. With ``exact`` its bits do not depend on which worker computed what.
 
     Raises:
-        InputError: what was counted adds up to nothing.
+        InputError: the counts add up to zero.
     """
     count = math.fsum(part.counted for part in parts)
     if count == 0:
@@ -45,7 +45,7 @@ def mean_loss(parts: Sequence[Part], exact: Exact) -> float:
 
 
 def mean_metrics(parts: Sequence[Part], names: Sequence[str] | None, exact: Exact) -> dict[str, float]:
-    """The means of the metrics over the batch, as :func:`mean_loss`; NaN where nothing was counted."""
+    """Return the mean of each metric as :func:`mean_loss` does, or NaN if the metric's counts add up to zero."""
     means = {}
     for place, name in enumerate(names or ()):
         count = math.fsum(part.metrics[2 * place + 1] for part in parts)
@@ -55,7 +55,7 @@ def mean_metrics(parts: Sequence[Part], names: Sequence[str] | None, exact: Exac
 
 
 def _sum(parts: Sequence[Part], values: Sequence[float], exact: Exact) -> float:
-    """The sum of a value of each piece; along the canonical tree if ``exact``."""
+    """Sum one value for each microbatch group, along the canonical tree if ``exact``."""
     if not exact:
         return sum(values)
     nodes = (Node(0, part.microbatches.start) for part in parts)
@@ -63,12 +63,12 @@ def _sum(parts: Sequence[Part], values: Sequence[float], exact: Exact) -> float:
 
 
 def not_finite(parts: Sequence[Part]) -> Part | None:
-    """The first piece whose loss is NaN or infinite, if there is one."""
+    """Return the first microbatch group whose loss is NaN or infinite, or None."""
     return next((part for part in parts if not math.isfinite(part.loss)), None)
 
 
 def non_finite(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
-    """The error for a piece whose loss is not finite, and the microbatches of it to which that goes back."""
+    """Build the error for a microbatch group with a NaN or infinite loss, naming the microbatches that caused it."""
     return NonFiniteLoss(
         f"The loss is {part.loss} at step {step}, {_named(microbatches, part.origin)}, computed by rank {part.rank}. "
         f"No update was made. Look at the data of this step and at the learning rate; "
@@ -77,12 +77,12 @@ def non_finite(part: Part, microbatches: range, step: int) -> NonFiniteLoss:
 
 
 def unused(parts: Sequence[Part]) -> frozenset[int]:
-    """The places of the parameters that got no gradient from any piece."""
+    """Return the indices of parameters that got no gradient from any microbatch group."""
     return frozenset.intersection(*(part.missing for part in parts))
 
 
 def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
-    """Refuse a parameter that gets a gradient from some pieces only.
+    """Raise if a parameter got a gradient from some microbatch groups only.
 
     Raises:
         InputError: names the first such parameter, the microbatches and the ranks.
@@ -99,10 +99,10 @@ def check_gradients(parts: Sequence[Part], names: Sequence[str]) -> None:
 
 
 def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) -> None:
-    """Refuse a sparse gradient.
+    """Raise if a gradient is sparse.
 
     Raises:
-        InputError: names the first parameter that has one.
+        InputError: names the first parameter with a sparse gradient.
     """
     for name, gradient in zip(names, gradients, strict=True):
         if gradient is not None and gradient.is_sparse:
@@ -110,7 +110,7 @@ def check_dense(names: Iterable[str], gradients: Sequence[torch.Tensor | None]) 
 
 
 def sparse_gradients(what: str) -> InputError:
-    """The error for a module that gives, or a parameter or value that gets, sparse gradients."""
+    """Build the error for a module that produces sparse gradients, or a parameter or value that gets them."""
     return InputError(
         f"{what} sparse gradients, which several workers, now or later, cannot average with this strategy: use "
         f"sparse=False, or strategy 'hogwild'."

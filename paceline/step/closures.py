@@ -6,9 +6,9 @@
                                   │ closure: forward, backward, reduce   w + e
                                   │ closure: forward, backward, reduce   ...
 
-A closure computes the microbatches of the step once more, with the weights as they are now: each worker those it had,
-with their random numbers, and with the buffers as they were at the start of the step. All workers get the same loss and
-the same gradients, so their optimizers decide alike, and call it equally often.
+A closure recomputes the microbatches of the step with the current weights. Each worker recomputes its own microbatches
+with the same random numbers, starting from the buffers at the start of the step. All workers get the same loss and
+gradients, so their optimizers decide alike and call the closure equally often.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from paceline.step.optimizer import Update
 from paceline.step.optimizers.several import parts_of
 
 Again: TypeAlias = Callable[[], list[Part]]
-"""Computes the mean gradients of the pieces of a step again; returns what is known of the pieces of all workers."""
+"""Recomputes the mean gradients of the step. Returns the results of all workers' microbatch groups."""
 
 
 class LeftOutError(Exception):
-    """A step is to be left out, as a loss within it is not finite; ``result`` is what it gives."""
+    """Raised to skip a step whose loss is NaN or infinite. ``result`` is the result of the step."""
 
     def __init__(self, result: StepResult) -> None:
         super().__init__()
@@ -40,18 +40,18 @@ class LeftOutError(Exception):
 
 
 def check_closures(update: Update, strategy: str, *, able: bool, phases: bool, carries: bool) -> None:
-    """Refuse an optimizer that needs a closure where none can be given.
+    """Raise if an optimizer needs a closure and the run cannot provide one.
 
     Args:
-        update: with the optimizer.
-        strategy: its name.
-        able: whether it can compute a step again.
-        phases: whether each of several optimizers has a loss of its own.
-        carries: whether the forward pass hands a state from batch to batch.
+        update: update that holds the optimizer.
+        strategy: name of the strategy.
+        able: whether the strategy can recompute a step, and autocast is not float16.
+        phases: whether each of several optimizers has its own loss.
+        carries: whether the forward pass carries a state from batch to batch.
 
     Raises:
-        ConfigError: the strategy cannot.
-        InputError: the optimizer is one of several with the same gradients; or there is such a state.
+        ConfigError: the run cannot recompute a step.
+        InputError: the optimizer shares its gradients with others, or the forward pass carries a state.
     """
     if not update.closure_users:
         return
@@ -78,14 +78,14 @@ def with_closure(
     loss_of: Callable[[list[Part]], float],
     statistics: list[torch.Tensor],
 ) -> Iterator[None]:
-    """In which the update is made: its optimizer, if it needs a closure, gets one, and what fails leaves no trace.
+    """Give the optimizer the closure it needs while the update is made. A failed update that may be repeated is undone.
 
     Args:
-        job: what is trained.
-        step: its number.
-        again: computes its gradients again.
-        loss_of: the mean loss; it raises for what cannot be used.
-        statistics: the means of the buffers that the forward pass changes. A closure does not see them yet.
+        job: training context.
+        step: step number.
+        again: recomputes the gradients of the step.
+        loss_of: returns the mean loss. Raises if the loss cannot be used.
+        statistics: means of the buffers that the forward pass changes. A closure does not see them yet.
     """
     buffers = job.compute.buffers
     if not job.update.closure_users:
@@ -123,14 +123,14 @@ def with_closure(
 
 
 def _keep_gradients(update: Update) -> None:
-    """Give the optimizer gradients of its own: those of a reduction are overwritten by the next one."""
+    """Clone the gradients, because the next reduction overwrites its own buffers."""
     for value in update.parameters.values():
         if value.grad is not None:
             value.grad = value.grad.clone()
 
 
 def _saved(update: Update) -> Callable[[], None]:
-    """Copy weights, the state of the optimizer, and its groups; returns what puts them back."""
+    """Copy the weights, the optimizer's state and its groups. Returns a function that restores them."""
     optimizer = update.optimizer
     weights = [(value, value.detach().clone()) for value in update.parameters.values()]
     states = {value: copy.deepcopy(state) for value, state in optimizer.state.items()}

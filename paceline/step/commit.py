@@ -1,4 +1,4 @@
-"""The end of a synchronous step, the same on every worker: check it, then update the model or skip it."""
+"""End of a synchronous step, the same on every worker: check the results, then update the model or skip the step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from paceline.step.closures import Again, LeftOutError, with_closure
 from paceline.step.job import Job, StepResult
 
 Apply: TypeAlias = Callable[[int], tuple[torch.Tensor | float, float]]
-"""Updates the model from the mean gradients in ``.grad``, as :meth:`Update.apply`."""
+"""Updates the model from the mean gradients in ``.grad``, as :meth:`Update.apply` does."""
 
 
 def with_norm(job: Job, norm: torch.Tensor, known: float) -> Apply:
-    """An update whose global norm is on the device, where gradients are clipped by it, and known to the host too."""
+    """Return an update that clips by ``norm`` on the device and reports ``known``, the same norm on the host."""
 
     def apply(step: int) -> tuple[float, float]:
         _, rate = job.update.apply(step, norm=norm)
@@ -28,7 +28,7 @@ def with_norm(job: Job, norm: torch.Tensor, known: float) -> Apply:
     return apply
 
 
-def commit(  # noqa: PLR0913 - what is known of a step
+def commit(  # noqa: PLR0913 - the results of a step
     job: Job,
     step: int,
     pieces: list[Piece],
@@ -41,18 +41,18 @@ def commit(  # noqa: PLR0913 - what is known of a step
     """Check a step whose mean gradients are in ``.grad``, and update the model.
 
     Args:
-        job: what is trained.
-        step: its number.
-        pieces: what this worker computed.
-        parts: what is known of all pieces of all workers, in the order of microbatches.
-        statistics: the means of the buffers that the forward pass changes.
-        notice: about the world, from any worker.
-        apply: makes the update; None: this worker makes all of it.
-        again: computes the gradients again, for an optimizer that needs a closure; None: the strategy cannot.
+        job: training context.
+        step: step number.
+        pieces: microbatch groups that this worker computed.
+        parts: results of all workers' microbatch groups, in the order of microbatches.
+        statistics: means of the buffers that the forward pass changes.
+        notice: notice about membership from any worker.
+        apply: makes the update. Defaults to a full update on this worker.
+        again: recomputes the gradients for an optimizer that needs a closure. None if the strategy cannot.
 
     Raises:
-        NonFiniteLoss: a loss is NaN or infinite, and the run is to stop.
-        InputError: a parameter has a gradient from some microbatches only, and the run is to stop.
+        NonFiniteLoss: a loss is NaN or infinite, and ``nonfinite`` is "stop".
+        InputError: a parameter has a gradient from some microbatches only, and ``missing_gradient`` is "stop".
     """
 
     def usable(parts: list[Part]) -> tuple[float, dict[str, float]]:
@@ -77,7 +77,7 @@ def commit(  # noqa: PLR0913 - what is known of a step
 
 
 def _applied(job: Job, step: int) -> bool:
-    """Whether the update was made: not if a gradient was too large for float16."""
+    """Return whether the update was made. It is skipped if a gradient overflowed float16."""
     scale = job.update.loss_scale
     if scale is None or not scale.overflowed:
         return True
@@ -87,20 +87,20 @@ def _applied(job: Job, step: int) -> bool:
 
 
 def means(job: Job, parts: list[Part]) -> tuple[float, dict[str, float]]:
-    """The mean loss over the batch, and the means of its metrics."""
+    """Return the mean loss over the batch and the means of its metrics."""
     exact = job.settings.exact
     return mean_loss(parts, exact), mean_metrics(parts, job.compute.metrics, exact)
 
 
 def skip(job: Job, step: int, parts: list[Part], locate: Callable[[Part], range], notice: int = 0) -> StepResult | None:
-    """The result of a step that is to be left out, as a loss is not finite; None if it is sound.
+    """Return the result of a step that is skipped because a loss is NaN or infinite, or None if all losses are finite.
 
     Args:
-        job: what is trained.
-        step: its number; its mean gradients are in ``.grad``.
-        parts: what is known of all pieces.
-        locate: the microbatches of a piece to which a loss that is not finite goes back.
-        notice: for the result.
+        job: training context.
+        step: step number. The mean gradients of the step are in ``.grad``.
+        parts: results of all microbatch groups.
+        locate: returns the microbatches of a group whose loss is NaN or infinite.
+        notice: membership notice for the result.
 
     Raises:
         NonFiniteLoss, InputError: see :func:`commit`.
@@ -131,7 +131,7 @@ def _drop_unused(job: Job, parts: list[Part]) -> None:
 
 
 def _locate(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
-    """Find the microbatch of a piece whose loss is not finite: its worker looks, all get the answer."""
+    """Find the microbatch whose loss is not finite. The worker that computed the group searches, all get the answer."""
     if len(bad.microbatches) == 1:
         return bad.microbatches
     found = locate_here(job, step, pieces, bad) if bad.rank == job.world.rank else bad.microbatches
@@ -140,7 +140,7 @@ def _locate(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
 
 
 def locate_here(job: Job, step: int, pieces: list[Piece], bad: Part) -> range:
-    """Find the microbatch of a piece of this worker whose loss is not finite; all of them if no single one is."""
+    """Find the microbatch of a local group whose loss is not finite. Returns the whole group if no single loss is."""
     (piece,) = (piece for piece in pieces if piece.microbatches == bad.microbatches)
     for part in split_piece(piece, job.order.parts_of(step)) if len(bad.microbatches) > 1 else ():
         if not job.compute.loss_only(part)[:2].isfinite().all():

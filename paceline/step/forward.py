@@ -1,4 +1,4 @@
-"""One microbatch: its forward pass, always from the same random numbers and the same buffers."""
+"""Forward pass of one microbatch, with random numbers and buffers that do not depend on earlier microbatches."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NO_GRADIENT = (
 )
 
 _SMALL = "more than 1 value per channel"
-"""What torch says of a batch norm that sees a single sample."""
+"""Part of torch's error message for a batch norm that gets a single sample."""
 
 
 class ForwardResult(NamedTuple):
-    """The forward pass of a piece, ready for its backward pass.
+    """Result of the forward pass of a microbatch group, ready for the backward pass.
 
-    ``total``: the sum of the losses, times the loss scale, to be differentiated. ``pair``: float64 tensor of shape
-    [2 + 2 * metrics], the sum and what it is to be divided by, then the same two of each metric. ``buffers``: what the
-    piece made of the buffers, times its samples. ``drew``: whether it drew random numbers, if that was watched.
+    ``total``: sum of the losses times the loss scale, to be differentiated. ``pair``: sum and divisor of the loss, then
+    of each metric, as a float64 tensor of shape [2 + 2 * metrics]. ``buffers``: the buffers after the pass, times the
+    number of samples. ``drew``: whether the pass drew random numbers, if that was watched.
     """
 
     total: torch.Tensor
@@ -47,36 +47,36 @@ class ForwardResult(NamedTuple):
 
 
 class Recorder(Protocol):
-    """Takes note of one microbatch; see ``step.trials.audit``."""
+    """Recorder of one microbatch; see ``step.trials.audit``."""
 
     def begin(self, piece: Piece, step: int) -> bool:
-        """Begin a forward pass; whether it is the one to take note of."""
+        """Begin a forward pass. Returns whether it is the pass to record."""
 
     def add(self, result: ForwardResult) -> None:
-        """Take note of its result, and of the gradients when they are computed."""
+        """Record the result of the forward pass, and the gradients once they are computed."""
 
     def close(self) -> None:
-        """Take note of nothing more."""
+        """Stop recording."""
 
 
 class Compute:
-    """Computes the loss of a piece, as a sum over what the loss counts.
+    """Forward runner: computes the loss of a microbatch group as a sum, with the count that divides it.
 
     Args:
         model: the user's model.
         forward: ``forward(model, data)`` returns a scalar, the mean over the samples, or a sum and a count.
-        seed: of the run.
-        autocast: the type of the forward pass, or none.
-        largest: how many workers there may ever be; with more than one no forward pass may change weights.
-        samples_of: the number of samples in the batch of a step.
+        seed: seed of the run.
+        autocast: dtype of the forward pass under autocast, or None.
+        largest: largest number of workers that the run may have. If above 1, forward passes must not change weights.
+        samples_of: returns the number of samples in the batch of a step.
 
     Attributes:
-        metrics: the names of the metrics that each forward pass returns, in alphabetical order; None: not known yet.
-        counts: whether it returns what the loss is to be divided by; likewise.
-        turn: how many phases the batch has had before this one, if a batch has several.
-        carried: the states that microbatches hand on, if the forward pass takes one.
-        loss_scale: keeps gradients in the range of float16, if the forward pass is in it.
-        recorder: takes digests of a microbatch of an audited step.
+        metrics: names of the metrics that each forward pass returns, in alphabetical order. None before the first pass.
+        counts: whether the forward pass returns the divisor of the loss. None before the first pass.
+        turn: number of phases that the batch has had before this one, if a batch has several.
+        carried: states that microbatches carry to the next batch, if the forward pass takes a state.
+        loss_scale: loss scale that keeps gradients in the range of float16, if the forward pass runs in float16.
+        recorder: takes digests of a microbatch in an audited step.
     """
 
     def __init__(
@@ -104,22 +104,22 @@ class Compute:
         self.recorder: Recorder | None = None
 
     def of(self, forward: Forward) -> Compute:
-        """The same for another forward pass of this model."""
+        """Return a shallow copy that runs another forward pass of the same model."""
         made = copy.copy(self)
         made.forward = forward
         return made
 
     def seed(self, use: int, step: int, *place: int) -> int:
-        """The seed of the random numbers for a use in this phase of a step; see ``data.keys``."""
+        """Return the seed of the random numbers for a use in this phase of a step; see ``data.keys``."""
         return seed_of(use, self._seed, step, *place, *((self.turn,) if self.turn else ()))
 
     def forward_pass(self, piece: Piece, step: int, watch_draws: bool = False) -> ForwardResult:
-        """The forward pass of a piece, with the random numbers and buffers that belong to it.
+        """Run the forward pass of a microbatch group, with the random numbers and buffers that belong to it.
 
         Args:
-            piece: its microbatches.
-            step: to which they belong.
-            watch_draws: whether to find out if it draws random numbers.
+            piece: the microbatch group.
+            step: step to which the microbatches belong.
+            watch_draws: whether to detect if the forward pass draws random numbers.
         """
         recorder = self.recorder if self.recorder is not None and self.recorder.begin(piece, step) else None
         self.buffers.reset()
@@ -137,13 +137,13 @@ class Compute:
 
     @property
     def scale(self) -> float:
-        """By how much the gradients of a forward pass are larger than those of its loss."""
+        """Factor by which the gradients of a forward pass exceed those of its loss."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
     def loss_only(self, piece: Piece) -> torch.Tensor:
-        """The same numbers without keyed random numbers.
+        """Return ``pair`` of a forward pass without keyed random numbers.
 
-        Gradients are enabled: a forward pass may take some by itself, as for a gradient penalty.
+        Gradients stay enabled, because a forward pass may compute gradients itself, as for a gradient penalty.
         """
         return self._loss(piece)[1]
 
@@ -161,10 +161,10 @@ class Compute:
         return self.take(value, piece.samples)
 
     def take(self, value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a forward pass over so many samples has returned, as ``total`` and ``pair`` of its result.
+        """Convert the result of a forward pass over ``samples`` samples to ``total`` and ``pair`` of its result.
 
         Raises:
-            InputError: it is no loss, or its metrics have other names than before.
+            InputError: the result is not a loss, or its metrics have other names than before.
         """
         loss = loss_of_result(value, samples)
         names = tuple(loss.metrics)
@@ -175,10 +175,10 @@ class Compute:
 
     @contextmanager
     def keeping_weights(self) -> Iterator[None]:
-        """In which a forward pass must not change weights: each worker would do it for its own samples.
+        """Raise if a forward pass in this context changes weights: each worker would do so for its own samples.
 
         Raises:
-            InputError: names one that it has changed.
+            InputError: names a parameter that has changed.
         """
         if self._largest == 1:
             yield
@@ -196,11 +196,11 @@ class Compute:
 
     @property
     def may_change_weights(self) -> bool:
-        """Whether a forward pass may change weights: there is one worker, and will be."""
+        """Whether a forward pass may change weights, because the run never has more than one worker."""
         return self._largest == 1
 
     def precision(self) -> AbstractContextManager[object]:
-        """The autocast context of the forward pass."""
+        """Return the autocast context of the forward pass."""
         if self._autocast is None:
             return nullcontext()
         device = next(self.model.parameters()).device.type
@@ -208,10 +208,10 @@ class Compute:
 
 
 def name_call(error: Exception, microbatches: range, samples: int, step: int) -> None:
-    """Add to an error of the forward pass for which microbatches it was called."""
+    """Add to an error of the forward pass the microbatches for which the forward pass was called."""
     try:
         small = _SMALL in str(error)
-    except Exception:  # noqa: BLE001 - it is the user's
+    except Exception:  # noqa: BLE001 - the error may be of a user's class
         small = False
     more = " For larger microbatches set a larger batch, or fewer microbatches." if small else ""
     cut = f"{samples} sample{'s' * (samples > 1)}"
@@ -222,26 +222,26 @@ Context = AbstractContextManager[object]
 
 
 def computed_again(buffers: Buffers, part: Container[str]) -> tuple[Context, Context]:
-    """The ``context_fn`` of a checkpoint: what is computed again draws the same numbers, and sees the same buffers.
+    """Return the ``context_fn`` of a checkpoint: recomputation draws the same random numbers and sees the same buffers.
 
     Args:
-        buffers: of the model.
-        part: the names of those that it uses.
+        buffers: buffers of the model.
+        part: names of the buffers that the recomputed part uses.
     """
     first, again = replay_context()
     return first, _Again(again, buffers.copies(part))
 
 
 def on_copy(call: Callable[[Any], Any], values: Any) -> Any:
-    """The input of the model may be changed in place, and is needed as it was to compute it again.
+    """Call with a copy of the model's input: recomputation needs the input unchanged, even if the model modifies it.
 
-    Of what comes from another stage the stage itself copies what it changes.
+    Values from another stage need no copy, because the stage itself copies what it changes.
     """
     return call(map_tensors(torch.clone, values))
 
 
 class _Again:
-    """In which a part of a model is computed again; it leaves nothing behind, and may be entered several times."""
+    """Context for recomputing a part of a model. It restores the buffers afterwards and can be entered repeatedly."""
 
     def __init__(self, drawing: Context, buffers: list[tuple[nn.Module, str, torch.Tensor]]) -> None:
         self._drawing = drawing
@@ -260,10 +260,10 @@ class _Again:
 
 
 def recompute(model: nn.Module, classes: tuple[str, ...], buffers: Buffers) -> None:
-    """Let modules of these classes compute their activations again in the backward pass (Chen et al. 2016).
+    """Make modules of these classes recompute their activations in the backward pass (Chen et al. 2016).
 
     Raises:
-        InputError: no module of the model is of one of the classes.
+        InputError: the model has no module of one of the classes.
     """
     found = set()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Gather on all workers a state of which each holds a part."""
+"""Consolidation of a training state that is divided among the workers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _TAG = (1 << 26) - 1
 
 
 def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
-    """Give all workers the whole state; all call this together.
+    """Give every worker the whole state. All workers call this together.
 
     Args:
-        job: what is trained.
-        holds: of each worker the parameters and buffers whose newest values it has; none: all of them. Together they
-            have all; what several have is taken from the first.
+        job: training context.
+        holds: for each worker, the parameters and buffers of which it has the newest values. None means all. Together
+            the workers must have all of them. If several workers have a tensor, the lowest rank sends it.
 
     Raises:
         CheckpointError: the state of the optimizer is more than tensors and numbers of its parameters.
-        WorkerLost: a worker was lost meanwhile; nothing has been changed.
+        WorkerLost: a worker was lost before the state was gathered. Nothing has been changed.
     """
     check_savable(job.update.optimizer)
     world = job.world
@@ -56,6 +56,6 @@ def gather_state(job: Job, holds: Sequence[frozenset[str] | None]) -> None:
 
 
 def _bare(name: str) -> str:
-    """The parameter or buffer that a tensor of the state belongs to."""
+    """Return the parameter or buffer to which a tensor of the state belongs."""
     kind, _, rest = name.partition("/")
     return rest.rpartition("/")[0] if kind == "optimizer" else rest

@@ -1,4 +1,4 @@
-"""What a step is given, and what it returns."""
+"""Training context of a step, the batch that it gets, and the result that it returns."""
 
 from __future__ import annotations
 
@@ -25,13 +25,12 @@ from paceline.step.optimizers.loss_scale import LossScale
 
 @dataclass
 class Learned:
-    """What the first step has found out; it outlives the strategy, and workers that join take it over.
+    """Results of the first step's probes. They outlive the strategy, and workers that join receive them.
 
-    ``fusible``: whether neighbouring microbatches may be computed in one pass (``step.fusion``); None: not known yet.
-    ``repeatable``: whether it is known if a microbatch computed twice gives the same (``step.trials``).
-    ``told``: whether the user was told that a microbatch computed twice does not give the same (it has False), or
-    loaded twice does not have the same data (True).
-    ``warnings``: what its user must know, in sentences.
+    ``fusible``: whether neighboring microbatches may be computed in one pass (``step.fusion``). None if not known yet.
+    ``repeatable``: whether the forward pass has been checked for repeatability (``step.trials``).
+    ``told``: warnings already given. False stands for a recomputed microbatch that differed, True for a reloaded
+    microbatch whose data differed. ``warnings``: sentences that the user must read.
     """
 
     fusible: bool | None = None
@@ -42,14 +41,14 @@ class Learned:
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be trained, and with whom.
+    """Training context: the model, the data and the settings of a run, and the workers that train.
 
-    ``strategy_state`` is what a strategy must remember from step to step besides the tensors: plain values under names
-    of its own. They are saved in checkpoints and sent to workers that join. ``warnings`` are what its user must know of
-    it, in sentences. ``given`` are the keys of the settings that somebody has set, and where. ``sparse`` says whether
-    gradients may be sparse, ``divides_update`` whether different workers update different parameters; both for as many
-    workers as there may ever be, so that nobody is refused when one joins. ``replicated``: all workers hold the same
-    state after each step. ``phases`` are the forward passes by the names of optimizers, if a batch has several
+    ``strategy_state``: plain values that a strategy must remember from step to step besides tensors, under names of its
+    own. They are saved in checkpoints and sent to workers that join. ``warnings``: sentences about the job that the
+    user must read. ``given`` maps the keys of settings that were set to where they were set. ``sparse``: whether
+    gradients may be sparse. ``divides_update``: whether different workers update different parameters. Both hold for
+    the largest number of workers that the run may have, so that no joining worker is refused. ``replicated``: all
+    workers hold the same state after each step. ``phases``: forward passes by optimizer name, if a batch has several
     (``strategies.phases``). ``loop``: what the script changes between two steps. ``audits``: which steps are audited
     (``step.trials.audit``).
     """
@@ -80,16 +79,16 @@ class Job:
 
 @dataclass(frozen=True)
 class Batch:
-    """This worker's pieces of the batch of one step.
+    """This worker's microbatch groups in the batch of one step.
 
     Attributes:
-        step: the number of the step, from 0.
-        epoch: the epoch it belongs to, from 0.
-        samples: samples in the whole batch, over all workers.
+        step: step number, from 0.
+        epoch: epoch of the step, from 0.
+        samples: number of samples in the whole batch, over all workers.
         last: whether it is the last batch of its epoch.
-        pieces: the microbatches that this worker computes.
-        waited: seconds spent to load them.
-        generation: of the workers for which they were loaded.
+        pieces: microbatch groups that this worker computes.
+        waited: seconds spent loading them.
+        generation: membership generation for which they were loaded.
     """
 
     step: int
@@ -104,7 +103,7 @@ class Batch:
         return self.samples
 
     def __iter__(self) -> NoReturn:
-        """Say what is done with a batch instead of ``for input, target in session.batches()``.
+        """Refuse to unpack a batch, as in ``for input, target in session.batches()``, and explain what to write.
 
         Raises:
             InputError: always.
@@ -118,11 +117,12 @@ class Batch:
 @sendable
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did: the mean loss over the batch, the gradients' norm, and the learning rate used.
+    """Result of one step: the mean loss over the batch, the norm of the gradients, and the learning rate used.
 
-    ``applied`` is false for a step that was skipped because its loss, or a gradient in float16, was not finite.
-    ``notice`` is about the world, from any worker (``comm.rendezvous.coordinator_client``): it is about to change, or a
-    worker is to leave. ``metrics`` are the means over the batch of the metrics that the forward pass returns, by name.
+    ``applied`` is False for a step that was skipped because its loss, or a gradient in float16, was not finite.
+    ``notice``: notice from any worker (``comm.rendezvous.coordinator_client``) that the membership is about to change,
+    or that a worker is to leave. ``metrics``: means over the batch of the metrics that the forward pass returns, by
+    name.
     """
 
     loss: float

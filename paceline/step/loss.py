@@ -1,10 +1,10 @@
-"""What a forward pass returns: a loss, and metrics beside it, as sums and what they are to be divided by.
+"""Loss and metrics that a forward pass returns, as sums and their divisors.
 
 ::
 
     loss                                     a scalar, the mean over the samples; or an object with .loss
-    total, count                             a mean over something else than samples
-    loss, {"accuracy": value}                either of these, and metrics, each a scalar mean or a pair of its own
+    total, count                             a mean over something other than samples
+    loss, {"accuracy": value}                either of these with metrics, each a scalar mean or a pair of its own
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _OF_LOSS = "_paceline_of_loss"
 
 
 class Loss(NamedTuple):
-    """What a forward pass has returned.
+    """Loss and metrics of a forward pass.
 
-    ``total``: the sum of the losses, to be differentiated; ``counted``: what it is to be divided by. ``metrics``: for
-    each name, in alphabetical order, the same two.
+    ``total``: sum of the losses, to be differentiated. ``counted``: divisor of ``total``. ``metrics``: a sum and a
+    divisor for each name, in alphabetical order.
     """
 
     total: torch.Tensor
@@ -34,7 +34,7 @@ class Loss(NamedTuple):
     metrics: dict[str, tuple[Any, Any]]
 
     def pair(self) -> torch.Tensor:
-        """A float64 tensor on the device of the loss: sum and count of the loss, then those of each metric."""
+        """Return sum and count of the loss, then of each metric, as a float64 tensor on the device of the loss."""
         numbers = [self.total, self.counted, *(number for metric in self.metrics.values() for number in metric)]
         total = self.total
         if total.device.type == "cpu":
@@ -53,10 +53,10 @@ def _on_device(number: Any, device: torch.device) -> torch.Tensor:
 
 
 def loss_of_result(value: Any, samples: int) -> Loss:
-    """The result of a forward pass over so many samples.
+    """Convert the result of a forward pass over ``samples`` samples to a :class:`Loss`.
 
     Raises:
-        InputError: the loss is neither a scalar tensor nor a pair of a scalar and a count; or a metric is no number.
+        InputError: the loss is neither a scalar tensor nor a pair of a scalar and a count, or a metric is not a number.
     """
     metrics: Mapping[Any, Any] = {}
     if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Mapping):
@@ -66,7 +66,7 @@ def loss_of_result(value: Any, samples: int) -> Loss:
 
 
 def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """A loss as a sum and what it is to be divided by.
+    """Convert a loss to a sum and its divisor.
 
     Raises:
         InputError: see :func:`loss_of_result`.
@@ -91,12 +91,12 @@ def sum_and_count(value: Any, samples: int) -> tuple[torch.Tensor, torch.Tensor 
 
 
 def without_metrics(value: Any) -> Any:
-    """The loss in the result of a forward pass, in any of its forms."""
+    """Return the loss in the result of a forward pass, in any of its forms."""
     return value[0] if _is_pair(value) and isinstance(value[1], Mapping) else value
 
 
 def is_counted(value: Any) -> bool:
-    """Whether the loss in the result of a forward pass is a pair (sum, count)."""
+    """Return whether the loss in the result of a forward pass is a pair (sum, count)."""
     return _is_pair(without_metrics(value))
 
 
@@ -105,7 +105,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def _loss_in(value: Any) -> Any:
-    """The loss of a model's output that holds one, as those of Hugging Face do; else the value itself."""
+    """Return the loss held by a model's output, as in Hugging Face models. Other values are returned unchanged."""
     if value is None or isinstance(value, torch.Tensor):
         return value
     found = value.get("loss", value) if isinstance(value, Mapping) else getattr(value, "loss", value)
@@ -125,7 +125,7 @@ def _sorted(metrics: Mapping[Any, Any]) -> list[str]:
 
 
 def _metric(name: str, value: Any, samples: int) -> tuple[Any, Any]:
-    """A metric as a sum and a count."""
+    """Convert a metric to a sum and a count."""
     is_pair = _is_pair(value)
     total, count = value if is_pair else (value, samples)
     if not _is_number(total) or not _is_number(count):
@@ -145,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 
 def described(value: Any) -> str:
-    """What a value is, for an error."""
+    """Describe a value for an error message."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, torch.Tensor):
@@ -159,20 +159,20 @@ def described(value: Any) -> str:
 
 
 def check_function(argument: str, value: Any, example: str) -> None:
-    """Refuse an argument of ``start`` that is no function.
+    """Raise if an argument of ``start`` is not a function.
 
     Raises:
-        InputError: says what it is, and what to write.
+        InputError: says what the argument is, and what to write.
     """
     if value is not None and not callable(value):
         raise InputError(f"{argument} must be a function, but it is {described(value)}. Write, for example, {example}.")
 
 
 def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Refuse metrics with other names than before.
+    """Raise if metrics have other names than before.
 
     Raises:
-        InputError: says which are missing, and which are new.
+        InputError: names the missing and the new metrics.
     """
     if names == known:
         return
@@ -186,7 +186,7 @@ def check_names(known: tuple[str, ...], names: tuple[str, ...]) -> None:
 
 
 def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
-    """The forward pass of ``loss(model(input), target)``; also of a metric.
+    """Return the forward pass for ``loss(model(input), target)``. ``loss`` may also be a metric.
 
     Raises:
         InputError: ``loss`` is a class, not an object.
@@ -204,15 +204,15 @@ def loss_of(loss: Callable[[Any, Any], Any]) -> Forward:
 
 
 def is_of_loss(forward: Forward) -> bool:
-    """Whether a forward pass is that of ``loss(model(input), target)``."""
+    """Return whether a forward pass was made by :func:`loss_of`."""
     return hasattr(forward, _OF_LOSS)
 
 
 def pair_of(data: Any) -> tuple[Any, Any]:
-    """The input of the model and the target in a batch of data.
+    """Return the model's input and the target in a batch of data.
 
     Raises:
-        InputError: it is no pair.
+        InputError: the batch is not a pair.
     """
     if isinstance(data, Mapping):
         raise InputError(

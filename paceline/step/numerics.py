@@ -1,4 +1,4 @@
-"""What decides the bits of a step besides the script and the versions."""
+"""Numerical environment: what decides the bits of a step besides the script and the versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.environments import env
 
 
 def numerics(exact: bool) -> dict[str, int | str]:
-    """Return it, by name, as it is kept in a checkpoint; the bits of a small computation with ``exact`` only."""
+    """Return the numerical environment by name, as saved in a checkpoint. With ``exact`` it includes a canary."""
     return {
         "exact": exact,
         "threads": torch.get_num_threads(),
@@ -25,7 +25,7 @@ def numerics(exact: bool) -> dict[str, int | str]:
 
 
 def float32_precision() -> str:
-    """In what products of float32 are computed: on GPUs of matrices, in convolutions and in RNNs; on the CPU."""
+    """Describe the precision of float32 matrix products, convolutions and RNNs on GPUs and on the CPU."""
     backends: Any = torch.backends
     if hasattr(backends, "fp32_precision"):
         gpu = [one.fp32_precision for one in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn)]
@@ -44,7 +44,7 @@ def _tf32(allowed: bool) -> str:
 
 @functools.cache
 def canary() -> str:
-    """Hash results whose last bits differ where processors, or libraries, compute in another order.
+    """Return a hash of results whose last bits differ if processors or libraries compute in another order.
 
     The name of an instruction set does not say which kernels a library has chosen for a processor.
     """
@@ -72,7 +72,7 @@ def canary() -> str:
 
 
 def ask_for_determinism() -> None:
-    """Let libraries for GPUs do the same each time, where they can."""
+    """Ask GPU libraries for deterministic kernels where they have them."""
     torch.backends.cudnn.benchmark = False
-    env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS may add in an order of its own each time
+    env.set_default("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # otherwise cuBLAS may add in a different order each time
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -1,4 +1,4 @@
-"""The update of the model from averaged gradients: clipping, learning rate, optimizer, schedule."""
+"""Update of the model from averaged gradients: clipping, learning rate, optimizer, schedule."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from paceline.system import fault_points
 
 @dataclass(frozen=True)
 class Scaling:
-    """By how much the learning rate is larger than the script's, and over how many steps it gets there.
+    """Factor of the scaled learning rate to the script's, and the number of warm-up steps until it applies in full.
 
-    ``linear``: in proportion to the batch, with a warm-up (Goyal et al. 2017, arXiv 1706.02677); ``sqrt``: with the
+    ``linear``: in proportion to the batch, with a warm-up (Goyal et al. 2017, arXiv 1706.02677). ``sqrt``: with the
     square root of the batch (Krizhevsky 2014, arXiv 1404.5997).
     """
 
@@ -42,17 +42,17 @@ class Scaling:
     reason: str = ""
 
     def at(self, step: int) -> float:
-        """The factor of a step, counted from 0."""
+        """Return the factor for a step, counted from 0."""
         if step >= self.warmup_steps:
             return self.factor
         return 1.0 + (self.factor - 1.0) * (step + 1) / self.warmup_steps
 
 
 def scaling_of(settings: Settings, workers: int) -> Scaling:
-    """The scaling that the settings ask for, with the reason in words.
+    """Return the scaling that the settings ask for, with its reason in words.
 
     Raises:
-        ConfigError: a scaling or a warm-up without a batch that grows with the workers.
+        ConfigError: a scaling or a warm-up is set without a batch that grows with the number of workers.
     """
     if settings.scale_lr is None:
         if settings.warmup_steps:
@@ -78,39 +78,39 @@ def scaling_of(settings: Settings, workers: int) -> Scaling:
 
 
 class Measured(NamedTuple):
-    """The norm of a gradient, with what tells whether it is still that."""
+    """Norm of a gradient, with the tensor and version that it was computed from."""
 
     gradient: torch.Tensor
     version: int
     norm: torch.Tensor
 
     def holds(self) -> bool:
-        """Whether nobody has changed the gradient since."""
+        """Return whether the gradient has not changed since."""
         return self.gradient._version == self.version
 
 
 class Update:
-    """Applies gradients to the parameters.
+    """Optimizer step: applies gradients to the parameters.
 
     Args:
-        model: the model; its parameters that require a gradient are trained, and those that the optimizer takes.
+        model: the model. Its parameters that require a gradient or that the optimizer takes are trained.
         optimizer: a factory; see :data:`paceline.step.optimizers.factory.OptimizerFactory`.
-        schedule: a factory, called with the optimizer, or factories by the names of several; or none.
-        clip_norm: the largest global norm of the gradients, or none.
-        scaling: of the learning rate.
-        average: of the weights.
+        schedule: a factory that is called with the optimizer, factories by optimizer name, or None.
+        clip_norm: largest global norm of the gradients. None disables clipping.
+        scaling: scaling of the learning rate.
+        average: settings for the average of the weights. Defaults to no average.
 
     Attributes:
-        averages: of the weights over the steps.
-        closure_users: the classes of its optimizers that need a closure.
-        take: calls the optimizer, if it needs a closure; none otherwise.
-        loss_scale: follows the gradients, if the forward pass is in float16; it may leave an update out.
-        drew: whether the first update that was made here drew random numbers.
-        divided_by: the strategy, if copies of the optimizer make updates.
-        on_other_names: called before an update if parameters or buffers have come or gone, with a text that says so.
+        averages: averages of the weights over the steps.
+        closure_users: class names of the optimizers that need a closure.
+        take: calls the optimizer while it needs a closure. None otherwise.
+        loss_scale: loss scale if the forward pass is in float16. It skips an update if gradients overflow.
+        drew: whether the first update on this worker drew random numbers. None before the first update.
+        divided_by: name of the strategy if copies of the optimizer make updates. Empty otherwise.
+        on_other_names: called with a message before an update if parameters or buffers were added or removed.
 
     Raises:
-        InputError: the optimizer or the schedule is not a factory of one.
+        InputError: the optimizer or the schedule is not a factory.
     """
 
     def __init__(
@@ -145,31 +145,31 @@ class Update:
         self.on_other_names: Callable[[str], None] = lambda text: None
 
     def evaluating(self) -> AbstractContextManager[None]:
-        """In which the parameters are those to evaluate and export, if the optimizer has others for training."""
+        """Return a context with the optimizer's evaluation weights in the parameters, if it keeps separate weights."""
         return nullcontext() if self.averages.chosen else evaluating(self.optimizer)
 
     @property
     def kind(self) -> str:
-        """The class of the optimizer in words, or the names and classes of several; and the average that it holds."""
+        """Class of the optimizer, or names and classes of several optimizers, followed by the kind of average."""
         average = self.averages.settings.kind
         return kind_of(self.optimizer) + (f", average: {average}" if average else "")
 
     @property
     def names(self) -> list[str]:
-        """The names of several optimizers; none if there is one."""
+        """Names of the optimizers if there are several. Empty for a single optimizer."""
         return [*self.optimizer.optimizers] if isinstance(self.optimizer, SeveralOptimizers) else []
 
     @property
     def without_optimizer(self) -> list[str]:
-        """The names of the parameters that require a gradient, and that no optimizer has."""
+        """Names of the parameters that require a gradient but belong to no optimizer."""
         held = {id(value) for group in self.optimizer.param_groups for value in group["params"]}
         return [name for name, value in self.parameters.items() if id(value) not in held]
 
     def _take_owned(self, model: nn.Module) -> None:
-        """Train what the optimizer has, too: what is frozen at the start may be unfrozen later.
+        """Train the optimizer's frozen parameters too, because they may be unfrozen later.
 
         Raises:
-            InputError: it has parameters that are not the model's: nobody would average or save them.
+            InputError: the optimizer has parameters outside of the model, which would not be averaged or saved.
         """
         owned = {value for group in self.optimizer.param_groups for value in group["params"]}
         named = dict(model.named_parameters())
@@ -184,13 +184,13 @@ class Update:
         self._structure = Structure(model, frozen)
 
     def copied(self, names: Container[str]) -> Update:
-        """An update of copies of some parameters, for another thread; its optimizer and schedule begin without a state.
+        """Return an update of copies of some parameters, for another thread. The copied optimizer starts without state.
 
         Args:
-            names: of the parameters. The others are empty there, and get no gradient.
+            names: names of the parameters to copy. The others are empty in the copy and get no gradient.
 
         Raises:
-            InputError: the optimizer or the schedule has something that cannot be copied.
+            InputError: the optimizer or the schedule cannot be copied.
         """
         made = copy.copy(self)
         made.parameters = {
@@ -210,7 +210,7 @@ class Update:
         return made
 
     def of(self, name: str) -> Update:
-        """The update by one of several optimizers alone: of its parameters, with its schedule."""
+        """Return the update by one of several optimizers, with its own parameters and schedule."""
         assert isinstance(self.optimizer, SeveralOptimizers)
         made = copy.copy(self)
         made.optimizer = self.optimizer.optimizers[name]
@@ -221,22 +221,22 @@ class Update:
         return made
 
     def check_structure(self) -> None:
-        """Refuse a parameter that requires a gradient now, and that the optimizer did not get at the start.
+        """Raise if a parameter requires a gradient that the optimizer did not get at the start.
 
         Raises:
-            InputError: names it.
+            InputError: names the parameter.
         """
         self._structure.check()
         if self._structure.changed:
             self.on_other_names(self._structure.changed)
 
     def other_names(self) -> str:
-        """Return which parameter or buffer has come or gone since the start, in words; empty if none has."""
+        """Describe a parameter or buffer that was added or removed since the start. Empty if there is none."""
         return self._structure.look()
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the first parameter group for a step far beyond the warm-up."""
+        """Learning rate of the first parameter group after the warm-up."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     def apply(
@@ -247,14 +247,14 @@ class Update:
         here: bool = True,
         made: Callable[[], None] | None = None,
     ) -> tuple[torch.Tensor, float]:
-        """Update the parameters from their ``.grad``; returns the gradients' global norm and the learning rate used.
+        """Update the parameters from their ``.grad``. Returns the global gradient norm and the learning rate used.
 
         Args:
-            step: how many updates there were before; for the warm-up.
-            factor: of the learning rate of this update.
-            norm: the global norm before clipping, where ``.grad`` holds a part of the gradients only.
-            here: whether this worker has a part in the update; else only the schedule goes on.
-            made: called at once when the parameters are updated.
+            step: number of earlier updates, which decides the warm-up factor.
+            factor: multiplies the learning rate of this update.
+            norm: global norm before clipping, if ``.grad`` holds only a part of the gradients.
+            here: whether this worker takes part in the update. If not, only the schedule advances.
+            made: called as soon as the parameters are updated.
         """
         fault_points.reach("between reduction and update", step)
         norm = self.norm() if norm is None else norm
@@ -283,7 +283,7 @@ class Update:
         return norm, used
 
     def _step(self) -> None:
-        """Call the optimizer, and explain what it says about gradients of which some are sparse."""
+        """Call the optimizer. If it fails and some gradients are sparse, explain its error."""
         before = generator_states() if self.drew is None else None
         own = self._own_values() if self.divided_by and not self._own_checked else None
         self._own_checked = True
@@ -311,18 +311,18 @@ class Update:
         return OwnValues(self.optimizer, self.parameters).state(0)
 
     def clip(self, norm: torch.Tensor | None = None) -> None:
-        """Clip the gradients, if that is set, by their global norm."""
+        """Clip the gradients by their global norm if ``clip_norm`` is set."""
         if self._clip_norm is not None:
             norm = self.norm() if norm is None else norm
             torch.nn.utils.clip_grads_with_norm_(list(self.parameters.values()), self._clip_norm, norm)
 
     def measure(self, gradients: list[torch.Tensor]) -> None:
-        """Take the norms of some gradients, while others are on their way: :meth:`norm` takes those of the rest."""
+        """Compute norms of some gradients while others are in flight. :meth:`norm` computes the remaining norms."""
         for gradient, norm in zip(gradients, torch._foreach_norm(gradients), strict=True):
             self._measured[id(gradient)] = Measured(gradient, gradient._version, norm)
 
     def norm(self, without: Container[int] = ()) -> torch.Tensor:
-        """The global 2-norm of the gradients, a scalar tensor; ``without`` those of the parameters at these places."""
+        """Return the global 2-norm of the gradients as a scalar tensor, except parameters at indices in ``without``."""
         measured = dict(self._measured)
         self._measured.clear()
         given = [
@@ -342,20 +342,20 @@ class Update:
         return total
 
     def advance(self) -> None:
-        """Let the schedule go one step on."""
+        """Advance the schedule by a step."""
         if self.schedule is not None:
             self.schedule.step()
 
     def advance_after(self, updates: int) -> None:
-        """Let the schedule go on after so many updates of other workers."""
+        """Advance the schedule by the number of updates that other workers made."""
         if self.schedule is None:
             return
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch misses an update by this worker's own optimizer
+            warnings.simplefilter("ignore")  # torch warns if this worker's own optimizer made no update
             for _ in range(updates):
                 self.schedule.step()
 
 
 def _elements(gradient: torch.Tensor) -> torch.Tensor:
-    """All elements that need not be zero."""
+    """Return the elements that may be nonzero."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,12 +1,12 @@
-"""Whether all workers still hold the same state: sums over its bits, compared in each step.
+"""Replica check: digests of the training state, compared among all workers in each step.
 
 ::
 
-    step 1    everything              a worker's header says what its sum over some tensors is; all look at the same
-    step 2    tensors 0 to 3          ones, as many as can be summed in a small part of a step, and go around.
-    step 3    tensors 4 to 6          If a sum differs, all compare each tensor, and name the first one.
+    step 1    everything              The header of each worker holds a digest of some tensors, the same tensors on
+    step 2    tensors 0 to 3          all workers: as many as fit into a small fraction of a step, in rotation.
+    step 3    tensors 4 to 6          If a digest differs, all tensors are compared and the first difference is named.
 
-All of it is compared where the workers are synchronized: at the end of ``batches``, in ``evaluate`` and ``save``.
+The whole state is compared where workers synchronize: at the end of ``batches``, in ``evaluate`` and in ``save``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from paceline.step.numerics import numerics
 
 _log = logging.getLogger("paceline")
 _SHARE = 0.003
-"""Of the time of a step, for sums."""
+"""Fraction of the step time that may be spent on digests."""
 _SECONDS, _SECONDS_PER_BYTE = 7e-6, 0.15e-9
-"""What the sum of a tensor takes; 20 GB/s if it is in the cache."""
+"""Estimated cost of a tensor's digest, which runs at 20 GB/s if the tensor is in the cache."""
 _WORD = 1 << 64
 
 _CAUSES = {
@@ -58,7 +58,7 @@ Fetch = Callable[[], "torch.Tensor | None"]
 
 
 def digest_of(value: torch.Tensor) -> int:
-    """The sum of the 64-bit words of a tensor modulo 2^64, on an accelerator of its bytes; for any strides the same."""
+    """Return the sum of a tensor's 64-bit words modulo 2^64, or of its bytes on an accelerator, for any strides."""
     if value.device.type != "cpu":
         return int(_sum_on_device(value)) % _WORD
     flat = _bytes_of(value)
@@ -69,12 +69,12 @@ def digest_of(value: torch.Tensor) -> int:
 
 
 def digest_at(value: torch.Tensor) -> int | torch.Tensor:
-    """The digest of a tensor; of one on an accelerator as a tensor there, so that nobody waits for it."""
+    """Return the digest of a tensor. On an accelerator it stays a tensor on the device, so the host does not wait."""
     return digest_of(value) if value.device.type == "cpu" else _sum_on_device(value)
 
 
 def digests_of(values: Sequence[torch.Tensor]) -> list[int]:
-    """The digests of several tensors, of those on an accelerator by one read."""
+    """Return the digests of several tensors. Those of tensors on an accelerator are read in one transfer."""
     on_device = {place: _sum_on_device(value) for place, value in enumerate(values) if value.device.type != "cpu"}
     read = iter(HostCopy(torch.stack([*on_device.values()])).wait().tolist() if on_device else ())
     return [next(read) if place in on_device else digest_of(value) for place, value in enumerate(values)]
@@ -92,10 +92,10 @@ def _bytes_of(value: torch.Tensor) -> torch.Tensor:
 
 
 class Replicas:
-    """Compares the state of this worker with that of the others.
+    """Comparison of this worker's state with that of the other workers.
 
     Args:
-        job: what is trained.
+        job: training context.
     """
 
     def __init__(self, job: Job) -> None:
@@ -110,10 +110,10 @@ class Replicas:
         self._samples: dict[str, int] = {}
 
     def digest(self, step: int) -> StateDigest:
-        """The sum over the tensors whose turn it is, as they were at the beginning of the step, all modes, and samples.
+        """Return the digest of the next tensors at the beginning of the step, of all modes, and of the step's samples.
 
         Args:
-            step: its number; of a stream the first sample of its batch belongs to the sum.
+            step: step number. For a stream, the digest includes the first sample of the step's batch.
         """
         if not self._watches:
             return StateDigest()
@@ -129,7 +129,7 @@ class Replicas:
         return StateDigest((found.host + modes + sum(self._samples.values())) % _WORD, found.device)
 
     def _sum_of(self, everything: bool) -> StateDigest:
-        """The sum over the next tensors: everything, or as many as there is time for, and a small one in any case."""
+        """Sum the next tensors: all of them, or as many as the time budget allows, but always a small tensor."""
         total, on_device = 0, None
         for summed in range(len(self._fetches)):
             place, fetch = self._fetches[self._next]
@@ -148,14 +148,14 @@ class Replicas:
         return StateDigest(total % _WORD, on_device)
 
     def check(self, sums: Sequence[int], seconds: Sequence[float]) -> None:
-        """Compare the sums of all workers; all call this at the same place of a step.
+        """Compare the digests of all workers. All workers call this at the same point of a step.
 
         Args:
-            sums: of each rank.
-            seconds: that each rank computed in this step.
+            sums: digest of each rank.
+            seconds: seconds that each rank computed in this step.
 
         Raises:
-            DisagreementError: some tensor differs.
+            DisagreementError: a tensor differs.
         """
         self._credit += _SHARE * max(seconds)
         if self._watches and len(set(sums)) > 1 and not compare(self._job, "step", self._samples):
@@ -163,10 +163,10 @@ class Replicas:
 
 
 def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
-    """Compare all tensors of all workers, and digests of samples; returns whether they are alike.
+    """Compare all tensors of all workers, and digests of samples. Returns whether they are equal.
 
     Raises:
-        DisagreementError: some differ, though all workers compute alike; names the first one.
+        DisagreementError: the state differs although all workers compute alike. Names the first difference.
     """
     if job.world.size == 1:
         return True
@@ -186,7 +186,7 @@ def compare(job: Job, what: str, samples: dict[str, int] | None = None) -> bool:
 
 
 def _options(job: Job) -> dict[str, str]:
-    """The hyper-parameters of the optimizer, by group."""
+    """Return the hyper-parameters of the optimizer, by group."""
     groups = job.update.optimizer.param_groups
     return {
         f"{key} of group {place}": str(float(value) if isinstance(value, torch.Tensor) else value)
@@ -197,7 +197,7 @@ def _options(job: Job) -> dict[str, str]:
 
 
 def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:
-    """The first hyper-parameter that is not the same on all ranks; empty if none differs."""
+    """Describe the first hyper-parameter that differs among ranks. Empty if none differs."""
     for name, value in everyone[0].items():
         for rank, found in enumerate(everyone):
             if found.get(name) != value:
@@ -209,19 +209,19 @@ def _option_that_differs(everyone: Sequence[dict[str, str]]) -> str:
 
 
 def digests(job: Job) -> dict[str, int]:
-    """The sum of each tensor of the state, and whether each module is in training mode, by kind and name."""
+    """Return the digest of each tensor of the state, modes of modules and frozen parameters, by kind and name."""
     values = {name: fetch() for name, fetch in _tensors(job).items()}
     modes = {f"mode {name}": int(one.training) for name, one in job.compute.model.named_modules()}
     return frozen(job) | modes | {name: digest_of(value) for name, value in values.items() if value is not None}
 
 
 def frozen(job: Job) -> dict[str, int]:
-    """Which parameters are frozen now."""
+    """Return which parameters are currently frozen."""
     return {f"freezing {name}": 1 for name, one in job.compute.model.named_parameters() if not one.requires_grad}
 
 
 def difference(everyone: Sequence[dict[str, int]]) -> str:
-    """What differs first, on which ranks, and why; empty if nothing does."""
+    """Describe the first difference, its ranks and its likely cause. Empty if nothing differs."""
     for full in dict.fromkeys(name for found in everyone for name in found):
         others = [rank for rank, found in enumerate(everyone) if found.get(full) != everyone[0].get(full)]
         if others:
@@ -242,7 +242,7 @@ def difference(everyone: Sequence[dict[str, int]]) -> str:
 
 
 def _tensors(job: Job) -> dict[str, Fetch]:
-    """How to get each tensor of the state, as it was at the beginning of the step."""
+    """Return a getter for each tensor of the state, as it was at the beginning of the step."""
     found: dict[str, Fetch] = {}
     for name, value in job.compute.model.named_parameters():
         found[f"parameter {name}"] = partial(_itself, value)

@@ -1,4 +1,4 @@
-"""Sums of lists of tensors over microbatches: along the canonical tree, or just running."""
+"""Sums of gradient lists over microbatches, along the canonical tree or as a running sum."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from paceline.schedule.tree import Node, first_of, merges, parent_of, push, sibl
 from paceline.settings import Exact
 
 Values: TypeAlias = "list[torch.Tensor | None]"
-"""One value for each tensor; none where a microbatch gives no gradient."""
+"""One tensor for each parameter. None if the microbatch gives no gradient."""
 
 
 def add(left: Values, right: Values) -> Values:
-    """Add the right list into the left one, in place."""
+    """Add ``right`` into ``left`` in place and return the sum. None counts as a missing summand."""
     both = [(before, now) for before, now in zip(left, right, strict=True) if before is not None and now is not None]
     if both:
         torch._foreach_add_([before for before, _ in both], [now for _, now in both])
@@ -23,7 +23,7 @@ def add(left: Values, right: Values) -> Values:
 
 
 def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor | None:
-    """The sum of two values in ``out``; none if both are."""
+    """Write the sum of two values into ``out`` and return it. Returns None if both are None."""
     if left is None or right is None:
         value = left if right is None else right
         return None if value is None else out.copy_(value)
@@ -31,10 +31,10 @@ def add_one(left: torch.Tensor | None, right: torch.Tensor | None, out: torch.Te
 
 
 def align_value(value: torch.Tensor | None) -> torch.Tensor | None:
-    """The value at the beginning of a cache line, where the reductions of several workers put it too.
+    """Return the value at the start of a cache line, where the reductions over several workers put it too.
 
-    Matrix products of an optimizer may round differently at other addresses. The backward pass gives a parameter that
-    was concatenated with others a part of a larger tensor.
+    Matrix products of an optimizer may round differently at other addresses. If a parameter was concatenated with
+    others, the backward pass gives it a slice of a larger tensor. Sparse and aligned tensors are returned unchanged.
     """
     if value is None or value.is_sparse or value.data_ptr() % CACHE_LINE == 0:
         return value
@@ -42,10 +42,10 @@ def align_value(value: torch.Tensor | None) -> torch.Tensor | None:
 
 
 class ScatteredAccumulator:
-    """The sums of one worker's microbatches, given in any order.
+    """Accumulator for microbatches that arrive in any order.
 
-    With ``exact`` they are kept for each whole node of the canonical tree (``schedule.tree.nodes_of``), else there is a
-    single running sum, in the order of arrival.
+    With ``exact`` it keeps one sum for each complete node of the canonical tree (``schedule.tree.nodes_of``). Otherwise
+    it keeps a single running sum in order of arrival.
     """
 
     def __init__(self, exact: Exact) -> None:
@@ -65,15 +65,15 @@ class ScatteredAccumulator:
         self._held[node] = values
 
     def values(self) -> list[Values]:
-        """The sums held, from left to right."""
+        """Return the sums, ordered by their first microbatch."""
         return [self._held[node] for node in sorted(self._held, key=first_of)]
 
 
 class Accumulator:
-    """The sums of one worker's share of microbatches, given from left to right.
+    """Accumulator for a worker's share of microbatches, pushed from left to right.
 
-    With ``exact`` they are kept for each whole node of the canonical tree, at most one list for each level; else there
-    is a single running sum, in the order of arrival.
+    With ``exact`` it keeps one sum for each complete node of the canonical tree, at most one list for each level.
+    Otherwise it keeps a single running sum in order of arrival.
     """
 
     def __init__(self, exact: Exact) -> None:
@@ -90,11 +90,11 @@ class Accumulator:
             self._stack.append((Node(0, microbatch), values))
 
     def before_last(self, microbatch: int) -> tuple[list[Values], list[Values]]:
-        """What is there before the last microbatch comes.
+        """Return the sums that are complete before the last microbatch is pushed.
 
         Returns:
-            the sums of nodes that stay as they are, from left to right, and the sums to which the last microbatch is
-            to be added, in that order: first the nearest.
+            the sums of nodes that pushing ``microbatch`` leaves unchanged, from left to right, and the sums to which it
+            will be added, nearest first.
         """
         merged = merges([node for node, _ in self._stack], Node(0, microbatch)) if self._exact else len(self._stack)
         values = [values for _, values in self._stack]
@@ -102,9 +102,9 @@ class Accumulator:
         return values[:kept], values[kept:][::-1]
 
     def nodes(self) -> list[tuple[Node, Values]]:
-        """The sums held, from left to right."""
+        """Return the tree nodes with their sums, from left to right."""
         return self._stack
 
     def total(self) -> Values:
-        """The sum of everything, if this worker has computed all microbatches."""
+        """Return the sum over all microbatches. This worker must have computed all of them."""
         return total(self._stack, add)

@@ -1,18 +1,18 @@
-"""Gradients as whole numbers: their sums have the same bits in any order, so any all-reduce will do.
+"""Gradients as integers: their sum has the same bits in any order, so any all-reduce is exact.
 
-Each microbatch's gradient is rounded to multiples of a unit, a power of two for each parameter, and these whole numbers
-are added up. The unit is chosen before the step, from the largest gradient of the steps before::
+Each microbatch's gradient is rounded to multiples of a unit, a power of two for each parameter, and these integers are
+added up. The unit is chosen before the step, from the largest gradient of earlier steps::
 
     bound            2**bound is above every |gradient| of the last step; it falls by 1/8 a step at most
     a step allows    |gradient| < 2**(bound + 2): at least four times as much
     unit             2**(bound + 2 - bits), with V * 2**bits < 2**31 for V microbatches
 
-So the sum of V microbatches fits into 32 bits (64 for float64), whoever adds up what. All workers learn the largest
-gradient of all microbatches, by a maximum, which has no order either. If one is not allowed, as in the first step, when
-nothing is known, all compute the step again in units that fit. The bounds are part of the state of the training: a
-checkpoint has them, and so does a worker that joins.
+So the sum of V microbatches fits into 32 bits (64 for float64), in any order of additions. All workers learn the
+largest gradient of all microbatches by a maximum, which does not depend on order either. If a gradient is larger than
+allowed, as in the first step, before any bound is known, all workers compute the step again with units that fit. The
+bounds are part of the training state: they are saved in checkpoints and sent to workers that join.
 
-Rounding to a common unit before adding is that of Demmel and Nguyen 2013 (Fast reproducible floating-point summation).
+Rounding to a common unit before adding follows Demmel and Nguyen 2013 (Fast reproducible floating-point summation).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _STATE = "fixed_point"
 _HEADROOM = 2
 _FALL = 0.125
 _WHOLE = {torch.float64: torch.int64}
-"""The type of the sums, where it is not int32."""
+"""dtype of the sums if it is not int32."""
 _FINEST = {torch.int32: 126, torch.int64: 1022}
-"""No unit is below 2 to minus this, the smallest normal number."""
+"""No unit is below 2 to the negative of this, the smallest normal number."""
 TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-"""Types of parameters whose gradients can become whole numbers."""
+"""Parameter dtypes whose gradients can be encoded as integers."""
 
 
 class FixedPoint:
-    """The gradients of a job as whole numbers, and back.
+    """Encoder and decoder between the gradients of a job and integers.
 
     Args:
-        job: what is trained.
+        job: training context.
     """
 
     def __init__(self, job: Job) -> None:
@@ -60,14 +60,14 @@ class FixedPoint:
         self._largest: list[float] = []
 
     def examples(self) -> list[torch.Tensor]:
-        """A tensor of the type and the shape of each sum; their values mean nothing."""
+        """Return a tensor with the dtype and shape of each sum. The values are undefined."""
         return [
             value.detach().view(kind) if value.element_size() == kind.itemsize else torch.empty_like(value, dtype=kind)
             for value, kind in zip(self._parameters, self._types, strict=True)
         ]
 
     def encode(self, gradients: Values) -> Values:
-        """The gradients of a microbatch in units; they are overwritten."""
+        """Encode the gradients of a microbatch as integers. The gradients are overwritten."""
         given = [(place, value) for place, value in enumerate(gradients) if value is not None]
         found: Values = [None] * len(gradients)
         whole = self.encode_some([place for place, _ in given], [value for _, value in given])
@@ -76,7 +76,7 @@ class FixedPoint:
         return found
 
     def encode_some(self, places: Sequence[int], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The gradients of the parameters at these places in units; they are overwritten."""
+        """Encode the gradients of the parameters at these indices as integers. The gradients are overwritten."""
         if not places:
             return []
         wide = [value.to(torch.promote_types(value.dtype, torch.float32)) for value in gradients]
@@ -88,13 +88,13 @@ class FixedPoint:
         return [value.to(self._types[place]) for place, value in zip(places, wide, strict=True)]
 
     def send(self) -> None:
-        """Tell the other workers the largest gradients of this one, now that all are encoded."""
+        """Start sending this worker's largest gradients to the other workers. All gradients must be encoded."""
         if self._gather is None:
             self._gather = AllGather(self._job.world, LARGEST_TAG, 8 * len(self._parameters))
         self._pending = self._gather.start(self._largest_here())
 
     def fits(self) -> bool:
-        """Whether every gradient was allowed; if not, the next ones are encoded in units that fit."""
+        """Return whether every gradient was within its bound. If not, set bounds that fit for the repeated step."""
         here = self._largest_here() if self._pending is None else self._pending.wait().amax(0)
         self._largest = HostCopy(here).wait().tolist()
         self._norms, self._pending = [[] for _ in self._parameters], None
@@ -110,7 +110,7 @@ class FixedPoint:
         return not larger
 
     def decode(self, sums: Values, divisor: torch.Tensor | float) -> Values:
-        """The means, from sums in units; NaN where a microbatch's gradient was not finite."""
+        """Return the means from integer sums, NaN where a microbatch's gradient was not finite."""
         exponents, given = self._units(), list[torch.Tensor]()
         means: Values = [None] * len(sums)
         for place, (value, parameter) in enumerate(zip(sums, self._parameters, strict=True)):
@@ -128,7 +128,7 @@ class FixedPoint:
         ]
 
     def accept(self) -> None:
-        """The step is done: its gradients decide the units of the next one."""
+        """Update the bounds from the gradients of the completed step."""
         bounds = dict(self._job.strategy_state.get(_STATE, {}))
         for name, bound in zip(self._names, map(_bound_of, self._largest), strict=True):
             if bound is not None:
@@ -140,7 +140,7 @@ class FixedPoint:
         return self._raised or self._job.strategy_state.get(_STATE, {})
 
     def _units(self) -> list[int]:
-        """The exponent of each parameter's unit; that of a parameter of which nothing is known does not matter."""
+        """Return the exponent of each parameter's unit. Without a known bound the exponent does not matter."""
         if not self._exponents:
             bounds = self._bounds()
             self._exponents = [
@@ -150,7 +150,7 @@ class FixedPoint:
         return self._exponents
 
     def _largest_here(self) -> torch.Tensor:
-        """The largest absolute value of each parameter's gradients on this worker: NaN if one is NaN; float64."""
+        """Return the largest absolute gradient of each parameter on this worker in float64, NaN if any is NaN."""
         device = self._job.world.device
         rows = max(map(len, self._norms))
         if not rows:
@@ -161,15 +161,15 @@ class FixedPoint:
 
 
 def _largest(values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The largest absolute value of each tensor; NaN if one is NaN."""
-    if values[0].device.type == "cpu":  # there the maximum norm takes 20 times as long
+    """Return the largest absolute value of each tensor, NaN if any element is NaN."""
+    if values[0].device.type == "cpu":  # the maximum norm takes 20 times as long on a CPU
         ends = [torch.aminmax(value) if value.numel() else (value.sum(), value.sum()) for value in values]
         return [torch.maximum(-low, high) for low, high in ends]
     return torch._foreach_norm(values, math.inf)
 
 
 def bits_of(kind: torch.dtype, microbatches: int) -> int:
-    """The most bits of a whole number, so that the sum of so many of them fits into a type.
+    """Return the largest number of bits for an integer so that the sum over all microbatches fits into ``kind``.
 
     >>> bits_of(torch.int32, 8)
     27
@@ -178,10 +178,10 @@ def bits_of(kind: torch.dtype, microbatches: int) -> int:
 
 
 def _bound_of(largest: float) -> float | None:
-    """The exponent of the next power of two; none of zero, and of what is not finite."""
+    """Return the exponent of the next power of two, or None for zero, NaN and infinity."""
     return float(math.frexp(largest)[1]) if largest and math.isfinite(largest) else None
 
 
 def _allowed(bound: float) -> int:
-    """Gradients below 2 to this may follow a bound."""
+    """Return the exponent below which gradients may follow a bound."""
     return math.ceil(bound) + _HEADROOM

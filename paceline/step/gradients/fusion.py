@@ -1,9 +1,9 @@
-"""Whether a worker may compute its neighbouring microbatches in one pass.
+"""Fusion of neighboring microbatches into one forward pass, if that does not change the result.
 
-One large pass is faster than several small ones (1.2 to 1.4 times for small models on a CPU). It gives the same
+One large pass is faster than several small passes (1.2 to 1.4 times for small models on a CPU). It gives the same
 result up to rounding only if samples do not influence each other: no dropout (its random numbers belong to a
-microbatch), no batch statistics, no loss over pairs of samples. The first step tells: it is computed microbatch by
-microbatch, and then its loss once more in one pass.
+microbatch), no batch statistics, no loss over pairs of samples. The first step decides: its microbatches are computed
+one by one, then its loss is computed once more in one pass.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _TOLERANCE_AUTOCAST = 1e-3
 
 
 class Fusion:
-    """Decides after the first step whether microbatches are fused: computed in one pass.
+    """Decides after the first step whether microbatches are fused, that is, computed in one pass.
 
     Args:
-        job: what is trained.
-        together: whether the workers decide alike; else each does for its own steps.
+        job: training context.
+        together: whether all workers decide together. Otherwise each worker decides for its own steps.
     """
 
     def __init__(self, job: Job, together: bool = True) -> None:
@@ -43,7 +43,7 @@ class Fusion:
         self._drew = False
 
     def pieces(self, share: range, audited: int | None = None) -> list[range]:
-        """The pieces in which a share of microbatches is computed; the audited one by itself."""
+        """Return the groups in which a share of microbatches is computed. The audited microbatch is its own group."""
         if self._fused:
             alone = [] if audited is None or audited not in share else [audited, audited + 1]
             ends = [share.start, *alone, share.stop]
@@ -51,16 +51,16 @@ class Fusion:
         return [range(microbatch, microbatch + 1) for microbatch in share]
 
     def forward(self, piece: Piece, step: int) -> ForwardResult:
-        """The forward pass of a piece; see :meth:`Compute.forward_pass`."""
+        """Run the forward pass of a microbatch group; see :meth:`Compute.forward_pass`."""
         computed = self._job.compute.forward_pass(piece, step, watch_draws=self._open)
         self._drew |= computed.drew
         return computed
 
     def decide(self, pieces: list[Piece], pairs: torch.Tensor) -> None:
-        """After the gradients of the first step: try one pass, and compare.
+        """Compute the first step's loss again in one pass once its gradients are known, and decide whether to fuse.
 
         Args:
-            pieces: what this worker computed.
+            pieces: microbatch groups that this worker computed.
             pairs: float64 tensor of shape [pieces, 2 + 2 * metrics], sums of losses and counts, and of metrics.
         """
         if not self._open:
@@ -92,7 +92,7 @@ class Fusion:
         return self._differs(Piece(pieces[0].microbatches, sum(piece.samples for piece in pieces), data), pairs.sum(0))
 
     def _differs(self, together: Piece, single: torch.Tensor) -> str:
-        """Return how the loss of one pass differs from the sum over microbatches; empty if it does not."""
+        """Describe how the loss of one pass differs from the sum over microbatches. Empty if it does not."""
         try:
             with without_trace(self._job):
                 fused = self._job.compute.loss_only(together)

@@ -1,1 +1,1 @@
-"""What a script gives as its optimizer, and several optimizers as one."""
+"""Optimizers of a script: how they are made and called, and several optimizers as one."""

@@ -1,4 +1,4 @@
-"""How an optimizer wants to be called: with a closure, or with its weights for training or evaluation."""
+"""Calling conventions of optimizers: closures, and separate weights for training and evaluation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.step.optimizers.several import parts_of
 
 
 def closure_users(optimizer: Optimizer) -> list[str]:
-    """The classes of its parts whose ``step`` needs a closure.
+    """Return the class names of the optimizers whose ``step`` needs a closure.
 
-    It does if it has a parameter ``closure`` without a default, as LBFGS; if the optimizer has the methods
-    ``first_step`` and ``second_step``, as SAM; or if an attribute ``needs_closure`` says so.
+    An optimizer needs a closure if its ``step`` has a parameter ``closure`` without a default, as LBFGS; if it has the
+    methods ``first_step`` and ``second_step``, as SAM; or if its attribute ``needs_closure`` is true.
     """
     return [type(one).__name__ for one in parts_of(optimizer) if _needs_closure(one)]
 
@@ -31,7 +31,7 @@ def _needs_closure(optimizer: Optimizer) -> bool:
 
 
 def with_modes(optimizer: Optimizer) -> list[Any]:
-    """Those of its parts that have the methods ``train`` and ``eval``, as schedule-free ones (arXiv 2405.15682)."""
+    """Return the optimizers with methods ``train`` and ``eval``, as schedule-free optimizers (arXiv 2405.15682)."""
     return [
         one
         for one in parts_of(optimizer)
@@ -40,16 +40,16 @@ def with_modes(optimizer: Optimizer) -> list[Any]:
 
 
 def begin_training(optimizer: Optimizer) -> None:
-    """Tell it to train, if it wants to know."""
+    """Call ``train`` on each optimizer that has modes."""
     for one in with_modes(optimizer):
         one.train()
 
 
 def check_modes(optimizer: Optimizer, strategy: str, *, able: bool) -> None:
-    """Refuse an optimizer that is told to evaluate where not every worker has all of its state.
+    """Raise if an optimizer has evaluation weights and the strategy does not keep its whole state on every worker.
 
     Raises:
-        ConfigError: the strategy leaves it on some of them only.
+        ConfigError: names the optimizer's class and the strategy.
     """
     if with_modes(optimizer) and not able:
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_modes(optimizer: Optimizer, strategy: str, *, able: bool) -> None:
 
 @contextmanager
 def evaluating(optimizer: Optimizer) -> Iterator[None]:
-    """In which the parameters have the values for evaluation; then again, to the bit, those for training."""
+    """Run the body with evaluation weights in the parameters, then restore the training weights bit for bit."""
     told = with_modes(optimizer)
     values = [value for one in told for group in one.param_groups for value in group["params"]]
     kept = [value.detach().clone() for value in values]

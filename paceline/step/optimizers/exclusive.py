@@ -1,4 +1,4 @@
-"""Only the session calls ``step`` of its optimizers: a script that does so as well would update the model twice."""
+"""Guard of optimizers: only the session calls ``step``. A script that calls it too would update the model twice."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.step.optimizers.several import parts_of, with_wrapped
 
 
 class _Updating(threading.local):
-    """A context in which a thread may call ``step`` of the optimizers of a session; servers have threads of theirs."""
+    """Context in which a thread may call ``step`` of a session's optimizers. Servers update in their own threads."""
 
     depth = 0
 
@@ -27,10 +27,10 @@ updating = _Updating()
 
 
 def refuse_other_steps(optimizer: Optimizer) -> None:
-    """Let ``step`` of an optimizer, and of those in it, raise outside ``updating``.
+    """Make ``step`` of an optimizer, and of the optimizers that it wraps, raise outside ``updating``.
 
-    A copy by ``copy.deepcopy`` or pickle has no hooks, and is the script's own. Nor has a wrapper that does not call
-    the constructor of ``Optimizer``: what it wraps has.
+    A copy by ``copy.deepcopy`` or pickle has no hooks and belongs to the script. A wrapper that does not call the
+    constructor of ``Optimizer`` has no hooks either, but the optimizer that it wraps has.
     """
     for one in (inner for part in parts_of(optimizer) for inner in with_wrapped(part)):
         if hasattr(one, "_optimizer_step_pre_hooks"):
@@ -38,10 +38,10 @@ def refuse_other_steps(optimizer: Optimizer) -> None:
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """The hook.
+    """Raise if ``step`` is called outside ``updating``. This is the hook.
 
     Raises:
-        InputError: not the session calls the optimizer.
+        InputError: the session is not the caller.
     """
     if not updating.depth:
         raise InputError(

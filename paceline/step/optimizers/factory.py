@@ -1,4 +1,4 @@
-"""Call what a script gives as its optimizer and its schedule, and refuse what cannot be used."""
+"""Factories for the optimizer and the schedule of a script, and checks of what the factories return."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from paceline.errors import InputError
 from paceline.step.optimizers.several import SeveralOptimizers, SeveralSchedules, share_state
 
 OptimizerFactory = Callable[..., Any]
-"""Called with the model, with pairs of names and parameters, or with parameters: as its first parameter is called.
+"""Called with the model, (name, parameter) pairs or parameters: its first parameter's name decides which.
 
-It returns an optimizer, or several by name or in order."""
+It returns an optimizer, or several as a dictionary or in order."""
 ScheduleFactory = Callable[[Optimizer], LRScheduler]
 
 
 def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
-    """The optimizer of a model's trainable parameters.
+    """Return the optimizer of a model's trainable parameters.
 
     Raises:
-        InputError: it is no factory; what it makes is no optimizer, or cannot be used.
+        InputError: ``factory`` is not a factory, or its result is not an optimizer or cannot be used.
     """
     if isinstance(factory, Optimizer) or not callable(factory):
         raise InputError(
@@ -54,7 +54,7 @@ def make_optimizer(factory: OptimizerFactory, model: nn.Module) -> Optimizer:
 def _first_parameter(factory: OptimizerFactory) -> str:
     try:
         return next(iter(inspect.signature(factory).parameters), "")
-    except (TypeError, ValueError):  # of a built-in function
+    except (TypeError, ValueError):  # a built-in function may have no signature
         return ""
 
 
@@ -74,7 +74,7 @@ def _checked(made: Any, name: str = "") -> Optimizer:
 
 
 def _check_apart(several: Mapping[str, Optimizer], model: nn.Module) -> None:
-    """Refuse a parameter that two optimizers would update."""
+    """Raise if two optimizers have the same parameter."""
     names = {id(value): name for name, value in model.named_parameters()}
     owners: dict[int, str] = {}
     for owner, one in several.items():
@@ -88,10 +88,10 @@ def _check_apart(several: Mapping[str, Optimizer], model: nn.Module) -> None:
 
 
 def make_schedule(schedule: Any, optimizer: Optimizer) -> LRScheduler | None:
-    """The schedule of an optimizer; of several one for each, by one factory for all or a factory for each name.
+    """Return the schedule of an optimizer. Several optimizers share a factory or have a factory for each name.
 
     Raises:
-        InputError: it is no factory, or its schedule cannot be used.
+        InputError: ``schedule`` is not a factory, or its result cannot be used.
     """
     if schedule is None:
         return None
@@ -130,7 +130,7 @@ def _scheduled(schedule: Any, optimizer: Optimizer) -> LRScheduler:
 
 
 def _check_steps(schedule: LRScheduler) -> None:
-    """Refuse a schedule whose steps need an argument, mostly a metric."""
+    """Raise if the ``step`` of a schedule requires an argument, usually a metric."""
     needs = [
         repr(name)
         for name, one in inspect.signature(schedule.step).parameters.items()

@@ -6,7 +6,7 @@
                                       not finite: no update, scale / 2; 2000 steps without that: scale * 2
 
 Micikevicius et al. 2018 (arXiv 1710.03740); the numbers are those of torch.amp.GradScaler. A scale is a power of two,
-so it changes no bits of a gradient that float16 can hold. All workers see the same mean gradients, and decide alike.
+so it changes no bits of a gradient that float16 can hold. All workers see the same mean gradients and decide alike.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 _STATE = "loss scale"
 _FIRST, _LARGEST = 2.0**16, 2.0**24
 _GOOD_STEPS = 2000
-"""So many steps without an overflow before the scale grows."""
+"""Number of consecutive steps without an overflow after which the scale grows."""
 
 
 class LossScale:
-    """The scale of a run, kept in a state that is in checkpoints and goes to joiners.
+    """Loss scale of a run, kept in the strategy's state, which is saved in checkpoints and sent to joiners.
 
     Args:
-        state: of the strategy; see :class:`paceline.step.job.Job`.
-        samples: of a batch; a loss is a sum over samples, not a mean, so it is multiplied by so much less.
+        state: state of the strategy; see :class:`paceline.step.job.Job`.
+        samples: number of samples in a batch. A loss is their sum, so the next power of two divides its multiplier.
 
     Attributes:
-        overflowed: whether the last step was one.
+        overflowed: whether the last step overflowed.
     """
 
     def __init__(self, state: dict[str, Any], samples: int = 1) -> None:
@@ -38,11 +38,11 @@ class LossScale:
 
     @property
     def value(self) -> float:
-        """What losses are multiplied by, and their gradients divided by."""
+        """Factor by which losses are multiplied and their gradients divided."""
         return float(self._state.get(_STATE, (_FIRST, 0))[0]) * self._unit
 
     def observe(self, norm: float) -> bool:
-        """Take the norm of the gradients of a step, and move the scale; returns whether to make the update."""
+        """Adjust the scale to the gradient norm of a step. Returns whether to make the update."""
         scale, good = self._state.get(_STATE, (_FIRST, 0))
         self.overflowed = not math.isfinite(norm)
         if self.overflowed:

@@ -1,7 +1,7 @@
-"""Attributes of an optimizer beside ``state`` and ``param_groups``, as a Lookahead's slow weights and step counter.
+"""Attributes of an optimizer besides ``state`` and ``param_groups``, as a Lookahead's slow weights and step counter.
 
 Numbers, text, tensors, arrays, generators, and containers and plain objects of these are saved in checkpoints and sent
-to joiners. A parameter is written by its name. Other values are not saved; only their replacement is noticed.
+to joiners. A parameter is saved by its name. Other values are not saved, but their replacement causes a warning.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ _NOT_OF_ALL = (
 
 @cache
 def _of_torch() -> frozenset[str]:
-    """Return what torch keeps in each optimizer; a schedule replaces ``step``, and then sees whether it was called.
+    """Return the attributes that torch sets on each optimizer, and those that a schedule sets when it wraps ``step``.
 
-    Not at import: a process that workers are forked from computes nothing.
+    Not computed at import, because a process from which workers are forked must not run torch operations.
     """
     made = vars(torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1))
     return frozenset({*made, "step", "_opt_called", "_need_device_dtype_check_for_fused"})
 
 
 class _NotKeptError(TypeError):
-    """A value of a type that cannot be written."""
+    """The type of a value cannot be saved."""
 
 
 class OwnValues:
-    """The attributes of an optimizer, of those in it, and of the plain objects that these hold.
+    """Attributes of an optimizer, of the optimizers that it holds, and of the plain objects that these hold.
 
     Args:
-        optimizer: of this worker.
-        parameters: those of the model, by name.
+        optimizer: this worker's optimizer.
+        parameters: parameters of the model, by name.
 
     Attributes:
-        tell: is called, once, with a warning of a value that was replaced and is not kept.
+        tell: called with a warning, once for each value that is not saved although an update has replaced it.
     """
 
     def __init__(self, optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -83,24 +83,24 @@ class OwnValues:
         return found
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state` returned; tensors and containers stay the same objects."""
+        """Restore what :meth:`state` returned. Tensors and containers stay the same objects."""
         owners = dict(self._owners())
         for name, written in state.items():
             where, _, key = name.rpartition(".")
             if where in owners:
                 entries = vars(owners[where])
                 entries[key] = self._restored(entries.get(key), written)
-            elif name not in self._told:  # of an object that an update has made
+            elif name not in self._told:  # its object was made by an update
                 self._told.add(name)
                 self.tell(_NOT_KEPT.format(name=name, kind="value of an object that it has made"))
 
     @property
     def tensors(self) -> list[str]:
-        """The names of the attributes that hold tensors or arrays, besides parameters."""
+        """Names of the attributes that hold tensors or arrays, besides parameters."""
         return [name for name, _, written in self._written() if written is not None and _has_tensors(written)]
 
     def _written(self) -> Iterator[tuple[str, Any, Any]]:
-        """Each value with its name, and the form in which it is saved; None if it cannot be."""
+        """Yield each value with its name and its saved form, which is None if the value cannot be saved."""
         owners = [*self._owners()]
         elsewhere = {id(self._optimizer.param_groups), id(self._optimizer.state), *(id(owner) for _, owner in owners)}
         for where, owner in owners:
@@ -116,7 +116,7 @@ class OwnValues:
                 yield f"{where}.{key}", value, written
 
     def _owners(self) -> Iterator[tuple[str, Any]]:
-        """The optimizer, those in it, and the plain objects that they hold, by name."""
+        """Yield the optimizer, the optimizers that it holds, and the plain objects that these hold, by name."""
         seen: set[int] = set()
         waiting: list[tuple[str, Any]] = [
             ("optimizer" if one is self._optimizer else f"optimizer {number}", one)
@@ -130,7 +130,7 @@ class OwnValues:
                 waiting += ((f"{where}.{key}", one) for key, one in vars(owner).items() if _is_owner(one))
 
     def _write(self, value: Any, depth: int) -> list[Any]:
-        """Return a value as a pair of its kind and its content."""
+        """Convert a value to a pair of its kind and its content."""
         if isinstance(value, torch.Tensor):
             name = self._names.get(id(value))
             if name is None and (value.layout != torch.strided or isinstance(value, nn.Parameter)):
@@ -151,7 +151,7 @@ class OwnValues:
         raise _NotKeptError
 
     def _restored(self, now: Any, written: list[Any]) -> Any:  # noqa: PLR0911 - a case for each type
-        """Return a value as it was; what can have the old content stays the same object."""
+        """Return a value with its saved content, in the same object where possible."""
         kind, content = written
         if kind == "parameter":
             return self._parameters[content]
@@ -196,7 +196,7 @@ class OwnValues:
 
 
 def _is_owner(value: Any) -> bool:
-    """Whether a value is an optimizer, or an object of a class of the script that is no module or container."""
+    """Return whether a value is an optimizer, or an object of a user class (no module, container or callable)."""
     if isinstance(value, Optimizer):
         return True
     others = nn.Module, torch.Tensor, type, dict, list, tuple, deque, LRScheduler
@@ -217,7 +217,7 @@ def _has_tensors(written: list[Any]) -> bool:
 
 
 def check_own_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], strategy: str) -> None:
-    """Refuse an optimizer with tensors of its own where not every worker makes every update.
+    """Raise if an optimizer has tensors of its own and not every worker makes every update.
 
     Raises:
         InputError: names the attribute.
@@ -227,7 +227,7 @@ def check_own_tensors(optimizer: Optimizer, parameters: Mapping[str, nn.Paramete
 
 
 def refuse_change(before: dict[str, Any], after: dict[str, Any], strategy: str) -> None:
-    """Refuse an optimizer of which servers have copies, if an update has changed its own values.
+    """Raise if an update has changed an optimizer's own values while servers have copies of the optimizer.
 
     Raises:
         InputError: names the attribute.

@@ -1,12 +1,12 @@
-"""Several optimizers, each with its own parameters, as one; and their schedules.
+"""Several optimizers with separate parameters, combined into one optimizer, and their schedules.
 
 ::
 
-    the others see     groups 0 to 3 | one state | step()
+    other code sees    groups 0 to 3 | one state | step()
     Muon               groups 0, 1       matrices
     AdamW              groups 2, 3       the rest
 
-So checkpoints, joiners, servers and pipelines need to know of one optimizer only.
+So checkpoints, joiners, servers and pipelines deal with a single optimizer.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 class SeveralOptimizers(Optimizer):
-    """Optimizers of different parameters, with the groups of all and one state.
+    """Optimizer that combines several optimizers: the parameter groups of all of them, and one shared state.
 
     Args:
-        optimizers: by name.
+        optimizers: optimizers by name.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
@@ -37,68 +37,68 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all, in the order of the optimizers."""
+        """Parameter groups of all optimizers, in the order of the optimizers."""
         return [group for one in self.optimizers.values() for group in one.param_groups]
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Let each update its parameters."""
+        """Step each optimizer."""
         assert closure is None
         for one in self.optimizers.values():
             one.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Let each drop the gradients of its parameters."""
+        """Drop the gradients of each optimizer's parameters."""
         for one in self.optimizers.values():
             one.zero_grad(set_to_none)
 
 
 class SeveralSchedules(LRScheduler):
-    """The schedules of several optimizers.
+    """Schedules of several optimizers.
 
     Args:
-        schedules: by the names of their optimizers.
+        schedules: schedules by the names of their optimizers.
     """
 
     def __init__(self, schedules: Mapping[str, LRScheduler]) -> None:
         self.schedules = dict(schedules)
 
     def step(self, epoch: int | None = None) -> None:
-        """Let each go one step on."""
+        """Advance each schedule by a step."""
         assert epoch is None
         for one in self.schedules.values():
             one.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """The states by name."""
+        """Return the schedules' states by name."""
         return {name: one.state_dict() for name, one in self.schedules.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over :meth:`state_dict` of the same schedules."""
+        """Restore :meth:`state_dict` of the same schedules."""
         for name, one in self.schedules.items():
             one.load_state_dict(state_dict[name])
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """The optimizers that it consists of; itself, if it is one."""
+    """Return the optimizers that an optimizer combines, or the optimizer itself."""
     return [*optimizer.optimizers.values()] if isinstance(optimizer, SeveralOptimizers) else [optimizer]
 
 
 def kind_of(optimizer: Optimizer) -> str:
-    """Its class in words, or the names and classes of its parts."""
+    """Return the class name of an optimizer, or the names and classes of the optimizers that it combines."""
     if not isinstance(optimizer, SeveralOptimizers):
         return type(optimizer).__name__
     return ", ".join(f"{name}: {type(one).__name__}" for name, one in optimizer.optimizers.items())
 
 
 def with_wrapped(optimizer: Optimizer) -> list[Optimizer]:
-    """An optimizer, and those that it wraps, such as SAM its base."""
+    """Return an optimizer and the optimizers that it wraps, as SAM wraps its base optimizer."""
     return [optimizer, *(inner for inner in vars(optimizer).values() if isinstance(inner, Optimizer))]
 
 
 def share_state(optimizer: Optimizer, state: defaultdict[Any, Any]) -> None:
-    """Let an optimizer keep its state in a dictionary, and those that it wraps, too.
+    """Make an optimizer, and the optimizers that it wraps, keep their state in ``state``.
 
-    Nobody else would save the state of an optimizer that is hidden in another one.
+    Otherwise the state of a wrapped optimizer would not be saved.
     """
     for one in with_wrapped(optimizer):
         if one.state is not state:
@@ -113,19 +113,19 @@ def copied(
     """Copy an optimizer and its schedule.
 
     Args:
-        optimizer: to be copied.
-        schedule: of it, or none.
-        memo: what to put in place of what they hold, as for ``copy.deepcopy``: parameters, and the state.
+        optimizer: optimizer to copy.
+        schedule: schedule of the optimizer, or None.
+        memo: replacements by object id, as for ``copy.deepcopy``: for parameters, and for the state.
 
     Raises:
-        TypeError, RuntimeError: something in them cannot be copied.
+        TypeError, RuntimeError: an object in the optimizer or the schedule cannot be copied.
     """
     parts = parts_of(optimizer)
     for one in parts:
         memo[id(one)] = object.__new__(type(one))
     for one in parts:
         for key, value in vars(one).items():
-            if key != "step":  # a schedule has put it there, bound to the original
+            if key != "step":  # set by a schedule, and bound to the original optimizer
                 setattr(memo[id(one)], key, copy.deepcopy(value, memo))
     schedules: LRScheduler | None = copy.deepcopy(schedule, memo)
     if isinstance(optimizer, SeveralOptimizers):

@@ -1,7 +1,7 @@
-"""The parameters and buffers of a model, and which of them came, went or got another name after the start.
+"""Structure of a model: parameters and buffers that are added, removed or renamed after the start.
 
-A parameter that comes after the start is in no optimizer, so nobody would train it. A checkpoint with other names than
-those of the start fits no model that a resumed script or a joiner makes.
+A parameter that is added after the start belongs to no optimizer, so it would not be trained. A checkpoint with other
+names than at the start does not fit the model that a resumed script or a joiner builds.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _BUILD_BEFORE = "Give the model all its layers, parametrizations and buffers bef
 
 
 class Structure:
-    """The modules, parameters and buffers of a model, and which parameters are not trained.
+    """Modules, parameters and buffers of a model, and which of the parameters are not trained.
 
     Args:
-        model: as it is at the start.
-        frozen: its parameters that the optimizer does not have, by name.
+        model: the model at the start.
+        frozen: the model's parameters that the optimizer does not have, by name.
 
     Attributes:
-        changed: which parameter or buffer has come or gone since the start, and what to do; empty if none has.
+        changed: message about a parameter or buffer added or removed since the start. Empty if there is none.
     """
 
     def __init__(self, model: nn.Module, frozen: Mapping[str, nn.Parameter]) -> None:
@@ -50,12 +50,12 @@ class Structure:
         self._remember()
 
     def check(self) -> None:
-        """Refuse a parameter that requires a gradient, and that the optimizer did not get.
+        """Raise if a parameter requires a gradient that the optimizer did not get.
 
-        A parameter of the start may go, or move to another place, and a module without parameters may be replaced.
+        A parameter of the start may be removed or move to another module. A module without parameters may be replaced.
 
         Raises:
-            InputError: names it.
+            InputError: names the parameter.
         """
         self.look()
         for name, value in self._untrained.items():
@@ -63,7 +63,7 @@ class Structure:
                 raise self._refused(name, value)
 
     def look(self) -> str:
-        """Look whether something was replaced, added or removed; return :attr:`changed`."""
+        """Check whether anything was replaced, added or removed, and return :attr:`changed`."""
         held = self._entries()
         same = len(held) == len(self._held) and all(map(is_, held, self._held))
         if not same or any(self._empty) or self._names() != self._known_names:
@@ -71,16 +71,16 @@ class Structure:
         return self.changed
 
     def _entries(self) -> list[object]:
-        """The parameters and submodules of all modules."""
+        """Return the parameters and submodules of all modules."""
         return [*chain.from_iterable(map(dict.values, self._dictionaries))]
 
     def _names(self) -> list[object]:
-        """The names of the parameters and buffers in all modules, and which buffers are none."""
+        """Return the names of the parameters and buffers in all modules, and which buffers are None."""
         return [*chain.from_iterable(self._named), *map(_is_none, chain.from_iterable(map(dict.values, self._buffers)))]
 
     def _remember(self) -> None:
         parameters, modules, self._buffers = map(self._found, ("_parameters", "_modules", "_buffers"))
-        self._empty = [one for one in (*parameters, *modules, *self._buffers) if not one]  # most are, and stay so
+        self._empty = [one for one in (*parameters, *modules, *self._buffers) if not one]  # most stay empty
         parameters, self._buffers = [*filter(None, parameters)], [*filter(None, self._buffers)]
         self._dictionaries = [*parameters, *filter(None, modules)]
         self._named = [*parameters, *self._buffers]
@@ -88,7 +88,7 @@ class Structure:
 
     def _found(self, kind: str) -> list[dict[str, object]]:
         found = (vars(one).get(kind) for one in self._model.modules())
-        return [one for one in found if isinstance(one, dict)]  # a TorchScript module has others
+        return [one for one in found if isinstance(one, dict)]  # not in TorchScript modules
 
     def _look_again(self) -> None:
         named = self._model.named_parameters()
@@ -97,7 +97,7 @@ class Structure:
         self._remember()
 
     def _change(self) -> str:
-        """The first parameter or buffer that has come or gone, in words."""
+        """Describe the first parameter or buffer that was added or removed."""
         parameters, buffers = dict(self._model.named_parameters()), dict(self._model.named_buffers())
         kind, (name, happened) = "parameter", _difference(self._at_start, parameters)
         if not name:
@@ -125,7 +125,7 @@ class Structure:
 
 
 def _difference(before: Mapping[str, torch.Tensor | None], now: Mapping[str, torch.Tensor]) -> tuple[str, str]:
-    """The first name that is in one of two mappings only, and what has happened to it; two empty texts if none is."""
+    """Return the first name that is in only one of two mappings and what happened to it, or two empty strings."""
     if before.keys() == now.keys():
         return "", ""
     other = {id(value): name for name, value in now.items()}

@@ -1,1 +1,1 @@
-"""What the first step finds out about a forward pass by computing it once more than it must."""
+"""Probes of a forward pass: computations that are repeated before the first step and in audits."""

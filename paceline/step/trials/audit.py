@@ -1,13 +1,13 @@
-"""Whether a microbatch gives the same whoever computes it, whenever, and after whatever else: some are computed twice.
+"""Audit: some microbatches are computed twice, to show that the result does not depend on the worker or on the order.
 
 ::
 
     step 4     worker 0     5   0 1 2 3  ┐                 microbatch 5 of an audited step belongs to worker 1.
-                            ▲            ┼ compare 5       Worker 0 computes it first, loaded anew, without a trace.
-               worker 1         4 5 6 7  ┘                 Before the update all see the digests of both.
+                            ▲            ┼ compare 5       Worker 0 loads and computes it first, without a trace.
+               worker 1         4 5 6 7  ┘                 Before the update, all workers compare both digests.
 
-Compared are digests of the data, the loss, the buffers and the gradients: with ``exact`` their bits, else up to
-rounding. A worker that has nobody to compare with computes the microbatch first, and again after the ones before it.
+Digests of the data, the loss, the buffers and the gradients are compared: bit for bit with ``exact``, otherwise up to
+rounding. A worker without a partner computes the microbatch first, and again after the preceding microbatches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.step.trials.trial import warn, without_trace
 
 
 class Recorder:
-    """Takes the digests of one microbatch when :class:`~paceline.step.forward.Compute` comes to it."""
+    """Recorder of the digests of one microbatch while :class:`~paceline.step.forward.Compute` computes it."""
 
     def __init__(self, job: Job, step: int, microbatch: int) -> None:
         self._job = job
@@ -41,18 +41,18 @@ class Recorder:
         self._hooks: list[RemovableHandle] = []
 
     def begin(self, piece: Piece, step: int) -> bool:
-        """Begin a forward pass; whether it is the one to take note of, for the first time."""
+        """Begin a forward pass. Returns whether it is the first pass over the microbatch to record."""
         if self._begun:
             self.close()
             return False
         if step != self._step or piece.microbatches != self._microbatches:
             return False
         self._begun = True
-        self._digests.add_data(piece.data)  # the forward pass may change them
+        self._digests.add_data(piece.data)  # before the forward pass can change the data
         return True
 
     def add(self, result: ForwardResult) -> None:
-        """Take the digests of a forward pass, and those of the gradients when they are computed."""
+        """Record the digests of a forward pass, and of the gradients once they are computed."""
         job = self._job
         self._digests.add("the loss", result.pair)
         for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
@@ -63,23 +63,23 @@ class Recorder:
                 self._hooks.append(parameter.register_hook(take))
 
     def close(self) -> None:
-        """The backward pass is over: a parameter that it did not need has no gradient."""
+        """Stop recording after the backward pass. Parameters that it did not need have no gradient digest."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def found(self) -> Found:
-        """Return the digests; none if the microbatch was not computed here."""
+        """Return the digests, empty if this worker did not compute the microbatch."""
         self.close()
         return self._digests.found()
 
 
 class Audit:
-    """Lets two workers compute a microbatch of an audited step, and compares what they found.
+    """Audit of a step: two workers compute the same microbatch, and their digests are compared.
 
     Args:
-        job: what is trained.
-        alone: whether this worker compares with itself, as no other one has its weights.
+        job: training context.
+        alone: whether this worker compares with itself, because no other worker has its weights.
     """
 
     def __init__(self, job: Job, alone: bool = False) -> None:
@@ -89,11 +89,11 @@ class Audit:
         self._recorders: list[Recorder] = []
 
     def begin(self, step: int, layout: Sequence[Sequence[range]]) -> bool:
-        """Before a step is computed: compute the microbatch, if it is this worker's turn.
+        """Compute the microbatch before an audited step if it is this worker's turn.
 
         Args:
-            step: its number.
-            layout: the pieces that each rank, or this worker alone, will compute, as far as that is known.
+            step: step number.
+            layout: known microbatch groups that each rank, or this worker alone, will compute.
 
         Returns:
             whether the step is audited.
@@ -116,14 +116,14 @@ class Audit:
         if self._alone or job.world.rank == (joined if joined in others else others[self._microbatch % len(others)]):
             self._compute()
         if len(piece) > 1 and (self._alone or job.world.rank == owner):
-            self._compute()  # in the step it is computed with others
+            self._compute()  # the step computes it together with other microbatches
         recorder = Recorder(job, step, self._microbatch)
         self._recorders.append(recorder)
         job.compute.recorder = recorder
         return True
 
     def _compute(self) -> None:
-        """Compute the microbatch, loaded anew, and leave no trace."""
+        """Load and compute the microbatch, and leave no trace."""
         job, begin = self._job, time.perf_counter()
         recorder = Recorder(job, self._step, self._microbatch)
         self._recorders.append(recorder)
@@ -141,10 +141,10 @@ class Audit:
         return piece
 
     def compare(self) -> None:
-        """Compare the digests, before the update; every worker of the strategy calls this, or the one that is alone.
+        """Compare the digests before the update. All workers of the strategy call this, or the lone worker.
 
         Raises:
-            InputError: they differ, and the run is to stop.
+            InputError: the digests differ, and the run is to stop.
             DisagreementError: the workers do not hold the same weights.
         """
         job = self._job
@@ -167,7 +167,7 @@ class Audit:
         tell(job, text)
 
     def _cause(self, name: str) -> str:
-        """What the forward pass changes, if that can be found; empty otherwise."""
+        """Return what the forward pass changes, or "" if nothing is found."""
         if name == DATA:
             return ""
         self._job.compute.buffers.reset()
@@ -180,14 +180,14 @@ class Audit:
 
 
 def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
-    """Say what an audit has found.
+    """Describe what an audit has found.
 
     Args:
-        step: that was audited.
-        microbatch: of it.
-        by: who has computed it.
-        name: of the first value that differs.
-        cause: what the forward pass changes, if that is known.
+        step: audited step.
+        microbatch: audited microbatch of the step.
+        by: who computed it.
+        name: name of the first value that differs.
+        cause: what the forward pass changes, if known.
     """
     audit = f"Audit of step {step}: microbatch {microbatch}"
     if name == DATA:
@@ -203,7 +203,7 @@ def text_of(step: int, microbatch: int, by: str, name: str, cause: str) -> str:
 
 
 def tell(job: Job, text: str) -> None:
-    """Tell the user what an audit has found.
+    """Report what an audit has found: warn, or raise if the run is to stop.
 
     Raises:
         InputError: the run is to stop.
@@ -214,7 +214,7 @@ def tell(job: Job, text: str) -> None:
 
 
 def _set_apart(everyone: Sequence[dict[str, dict[Any, Any]]]) -> str:
-    """What the loop has set to other values on some ranks; empty if there is nothing."""
+    """Describe an attribute that the loop has set to different values on different ranks. Empty if there is none."""
     for owner, values in everyone[0].items():
         for key, value in values.items():
             for rank, others in enumerate(everyone):

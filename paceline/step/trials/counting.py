@@ -1,4 +1,4 @@
-"""Whether a loss is what it is taken for: a mean over the samples, or a sum and what it is to be divided by.
+"""Probe of the loss: whether it is a mean over the samples, or a sum with its divisor, as its form says.
 
 ::
 
@@ -8,8 +8,8 @@
     reduction="sum"                          s                2s             3s     taken for a mean
     loss, accuracy                        x, a              x, a           x, a     taken for a sum and a count
 
-A loss over pairs of samples, such as a contrastive one, does none of this, and is left alone. Samples that are repeated
-get the random numbers of torch that they got the first time, in dropout and elsewhere.
+A loss over pairs of samples, such as a contrastive loss, matches no row and is accepted. Repeated samples get the same
+random numbers of torch as the first time, in dropout and elsewhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.step.trials.draws import RecordedDraws
 from paceline.step.trials.trial import warn, without_trace
 
 _CERTAIN, _CERTAIN_HALF, _LIKELY = 1e-3, 1e-2, 5e-2
-"""Relative differences: by rounding in float32, and in types of half the size; by random numbers."""
+"""Relative tolerances: for rounding in float32, for rounding in 16-bit types, and for random numbers."""
 _OTHERS = 3
 _SUM = (
     "The loss grows with the number of samples, as with reduction='sum': {values} for the same samples once, twice and "
@@ -60,20 +60,20 @@ _NOT_TRIED = (
 
 
 def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
-    """Compute a part of a microbatch with its samples once, twice and three times, and leave no trace.
+    """Compute the loss of some samples given once, twice and three times, and leave no trace.
 
     Raises:
-        InputError: the loss is certainly no mean; if it only seems so there is a warning.
+        InputError: the loss is certainly not a mean. If that is only likely, the probe warns.
     """
     if job.compute.carried is not None:
         return
     failed = ""
-    for gradients in (False, True):  # with them only if it needs them: they take memory
+    for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):
                 text, certain = _trial(job, pieces, step)
             break
-        except Exception as error:  # noqa: BLE001 - of whatever the forward pass does with other samples
+        except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             failed = f"{type(error).__name__}: {error}"
     else:
         warn(job, _NOT_TRIED.format(error=failed))
@@ -85,15 +85,15 @@ def check_counting(job: Job, pieces: Sequence[Piece], step: int) -> None:
 
 
 def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
-    """What is wrong with the loss, if anything, and whether that is certain."""
+    """Return a message about what is wrong with the loss, or "", and whether that is certain."""
     first = pieces[0]
     if not has_rows(first):
         return "", False
-    third = -(-first.samples // 3)  # three of them take the memory of a microbatch
-    third = min(first.samples, third + third % 2)  # for a loss over pairs
+    third = -(-first.samples // 3)  # three thirds take the memory of a microbatch
+    third = min(first.samples, third + third % 2)  # even, for a loss over pairs
     part = rows(first.data, 0, third)
     draws = RecordedDraws()
-    eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
+    eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
     with without_trace(job) as trial, eager:
 
         def computed(data: Any) -> tuple[float, float, bool]:
@@ -118,19 +118,19 @@ def _trial(job: Job, pieces: Sequence[Piece], step: int) -> tuple[str, bool]:
 
 
 def _grown_twice(job: Job, data: Any, step: int) -> dict[str, torch.Tensor]:
-    """By how much buffers grow in two passes after each other over the same samples."""
+    """Return by how much buffers grow in two consecutive passes over the same samples."""
     _computed(job, data, step)
     _computed(job, data, step, goes_on=True)
     return job.compute.buffers.grown()
 
 
 def _check_buffers(job: Job, grown: Sequence[dict[str, torch.Tensor]], after: dict[str, torch.Tensor]) -> None:
-    """Find the buffers that grow with the samples: these are added up. Warn of those that queue up samples.
+    """Find the buffers that grow with the number of samples, and warn about buffers that queue samples.
 
     Args:
-        job: what is trained.
-        grown: by how much buffers have grown with samples once, twice and three times.
-        after: in two passes after each other: an average that begins with zero has grown by less than twice as much.
+        job: training context.
+        grown: growth of the buffers with samples given once, twice and three times.
+        after: growth in two consecutive passes. For an average that begins with zero, it is less than twice the first.
     """
     once, twice, thrice = grown
     for name, grown_once in once.items():
@@ -144,16 +144,16 @@ def _check_buffers(job: Job, grown: Sequence[dict[str, torch.Tensor]], after: di
 
 
 def _computed(job: Job, data: Any, step: int, goes_on: bool = False) -> tuple[float, float, bool]:
-    """A loss as it was returned, a count, and whether the forward pass has returned one.
+    """Return the loss as it was returned, a count, and whether the forward pass returned a count.
 
-    ``goes_on``: from the buffers as they are, not from those at the start of the step.
+    ``goes_on``: start from the current buffers, not from those at the start of the step.
     """
     compute = job.compute
     if not goes_on:
         compute.buffers.reset()
     seed_all(compute.seed(STEP, step, 0))
     with compute.precision():
-        value = compute.forward(compute.model, map_tensors(torch.clone, data))  # which it may change
+        value = compute.forward(compute.model, map_tensors(torch.clone, data))  # it may change data
     compute.buffers.collect(1, 1)
     total, count = sum_and_count(value, 1)
     return float(total.detach()), float(torch.as_tensor(count).detach()), is_counted(value)
@@ -161,22 +161,22 @@ def _computed(job: Job, data: Any, step: int, goes_on: bool = False) -> tuple[fl
 
 def _of_scalar(job: Job, totals: list[float]) -> tuple[str, bool]:
     closeness = _closeness(job, totals, grows=True)
-    if not closeness or job.order.microbatches == 1:  # a sum over all of a batch is what it is in plain PyTorch
+    if not closeness or job.order.microbatches == 1:  # a sum over the whole batch is the same as in plain PyTorch
         return "", False
     return _SUM.format(values=_listed(totals), parts=job.order.microbatches), closeness == _certain(job)
 
 
 def _of_counted(job: Job, totals: list[float], counts: list[float]) -> tuple[str, bool]:
-    """A pair whose second value is a count."""
+    """Check a pair whose second value is a count."""
     closeness = _closeness(job, totals, grows=False)
     certain = closeness == _certain(job) == _closeness(job, counts, grows=True)
     return (_MEAN.format(values=f"{totals[0]:.4g}"), certain) if closeness else ("", False)
 
 
 def _of_uncounted(job: Job, totals: list[float], counts: list[float], others: list[float]) -> tuple[str, bool]:
-    """A pair whose second value does not grow with the samples; ``others``: that of other samples.
+    """Check a pair whose second value does not grow with the samples. ``others``: second values for other samples.
 
-    (mean, 1) is a mean over microbatches, and right, as is a count of the classes that occur: whole numbers.
+    Valid are (mean, 1), a mean over microbatches, and a count of the classes that occur, which is a whole number.
     """
     if counts == [0.0] * 3 and not any(others):
         stays = totals[0] != 0 and bool(_closeness(job, totals, grows=False))
@@ -196,7 +196,7 @@ def _of_uncounted(job: Job, totals: list[float], counts: list[float], others: li
 
 
 def _closeness(job: Job, values: list[float], *, grows: bool) -> float:
-    """How closely values grow with the samples, or stay as they are; 0: not at all."""
+    """Return the tolerance within which values grow with the samples, or stay the same. 0 if they do not."""
     wanted = [values[0] * (times if grows else 1) for times in (1, 2, 3)]
     for tolerance in (_certain(job), _LIKELY):
         if values[0] != 0 and all(
@@ -218,7 +218,7 @@ def _listed(values: Sequence[float]) -> str:
 
 
 def has_rows(piece: Piece) -> bool:
-    """Whether the data are tensors whose first dimension is that of the samples."""
+    """Return whether the data are tensors whose first dimension is the sample dimension."""
     return all(
         isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == piece.samples
         for leaf in leaves_in(piece.data)
@@ -226,6 +226,6 @@ def has_rows(piece: Piece) -> bool:
 
 
 def _repeated(before: torch.Tensor, shape: torch.Size) -> torch.Tensor | None:
-    """Random numbers of some samples for the same ones repeated; None if they are not those of samples."""
+    """Repeat the random numbers of some samples. Returns None if the numbers do not belong to samples."""
     times, rest = divmod(shape[0], len(before)) if len(shape) == before.ndim > 0 and len(before) else (0, 1)
     return None if rest or shape[1:] != before.shape[1:] else before.repeat(times, *[1] * (before.ndim - 1))

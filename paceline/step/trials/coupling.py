@@ -1,4 +1,4 @@
-"""Whether a loss over several samples is the mean of the losses of its parts.
+"""Probe for coupled samples: whether a loss over several samples is the mean of the losses of their parts.
 
 ::
 
@@ -7,8 +7,8 @@
     contrastive        x        >   (a + b) / 2      fewer samples to compare with in each half
     weighted mean      x       !=   (a + b) / 2      the halves have other weights
 
-A batch is computed in microbatches, so only the first kind is the loss that a script has on the whole batch. Batch norm
-is left out: it takes the statistics that it has learned.
+A batch is computed in microbatches, so only the first kind equals the script's loss on the whole batch. Batch norm is
+left out: it uses its running statistics in the probe.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TEXT = (
 
 
 def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
-    """Warn if the loss of some samples is not the mean over their halves; leave no trace."""
+    """Warn if the loss of some samples is not the mean over their parts. Leaves no trace."""
     if job.compute.carried is not None or job.order.microbatches == 1 or not all(map(has_rows, pieces)):
         return
     data = concatenated([piece.data for piece in pieces[:2]])
@@ -51,12 +51,12 @@ def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
     if data is None or samples < 2:
         return
     cuts = {pieces[0].samples if len(pieces) > 1 else samples // 2, samples // 3} - {0}
-    for gradients in (False, True):  # with them only if it needs them: they take memory
+    for gradients in (False, True):  # gradients take memory, so only if the forward pass needs them
         try:
             with torch.set_grad_enabled(gradients):
                 text = next(filter(None, (_trial(job, data, (0, cut, samples), step) for cut in sorted(cuts))), "")
             break
-        except Exception as error:  # noqa: BLE001 - whatever the forward pass does with other samples
+        except Exception as error:  # noqa: BLE001 - the forward pass may raise anything for other samples
             _log.debug("the loss of several microbatches at once could not be computed: %s", error)
             text = ""
     if text:
@@ -64,7 +64,7 @@ def check_coupling(job: Job, pieces: Sequence[Piece], step: int) -> None:
 
 
 def _broadcast(job: Job, data: Any) -> str:
-    """Say that output and target become a table of all pairs of samples; empty if they do not, or nobody knows."""
+    """Explain that output and target broadcast to all pairs of samples. Empty if they do not, or if it is not known."""
     if not is_of_loss(job.compute.forward):
         return ""
     try:
@@ -72,7 +72,7 @@ def _broadcast(job: Job, data: Any) -> str:
             features, target = pair_of(data)
             output = job.compute.model(features)
         whole = torch.broadcast_shapes(output.shape, target.shape)
-    except Exception:  # noqa: BLE001 - they may be anything
+    except Exception:  # noqa: BLE001 - output and target may be anything
         return ""
     if not target.is_floating_point() or whole.numel() <= max(output.numel(), target.numel()):
         return ""
@@ -87,12 +87,12 @@ def _trial(job: Job, data: Any, cuts: tuple[int, int, int], step: int) -> str:
     start, middle, stop = cuts
     draws = RecordedDraws()
     pairs = []
-    eager = torch.compiler.set_stance("force_eager")  # what torch.compile meets in a dispatch mode it never compiles
+    eager = torch.compiler.set_stance("force_eager")  # torch.compile never compiles a frame seen in a dispatch mode
     with without_trace(job) as trial, eager, _learned_statistics(job):
         for first, last in ((start, stop), (start, middle), (middle, stop)):
             job.compute.buffers.put_back()
             seed_all(job.compute.seed(STEP, step, 0))
-            part = map_tensors(torch.clone, rows(data, first, last))  # which the forward pass may change
+            part = map_tensors(torch.clone, rows(data, first, last))  # the forward pass may change it
             with job.compute.precision(), draws.pass_of(partial(_part, start=first, stop=last)):
                 value = job.compute.forward(job.compute.model, part)
             pairs.append([float(one) for one in loss_of_result(value, last - first).pair()[:2]])
@@ -115,7 +115,7 @@ def _tolerance(job: Job) -> float:
 
 @contextmanager
 def _learned_statistics(job: Job) -> Iterator[None]:
-    """Let batch norm take its running statistics."""
+    """Make batch norm use its running statistics in this context."""
     norms = [one for one in job.compute.model.modules() if isinstance(one, _NormBase) and one.training]
     for one in norms:
         one.training = False
@@ -127,7 +127,7 @@ def _learned_statistics(job: Job) -> Iterator[None]:
 
 
 def _part(before: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor | None:
-    """Random numbers of all samples for some of them; None if they are not those of samples."""
+    """Return the random numbers of samples ``start`` to ``stop``, or None if the numbers do not belong to samples."""
     if shape == before.shape:
         return before
     some = before.ndim and shape == (stop - start, *before.shape[1:]) and stop <= len(before)

@@ -1,4 +1,4 @@
-"""What is compared of a microbatch that is computed twice: digests of its data, loss, buffers and gradients."""
+"""Digests of a microbatch that is computed twice: of its data, loss, buffers and gradients."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.data.nested import leaves_in
 from paceline.step.replicas import digest_at
 
 TOLERANCE = 1e-2
-"""Relative to the norm of a value, if other bits will do."""
+"""Relative to the norm of a value, if the bits may differ."""
 
 Found: TypeAlias = "dict[str, list[int | float]]"
-"""By the name of a value a digest, then, without ``exact``, its norm and its sum with alternating signs."""
+"""Maps the name of a value to its digest, then, without ``exact``, its norm and its sum with alternating signs."""
 
 DATA = "the data"
 
 
 class Digests:
-    """Digests of values, by name; those of values on an accelerator are read when all are asked for.
+    """Digests of values, by name. Digests of values on an accelerator are read when :meth:`found` is called.
 
     Args:
-        exact: whether all bits count; otherwise values may differ by rounding.
+        exact: whether all bits must be equal. Otherwise values may differ by rounding.
     """
 
     def __init__(self, exact: bool) -> None:
@@ -33,7 +33,7 @@ class Digests:
         self._sums: dict[str, list[int | torch.Tensor]] = {}
 
     def add_data(self, data: Any) -> None:
-        """Add the digest of a batch: of the bytes of its tensors, and of the text of plain values."""
+        """Add the digest of a batch, over the bytes of its tensors and the text of plain values."""
         digest = hashlib.blake2b(digest_size=6)
         for leaf in leaves_in(data):
             if isinstance(leaf, torch.Tensor):
@@ -65,14 +65,14 @@ class Digests:
 
 
 def difference(found: list[tuple[int, Found]]) -> tuple[str, tuple[int, int]]:
-    """Return the first value of which two workers have other digests, and their ranks; an empty name if there is none.
+    """Return the first value whose digests differ between two workers, and their ranks. The name is empty if all agree.
 
     Args:
-        found: the ranks, and what each has found.
+        found: pairs of a rank and its digests.
     """
     for rank, digests in found[1:]:
         first, known = found[0]
-        for name in known:  # of a microbatch that another worker has stolen nobody may have the gradients
+        for name in known:  # gradients may be missing if another worker has stolen the microbatch
             if name in digests and not _alike(known[name], digests[name]):
                 return name, (first, rank)
     return "", (0, 0)
@@ -82,12 +82,12 @@ def _alike(left: list[int | float], right: list[int | float]) -> bool:
     if left[0] == right[0] or len(left) == 1:
         return left[0] == right[0]
     if not all(map(math.isfinite, left + right)):
-        return True  # that is for others to say
+        return True  # other checks report NaN and infinity
     return all(abs(one - other) <= TOLERANCE * left[1] for one, other in zip(left[1:], right[1:], strict=True))
 
 
 def _strided(value: torch.Tensor) -> list[torch.Tensor]:
-    """The numbers of a tensor of any layout; none if they are not known."""
+    """Return the numbers of a tensor of any layout as strided tensors, or an empty list if torch cannot convert it."""
     if value.is_nested:
         return [part for one in value.unbind() for part in _strided(one)]
     if value.layout == torch.strided:

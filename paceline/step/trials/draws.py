@@ -1,4 +1,4 @@
-"""Random numbers of a forward pass, given once more to a pass over samples that were in the first one."""
+"""Recorded random numbers of a forward pass, replayed in later passes over some of its samples."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.data.nested import tensors_in
 
 Given = Callable[[torch.Tensor, torch.Size], "torch.Tensor | None"]
-"""Returns random numbers of the first pass for a tensor of this shape in a later one; None if it cannot."""
+"""Returns random numbers of the first pass for a tensor of this shape in a later pass, or None if it cannot."""
 
 
 class RecordedDraws(TorchDispatchMode):
-    """Records what the operations of torch draw in a first forward pass, and replaces it in later ones.
+    """Dispatch mode that records the random numbers of a first forward pass and replays them in later passes.
 
     Attributes:
-        unknown: whether a later pass has drawn something for which there was nothing in the first one.
+        unknown: whether a later pass drew numbers that have no counterpart in the first pass.
     """
 
     supports_higher_order_operators = True
@@ -34,7 +34,7 @@ class RecordedDraws(TorchDispatchMode):
 
     @contextmanager
     def pass_of(self, given: Given) -> Iterator[None]:
-        """In which a forward pass is made."""
+        """Run a forward pass in this context. The first pass is recorded, later passes get numbers from ``given``."""
         self._number, self._given = 0, given
         with self:
             yield

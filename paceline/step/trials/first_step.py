@@ -1,4 +1,4 @@
-"""What is tried before the first step."""
+"""Probes before the first step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.step.trials.repeatability import check_repeatable
 
 
 def try_forward_pass(job: Job, pieces: Sequence[Piece], step: int) -> None:
-    """Try the forward pass and the loss, unless others change the weights meanwhile.
+    """Probe the forward pass and the loss, unless other workers change the weights meanwhile.
 
-    All workers call this together, each with pieces of its own; one that has none tries the first microbatch.
+    All workers call this together, each with its own microbatch groups. A worker with no groups probes microbatch 0.
 
     Raises:
-        InputError: the forward pass depends on what was computed before, or the loss is no mean, and the run is to
-            stop; else there is a warning.
+        InputError: the forward pass depends on earlier computations, or the loss is not a mean, and the run is to
+            stop. Otherwise the probe warns.
         WorkerLost: a worker was lost meanwhile.
     """
     if not (job.settings.exact or job.replicated):

@@ -1,4 +1,4 @@
-"""Whether the loss reads what the layers of a model keep: in a pipeline another worker has computed these layers."""
+"""Probe for a loss that reads values kept by the model's layers, which another worker computes in a pipeline."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _log = logging.getLogger("paceline")
 
 
 def check_kept(job: Job, piece: Piece, step: int) -> None:
-    """Compute the loss of a microbatch, and once more from the output alone; leave no trace.
+    """Compute the loss of a microbatch, and once more from the output alone. Leaves no trace.
 
     Raises:
-        InputError: the two differ; names what the forward pass of the model keeps.
+        InputError: the losses differ. Names what the forward pass of the model keeps.
     """
     try:
         with without_trace(job):
             text = _trial(job, piece, step)
-    except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
+    except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("the loss could not be computed twice: %s", error)
         return
     if text:
@@ -59,14 +59,14 @@ def _trial(job: Job, piece: Piece, step: int) -> str:
     output = map_tensors(torch.detach, outputs[0])
     first, repeated = (loss_from(lambda _: output) for _ in range(2))
     if not same(first, repeated):
-        return ""  # it draws random numbers of its own
+        return ""  # the loss draws its own random numbers
     compute.buffers.put_back()
-    with compute.precision():  # layers keep something of other samples now
+    with compute.precision():  # make the layers keep values of other samples
         compute.model(map_tensors(_other, copy.deepcopy(pair_of(piece.data)[0])))
     after = Attributes({"model": compute.model}, known)
     try:
         again: torch.Tensor | None = loss_from(lambda _: output)
-    except Exception as error:  # noqa: BLE001 - such as for an attribute that a layer has not made yet
+    except Exception as error:  # noqa: BLE001 - for example, an attribute that a layer has not set yet
         _log.debug("the loss needs more than the output: %s", error)
         again = None
     if again is not None and same(first, again):
@@ -93,7 +93,7 @@ def _text(job: Job, what: str) -> str:
 
 
 def _loss_with(held: torch.Tensor, value: Any, loss: Callable[[], torch.Tensor]) -> torch.Tensor | None:
-    """The loss if a tensor had the value of before."""
+    """Return the loss with a tensor set to its earlier value, or None if that value does not fit."""
     if not isinstance(value, torch.Tensor) or value.shape != held.shape:
         return None
     held.data.copy_(value)

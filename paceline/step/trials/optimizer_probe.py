@@ -1,9 +1,9 @@
-"""Whether an optimizer updates each parameter by itself, so that different workers can update different ones.
+"""Probe whether an optimizer updates each parameter independently, so that workers can update different parameters.
 
-A copy of it takes some steps on small parameters with random gradients, large and small: with the gradients of all,
-then with those of every second one only, which must move these alike, and leave the same numbers in its groups, such as
-a norm or a learning rate that it adapts. Hooks of its steps may know the model, so they are tried on the model itself,
-whose weights and gradients are put back. Whether it draws random numbers also shows in the first update.
+A copy of the optimizer takes some steps on small parameters with random gradients, large and small: once with all
+gradients, then with every second gradient only. The second run must move these parameters alike and leave the same
+numbers in the groups, such as a norm or an adapted learning rate. Step hooks may refer to the model, so they are tried
+on the model itself, whose weights are then restored and gradients dropped. The first update shows random draws too.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from paceline.step.optimizers.several import parts_of
 
 _log = logging.getLogger("paceline")
 _SCALES = 1.0, 1e3, 1e-3, 1.0, 1e3, 1.0
-"""Of the gradients in one step after the other: an optimizer may do something else with large ones, or later."""
+"""Scale of the gradients in each step: an optimizer may treat large gradients, or later steps, differently."""
 _CURE = "Use strategy 'allreduce', or another optimizer; clip_norm clips by the norm of all."
 _LARGEST = 2
-"""Of each dimension of the small parameters."""
+"""Largest size of each dimension of the small parameters."""
 
 
 def probe_optimizer(job: Job) -> None:
-    """Refuse an optimizer that cannot work on a part of the parameters; of one that cannot be tried only warn.
+    """Raise if an optimizer cannot update a subset of the parameters. Only warn if it cannot be probed.
 
     Raises:
-        InputError: its update of a parameter depends on others, or on random numbers where the bits are to be those of
-            one process.
+        InputError: the update of a parameter depends on others, or on random numbers although the bits must be those
+            of one process.
     """
     for optimizer in parts_of(job.update.optimizer):
         _probe(job, optimizer)
@@ -55,7 +55,7 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
     with preserve_generators():
         try:
             together = _trial(optimizer, range(count))
-        except Exception as error:  # noqa: BLE001 - whatever an optimizer does not like about small parameters
+        except Exception as error:  # noqa: BLE001 - an optimizer may reject small parameters in any way
             _log.warning(
                 "The optimizer %s cannot be tried on small parameters (%s: %s), so it is not known whether it updates "
                 "each one by itself. %s.",
@@ -91,7 +91,7 @@ def _probe(job: Job, optimizer: Optimizer) -> None:
 
 
 def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
-    """Refuse hooks of its steps that do something else with a parameter when others have no gradients."""
+    """Raise if step hooks treat a parameter differently when others have no gradients."""
     kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     every = [hook for kind in kinds for hook in getattr(optimizer, kind, {}).values()]
     hooks = [hook for hook in every if not getattr(hook, "__module__", "").startswith("paceline.")]
@@ -103,7 +103,7 @@ def _probe_hooks(job: Job, optimizer: Optimizer) -> None:
         for scale in sorted(set(_SCALES)):
             try:
                 together, drew = _after_hooks(optimizer, hooks, range(count), scale)
-            except Exception as error:  # noqa: BLE001 - whatever a hook does not like about random gradients
+            except Exception as error:  # noqa: BLE001 - a hook may reject random gradients in any way
                 _log.warning(
                     "%s cannot be tried on random gradients (%s: %s), so it is not known whether it looks at several "
                     "parameters at once. %s.",
@@ -148,7 +148,7 @@ def _left_as_it_is(optimizer: Optimizer, hooks: list[Callable[..., Any]]) -> Ite
 def _after_hooks(
     optimizer: Optimizer, hooks: list[Callable[..., Any]], places: Sequence[int], scale: float
 ) -> tuple[list[list[torch.Tensor]], bool]:
-    """The weights and gradients of all parameters after the hooks, and whether these drew random numbers."""
+    """Return weights and gradients of all parameters after the hooks, and whether the hooks drew random numbers."""
     parameters = [value for group in optimizer.param_groups for value in group["params"]]
     for place, value in enumerate(parameters):
         seed_torch(place)
@@ -163,11 +163,11 @@ def _after_hooks(
 
 
 def check_draws(job: Job) -> None:
-    """Refuse, after the first update, an optimizer that draws random numbers; all workers call this together.
+    """Raise if the optimizer drew random numbers in the first update. All workers call this together after it.
 
     Raises:
-        InputError: on some worker it did, different ones update different parameters, and the bits are to be those of
-            one process.
+        InputError: some worker drew random numbers, workers update different parameters, and the bits must be those
+            of one process.
     """
     if job.divides_update and job.settings.exact and any(job.world.gather(job.update.drew, "step")):
         raise _draws(job, f"The optimizer {job.update.kind}")
@@ -185,9 +185,9 @@ def _split(job: Job) -> str:
 
 
 class _Trial(NamedTuple):
-    """Small parameters after some steps, what the optimizer then has for all of them, and whether a step drew numbers.
+    """Small parameters after some steps, values that all of them share, and whether a step drew random numbers.
 
-    ``shared``: the entries of its groups, and its own numbers and tensors.
+    ``shared``: the entries of the groups, and the optimizer's own attributes.
     """
 
     parameters: list[torch.Tensor]
@@ -209,7 +209,7 @@ def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _trial(optimizer: Optimizer, places: Sequence[int]) -> _Trial:
-    """What some steps leave in which the small parameters at these places have gradients."""
+    """Return the result of probe steps in which only the small parameters at ``places`` have gradients."""
     small, parameters = _small(optimizer)
     drew = False
     for step, scale in enumerate(_SCALES):
@@ -229,7 +229,7 @@ def _trial(optimizer: Optimizer, places: Sequence[int]) -> _Trial:
 
 
 def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
-    """The step of its class, without the hooks for all optimizers that torch calls around it."""
+    """Return ``step`` of the optimizer's class, without the hooks for all optimizers that torch calls around it."""
     step: Callable[[Optimizer], Any] = inspect.unwrap(
         type(small).step, stop=lambda one: not getattr(one, "hooked", False)
     )
@@ -237,9 +237,9 @@ def _step_of(small: Optimizer) -> Callable[[Optimizer], Any]:
 
 
 def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
-    """The same optimizer of small parameters, without its hooks: they are for the steps of training.
+    """Copy an optimizer for small parameters, without its hooks, which are for training steps.
 
-    Its ``step`` may have been replaced by a schedule's, which would step the optimizer itself.
+    Its ``step`` is not copied: a schedule may have replaced it, and would step the original optimizer.
     """
     memo: dict[int, Any] = {}
     parameters: list[nn.Parameter] = []
@@ -256,11 +256,11 @@ def _small(optimizer: Optimizer) -> tuple[Optimizer, list[nn.Parameter]]:
     vars(made).update(copy.deepcopy(kept, memo))
     made.state = defaultdict(dict)
     for value, state in optimizer.state.items():
-        for key, entry in state.items() if id(value) in memo else ():  # several optimizers may share their states
+        for key, entry in state.items() if id(value) in memo else ():  # optimizers may share their state
             alike = isinstance(entry, torch.Tensor) and entry.shape == value.shape
             made.state[memo[id(value)]][key] = _corner(entry).clone() if alike else copy.deepcopy(entry, memo)
     for group in made.param_groups:
-        group["lr"] = group.get("lr") or 0.01  # a warm-up may begin with nothing
+        group["lr"] = group.get("lr") or 0.01  # a warm-up may begin with 0
     return made, parameters
 
 

@@ -1,7 +1,7 @@
-"""Whether a microbatch computed again gives the same: the first one is, before the first step.
+"""Probe for repeatability: the first microbatch is computed twice before the first step.
 
-If it does not, the forward pass depends on what was computed before, such as by a generator of its own, and so the
-result on which worker computes what. What it leaves in the model's attributes says so too, and is put back.
+If the results differ, the forward pass depends on earlier computations, for example through its own generator, so the
+outcome depends on which worker computes what. Changed attributes of the model show it too, and are restored.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _GROWS = (
 
 
 def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
-    """Compute a microbatch twice, and leave no trace; returns whether it can be computed.
+    """Compute a microbatch twice and leave no trace. Returns whether the microbatch can be computed.
 
     Raises:
-        InputError: the two differ, and the run is to stop; else there is a warning.
+        InputError: the results differ, and the run is to stop. Otherwise the probe warns.
     """
     try:
         text, grows = _trial(job, piece, step)
-    except Exception as error:  # noqa: BLE001 - the step itself will say so, in its own words
+    except Exception as error:  # noqa: BLE001 - the step itself will raise it
         _log.debug("a microbatch could not be computed twice: %s", error)
         return False
     if text:
@@ -55,7 +55,7 @@ def check_repeatable(job: Job, piece: Piece, step: int) -> bool:
 
 
 def _trial(job: Job, piece: Piece, step: int) -> tuple[str, str]:
-    """What is not as it should be, and the name of what grows from pass to pass; empty if nothing."""
+    """Return a message about what is wrong, and the name of a growing container. Both are empty if all is well."""
     with without_trace(job) as trial:
         first, between, second, after = _twice(job, piece, step, trial)
         alike = same if job.settings.exact else _close
@@ -73,7 +73,7 @@ def _trial(job: Job, piece: Piece, step: int) -> tuple[str, str]:
 def _twice(
     job: Job, piece: Piece, step: int, trial: Trial
 ) -> tuple[dict[str, Any], Attributes, dict[str, Any], Attributes]:
-    """What a microbatch gives, and the attributes after it; then both for the same microbatch again."""
+    """Return a microbatch's results and the attributes after it, then both again for a second pass."""
     with job.loop.noting_forward():
         first = _computed(job, piece, step)
     between = trial.attributes()
@@ -82,21 +82,21 @@ def _twice(
 
 
 def what_changes(job: Job, piece: Piece, step: int) -> list[str]:
-    """Return the names of what the forward pass of a microbatch changes; leave no trace."""
+    """Return the names of values that the forward pass of a microbatch changes. Leaves no trace."""
     try:
         with without_trace(job) as trial:
             _, between, _, after = _twice(job, piece, step, trial)
             return moved(trial.before, between, after) or _growing(trial.before, between, after)
-    except Exception as error:  # noqa: BLE001 - it is only asked for a cause
+    except Exception as error:  # noqa: BLE001 - the cause is optional
         _log.debug("a microbatch could not be computed twice: %s", error)
         return []
 
 
 def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
-    """The loss of a microbatch, what it makes of the buffers, and the gradients."""
+    """Return the loss of a microbatch, the buffers after it, and its gradients."""
     for one in job.compute.model.parameters():
         one.grad = None
-    result = job.compute.forward_pass(replace(piece, data=copy.deepcopy(piece.data)), step)  # which it may change
+    result = job.compute.forward_pass(replace(piece, data=copy.deepcopy(piece.data)), step)  # it may change data
     found: dict[str, Any] = {"the loss": result.pair}
     for name, value in zip(job.compute.buffers.names, result.buffers, strict=True):
         found[f"the buffer {name!r}"] = value
@@ -107,7 +107,7 @@ def _computed(job: Job, piece: Piece, step: int) -> dict[str, Any]:
 
 
 def _close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
-    """Whether two values are the same up to rounding, as with atomic additions of a GPU."""
+    """Return whether two values are equal up to rounding, which atomic additions on a GPU may change."""
     if left is None or right is None or left.is_sparse or left.shape != right.shape:
         return left is right or same(left, right)
     difference, size = (left.double() - right.double()).norm(), left.double().norm()
@@ -115,19 +115,19 @@ def _close(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
 
 
 def moved(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
-    """Return the names of what two passes have both changed: of generators and tensors, then of numbers."""
+    """Return the names of values that both passes changed: generators and tensors first, then numbers."""
     names = [name for name, value in after.values.items() if _goes_on(name, value, before, between)]
     return sorted(names, key=lambda name: isinstance(after.values[name], bool | int | float))
 
 
 def _growing(before: Attributes, between: Attributes, after: Attributes) -> list[str]:
-    """The names of containers into which both passes have put something."""
+    """Return the names of containers to which both passes have added entries."""
     sizes = between.sizes
     return [name for name, size in after.sizes.items() if before.sizes.get(name, 0) < sizes.get(name, 0) < size]
 
 
 def _goes_on(name: str, value: Any, before: Attributes, between: Attributes) -> bool:
-    """Whether a value was changed by the first pass, and by the second again; what is set anew to the same is not."""
+    """Return whether both passes changed a value. A value that each pass sets to the same does not count."""
     if name not in between.values or same(value, between.values[name]):
         return False
     return name not in before.values or not same(before.values[name], between.values[name])

@@ -1,4 +1,4 @@
-"""A trial of the first step leaves nothing behind: no gradient, buffer, weight, random number or attribute."""
+"""Context for probes, which leave no trace: no gradient, buffer, weight, random number or attribute."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _log = logging.getLogger("paceline")
 
 
 def warn(job: Job, text: str) -> None:
-    """Tell the user what a trial has found."""
+    """Warn the user about what a probe has found."""
     _log.warning(text)
     job.events.mark("note", text=text, warning=True)
     job.learned.warnings.append(text)
 
 
 class Trial(NamedTuple):
-    """``attributes``: looks at those of the model and the forward pass; ``restore_weights``: as they were."""
+    """Handle of a probe: ``attributes`` returns current attributes, ``restore_weights`` undoes changes of weights."""
 
     before: Attributes
     attributes: Callable[[], Attributes]
@@ -31,7 +31,7 @@ class Trial(NamedTuple):
 
 @contextmanager
 def without_trace(job: Job) -> Iterator[Trial]:
-    """In which the forward pass may be tried; buffers are those at the start of the step."""
+    """Probe the forward pass in this context, with the buffers at the start of the step, then restore everything."""
     compute, model = job.compute, job.compute.model
     parameters = list(model.parameters())
     gradients = [value.grad for value in parameters]
