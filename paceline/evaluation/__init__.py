@@ -1,1 +1,1 @@
-"""Measures a model on a data set: each sample exactly once, on any number of workers."""
+"""Evaluation of a model on a data set, which uses each sample exactly once on any number of workers."""

@@ -1,10 +1,10 @@
-"""The chunks of a data set for evaluation, which do not depend on the number of workers.
+"""Chunks of a data set for evaluation, which do not depend on the number of workers.
 
 ::
 
-    data set     0 1 2 3 │ 4 5 6 7 │ 8 9 10        of known length: chunks of like size, neighbours to one worker
-    stream       0 1 2 3 │ 4 5 6 7 │ 8 9 10 11 │ 12   every worker reads all samples; chunk c is of worker c modulo P
-    token rows   0 4 8 │ 1 5 9 │ 2 6 10 │ 3 7 11   with a carried state: all segments of some rows, to one worker
+    data set     0 1 2 3 │ 4 5 6 7 │ 8 9 10        known length: chunks of similar size, contiguous on each worker
+    stream       0 1 2 3 │ 4 5 6 7 │ 8 9 10 11 │ 12   every worker reads all samples; worker c modulo P has chunk c
+    token rows   0 4 8 │ 1 5 9 │ 2 6 10 │ 3 7 11   with a carried state: a worker has all segments of its rows
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _EPOCH = -1
 
 
 class Chunk(NamedTuple):
-    """Some samples on the device: the number of the chunk, how many samples, and their data."""
+    """Samples on the device: the index of the chunk, the number of samples, and their data."""
 
     number: int
     samples: int
@@ -41,18 +41,18 @@ class Chunk(NamedTuple):
 
 
 class Chunks:
-    """The chunks of a data set or of a stream.
+    """Chunks of a data set or of a stream.
 
     Args:
-        job: what is trained.
-        data: a map-style data set, or an iterable one.
-        what: the method of the session, for errors.
+        job: training context.
+        data: map-style or iterable data set.
+        what: name of the session's method, for errors.
 
     Attributes:
-        samples: how many there are; of a stream as soon as it has been read.
+        samples: number of samples. For a stream it is known once the stream has been read.
 
     Raises:
-        InputError: it has no samples, or is neither.
+        InputError: the data set has no samples, or is neither map-style nor iterable.
     """
 
     def __init__(self, job: Job, data: Any, what: str) -> None:
@@ -79,11 +79,11 @@ class Chunks:
         self._read = KeyedDataset(data, job.settings.seed, collates=job.collate is not None)
 
     def facts(self) -> dict[str, object]:
-        """What all workers must agree on; of a stream when it has been read."""
+        """Return what all workers must agree on. For a stream, call this after it has been read."""
         return {"data length": self.samples} | facts_of(self._data, exact=bool(self._job.settings.exact))
 
     def of(self, rank: int, size: int) -> Iterator[Chunk]:
-        """Load those of one of so many workers."""
+        """Load the chunks of worker ``rank`` among ``size`` workers."""
         if self._is_stream:
             return self._of_stream(rank, size)
         if self._job.compute.carried is not None and isinstance(self._data, TokenRows):
@@ -98,7 +98,7 @@ class Chunks:
             yield self._chunk(number, len(samples), self._read.__getitems__(LoadRequest(_EPOCH, samples)))
 
     def _of_rows(self, carried: CarriedState, data: TokenRows, rank: int, size: int) -> Iterator[Chunk]:
-        """The segments of some rows after each other, which go on from each other."""
+        """Load consecutive segments of the same rows, so that the carried state continues from segment to segment."""
         parts = even(data.rows, min(self._job.order.microbatches, data.rows))
         segments = len(data) // data.rows
         for part in even(len(parts), size)[rank]:

@@ -1,7 +1,7 @@
-"""Compute something for each chunk of a data set on some worker, and combine it on all, in the order of the chunks.
+"""Distributed evaluation: each chunk is computed on one worker, and all results are combined in the order of chunks.
 
-As chunks do not depend on the number of workers, and each is computed by one, the result has the same bits on any
-number of workers (with as many threads each).
+Chunks do not depend on the number of workers, so the result has the same bits on any number of workers, if each worker
+has the same number of threads.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ from paceline.step.replicas import difference, digests, frozen
 from paceline.system import fault_points
 
 _PARCEL_BYTES = 64 << 20
-"""What a worker sends at once."""
+"""Maximum size of a message. A larger contribution is a message of its own."""
 
 _T = TypeVar("_T")
 
 
 class Measure(Protocol):
-    """What is computed."""
+    """Quantity that is computed from the chunks of a data set."""
 
     def compute(self, model: nn.Module, data: Any, samples: int) -> Any:
-        """What some samples contribute: values that can be sent to other workers."""
+        """Return the contribution of some samples: values that can be sent to other workers."""
 
     def combine(self, contributions: list[Any]) -> Any:
-        """The result, of the contributions of all chunks in their order."""
+        """Combine the contributions of all chunks, given in the order of chunks."""
 
 
 def evaluate(
     job: Job, steps: int, measure: Measure, data: Any, what: str = "evaluate", *, everywhere: bool = True
 ) -> tuple[Any, int]:
-    """Measure the model on a data set; all workers call this together.
+    """Measure the model on a data set. All workers call this together.
 
-    If something raises on some workers, they raise it as soon as the others know, who raise an error that quotes it: a
-    script that catches it finds all workers at the same place.
+    If some workers fail, they raise their own error after the other workers have learned of it, and the other workers
+    raise an error that quotes it. A script that catches it finds all workers at the same point.
 
     Args:
-        job: what is trained, and with whom.
-        steps: how many steps are done.
-        measure: what is computed.
-        data: see :class:`Chunks`.
-        what: the method of the session.
-        everywhere: false: only rank 0 gets the result.
+        job: training context.
+        steps: number of completed steps.
+        measure: quantity to compute.
+        data: data set; see :class:`Chunks`.
+        what: name of the session's method, for errors.
+        everywhere: whether all workers get the result. If False, only rank 0 does.
 
     Returns:
-        the result, and the notice of the workers (``comm.world``): whether the world is to change.
+        the result, and the workers' notice (``comm.world``) of whether the membership is to change.
 
     Raises:
-        InputError: the data or what is computed cannot be used, or a weight of the model changed; or another worker
-            has failed.
-        DisagreementError: the bits of the state are to be the same on all workers, and are not; or their streams.
+        InputError: the data or the contributions cannot be used, a weight of the model changed, or another worker
+            failed.
+        DisagreementError: the workers differ in their data, in the frozen parameters or, with ``exact``, in the state.
     """
     world = job.world
 
@@ -91,12 +91,12 @@ def evaluate(
 
 
 def _try(act: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-    """What a function gives, or what it raises: the others hear of it first."""
+    """Return a function's result, or the error that it raised. The other workers learn of the error first."""
     try:
         return act(), None
     except WorkerLost:
         raise
-    except Exception as error:  # noqa: BLE001 - raised again as soon as the others know
+    except Exception as error:  # noqa: BLE001 - raised again once the other workers know
         return None, error
 
 
@@ -105,7 +105,7 @@ def _words(error: Exception | None) -> str:
 
 
 def _raise_first(error: Exception | None, failures: Sequence[str], what: str) -> None:
-    """Raise the error of this worker; if it has none, one that quotes that of the first one."""
+    """Raise this worker's error, or else an error that quotes the first failure of another worker."""
     if error is not None:
         raise error
     for rank, failed in enumerate(failures):
@@ -114,7 +114,7 @@ def _raise_first(error: Exception | None, failures: Sequence[str], what: str) ->
 
 
 def evaluate_alone(job: Job, measure: Measure, data: Any, what: str) -> Any:
-    """The same on this worker alone: the others have done so before."""
+    """Measure the model on this worker alone, if the other workers have done so before."""
     return _combined(measure, _computed(job, measure, Chunks(job, data, what), 0, 1, what))
 
 
@@ -123,10 +123,10 @@ def _combined(measure: Measure, found: list[tuple[int, Any]]) -> Any:
 
 
 def _computed(job: Job, measure: Measure, chunks: Chunks, rank: int, size: int, what: str) -> list[tuple[int, Any]]:
-    """What each chunk of this worker contributes, with its number.
+    """Return the contribution of each chunk of this worker, with the chunk's index.
 
     Raises:
-        InputError: it cannot be sent; also where there is nobody to send it to, as others may come.
+        InputError: a contribution cannot be sent. A single worker checks this too, because others may join.
     """
     compute, found = job.compute, []
     with _evaluating(job):
@@ -165,7 +165,7 @@ def _evaluating(job: Job) -> Iterator[None]:
 
 
 def _parcels(found: list[tuple[int, Any]]) -> list[list[tuple[int, Any]]]:
-    """What a worker sends, one parcel after the other."""
+    """Split a worker's contributions into messages."""
     parcels: list[list[tuple[int, Any]]] = [[]]
     room = _PARCEL_BYTES
     for one in found:

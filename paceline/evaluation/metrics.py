@@ -1,7 +1,7 @@
-"""Metrics: means, as functions, and anything else, as objects with ``update``, ``compute`` and ``reset``.
+"""Metrics: functions for means, and objects with ``update``, ``compute`` and ``reset`` for everything else.
 
-An object gets what all chunks give, in their order and on every worker: so it needs no way to add up states, and what
-it computes does not depend on the number of workers.
+Every worker updates a metric object with the results of all chunks, in order. So the object needs no way to merge
+states, and its value does not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from paceline.step.trials.trial import warn
 
 Arguments = Callable[[nn.Module, Any], tuple[Any, ...]]
 _AVAILABLE = "distributed_available_fn"
-"""By which a metric of torchmetrics asks whether there are other workers."""
+"""Attribute by which a metric of torchmetrics checks whether there are other workers."""
 _UNEVEN = "evaluate: the collate function returned"
 
 
 def is_object(metric: Any) -> bool:
-    """Whether a metric has a state, as those of torchmetrics have."""
+    """Return whether a metric has a state, as metrics of torchmetrics have."""
     return all(callable(getattr(metric, name, None)) for name in ("update", "compute", "reset"))
 
 
 class Metrics:
-    """One metric or several, computed from one forward pass.
+    """One or several metrics, computed from the same forward pass.
 
     Args:
-        job: what is trained.
+        job: training context.
         given: a function, an object, None for the loss, or several of these by name.
-        forward: what metrics are called with: ``forward(model, microbatch)`` returns a tuple, or one value; none: with
-            the output and the target, or else with the model and the microbatch.
+        forward: ``forward(model, microbatch)`` returns the arguments of the metrics, as a tuple or a single value. If
+            None, metrics get the output and the target with ``by_loss``, otherwise the model and the microbatch.
         by_loss: whether the data set gives pairs (input, target).
 
     Raises:
-        InputError: one is no metric, or has nothing to be called with.
+        InputError: an argument is not a metric, or a metric object has nothing to be called with.
     """
 
     def __init__(self, job: Job, given: Any, forward: Forward | None, *, by_loss: bool) -> None:
@@ -82,7 +82,7 @@ class Metrics:
                 )
 
     def compute(self, model: nn.Module, data: Any, samples: int) -> list[Any]:
-        """What each metric needs of these samples: a sum and a count; or what an object is updated with."""
+        """Return what each metric needs of these samples: a sum and a count, or arguments for an object's update."""
         given = None if all(one is None for one in self._metrics.values()) else self._arguments(model, data)
         found: list[Any] = []
         for name, metric in self._metrics.items():
@@ -102,7 +102,7 @@ class Metrics:
         return found
 
     def _warn(self, sizes: str) -> None:
-        if not any(text.startswith(_UNEVEN) for text in self._job.learned.warnings):  # in another evaluation
+        if not any(text.startswith(_UNEVEN) for text in self._job.learned.warnings):  # warned before
             warn(
                 self._job,
                 f"{_UNEVEN} {sizes}. A metric is a mean over a microbatch, which is weighted by its items, so samples "
@@ -110,7 +110,7 @@ class Metrics:
             )
 
     def combine(self, contributions: list[Any]) -> Any:
-        """The value of the metric, or the values by name."""
+        """Return the value of the metric, or the values by name."""
         values = {
             name: self._value(name, metric, [one[place] for one in contributions])
             for place, (name, metric) in enumerate(self._metrics.items())
@@ -146,7 +146,7 @@ def _arguments(forward: Forward | None, by_loss: bool) -> Arguments:
 
 
 def _computed(name: str, metric: Any, found: list[Any], device: torch.device) -> Any:
-    """What an object computes of all that it gets."""
+    """Update a metric object with all results and return its value."""
     with _alone(metric):
         metric.reset()
         for given in found:
@@ -164,7 +164,7 @@ def _computed(name: str, metric: Any, found: list[Any], device: torch.device) ->
 
 @contextmanager
 def _alone(metric: Any) -> Iterator[None]:
-    """In which metrics of torchmetrics see no other workers: each would add up what all have."""
+    """Hide the other workers from metrics of torchmetrics, which would add up states that every worker has in full."""
     parts = metric.modules() if isinstance(metric, nn.Module) else [metric]
     before = [(part, vars(part)[_AVAILABLE]) for part in parts if _AVAILABLE in getattr(part, "__dict__", ())]
     for part, _ in before:
@@ -181,7 +181,7 @@ def _no_other_workers() -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Numbers instead of what has one element, tensors on the host, and dictionaries instead of other mappings."""
+    """Convert scalars to numbers, tensors to host tensors, and mappings to dictionaries."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu()
     if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):
@@ -196,7 +196,7 @@ def _plain(value: Any) -> Any:
 
 
 def numbers_in(value: Any, name: str) -> dict[str, float]:
-    """The numbers in the result of an evaluation, by names for the records."""
+    """Return the numbers in the result of an evaluation, by their names in the records."""
     if isinstance(value, bool | int | float):
         return {name: float(value)}
     found: dict[str, float] = {}

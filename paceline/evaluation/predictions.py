@@ -1,4 +1,4 @@
-"""Outputs of the model for all samples, in their order."""
+"""Outputs of the model for all samples, in the order of the samples."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from paceline.step.loss import Forward, described, pair_of
 
 
 class Predictions:
-    """The outputs, as tensors on the host whose first dimension is that of the samples.
+    """Model outputs, as tensors on the host whose first dimension is the sample dimension.
 
     Args:
-        forward: ``forward(model, microbatch)``; none: the model of the input in a pair (input, target).
+        forward: ``forward(model, microbatch)``. Defaults to the model called with the input of a pair (input, target).
     """
 
     def __init__(self, forward: Forward | None) -> None:
         self._forward = _output if forward is None else forward
 
     def compute(self, model: nn.Module, data: Any, samples: int) -> Any:
-        """The outputs for some samples."""
+        """Return the outputs for some samples."""
         return _on_host(self._forward(model, data), samples)
 
     def combine(self, contributions: list[Any]) -> Any:
-        """The outputs for all samples.
+        """Return the outputs for all samples.
 
         Raises:
-            InputError: those of some chunks cannot become one with the others.
+            InputError: the outputs of some chunks cannot be joined with the others.
         """
         outlines = list(map(_outline, contributions))
         other = next((one for one in outlines if one != outlines[0]), None)
@@ -50,7 +50,7 @@ def _output(model: nn.Module, data: Any) -> Any:
 
 
 def _on_host(value: Any, samples: int) -> Any:
-    """The output for some samples, of plain containers."""
+    """Copy the output for some samples to the host, in plain containers."""
     if isinstance(value, torch.Tensor) and value.ndim > 0 and len(value) == samples:
         return value.detach().to("cpu", copy=True)
     if isinstance(value, list) and len(value) == samples:
@@ -69,7 +69,7 @@ def _on_host(value: Any, samples: int) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """The containers of an output, and what is in them by the names of types."""
+    """Return the containers of an output, with type names in place of values."""
     if isinstance(value, dict):
         return {key: _outline(one) for key, one in value.items()}
     return tuple(map(_outline, value)) if isinstance(value, tuple) else type(value).__name__
