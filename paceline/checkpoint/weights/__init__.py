@@ -1,1 +1,1 @@
-"""The weights of a model as they enter and leave training: complete, by the names of its ``state_dict``."""
+"""Complete weights of a model at the start and the end of training, by the names of its ``state_dict``."""

@@ -13,9 +13,9 @@ EMA: Polyak and Juditsky 1992; as in Tarvainen and Valpola 2017 (arXiv 1703.0178
 1803.05407). The numbers are those of torch.optim.swa_utils with get_ema_multi_avg_fn or get_swa_multi_avg_fn, updated
 after the same steps.
 
-An average lies in the state of the optimizer, beside the moments of its parameter. So whoever updates a parameter
-averages it, and checkpoints, joiners, servers and pipelines need no other path. A parameter that was never updated has
-no state, and is its own average: an optimizer may take an entry that it did not make for a state of its own.
+The optimizer's state holds the averages, next to the moments of each parameter. So the worker that updates a parameter
+averages it, and checkpoints, joiners, servers and pipelines need no extra code. A parameter that was never updated has
+no state and is its own average, because an optimizer may mistake a foreign entry for its own state.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from paceline.errors import ConfigError
 from paceline.settings import AverageSettings
 
 KEY = "averaged"
-"""In the state of a parameter."""
+"""Name of the average in the state of a parameter."""
 _HALF = torch.float16, torch.bfloat16
 
 
 class Averages:
-    """Averages the parameters that are updated here.
+    """Averages of the parameters that this worker updates.
 
     Args:
-        settings: how, and after which steps.
-        optimizer: whose state holds the averages; a parameter without a gradient and a state is not updated here.
+        settings: kind of average, and the steps after which to average.
+        optimizer: optimizer whose state holds the averages. It does not update a parameter without gradient and state.
 
     Attributes:
-        chosen: whether the script evaluates and exports the averages now.
+        chosen: whether the script currently evaluates and exports the averages.
     """
 
     def __init__(self, settings: AverageSettings, optimizer: Optimizer) -> None:
@@ -53,18 +53,18 @@ class Averages:
         self._parameters = [value for group in optimizer.param_groups for value in group["params"]]
 
     def around(self, step: int, update: Callable[[], None]) -> None:
-        """Make an update, and average its result if the step is one to do so.
+        """Make an update, and average its result if the step is due.
 
         Args:
-            step: how many updates there were before.
-            update: changes the parameters from their gradients.
+            step: number of earlier updates.
+            update: function that changes the parameters from their gradients.
         """
         if self.settings.kind is None:
             update()
             return
         number, rest = divmod(step + 1 - self.settings.after, self.settings.every)
         late = {}
-        if number > 0 and (number, rest) != (1, 0):  # the first averages are made, so it is one of these weights
+        if number > 0 and (number, rest) != (1, 0):  # averages exist, so a new one begins with these weights
             late = {value: _copy(value) for value in self._parameters if self._begins(value)}
         update()
         for value, average in late.items():
@@ -73,13 +73,13 @@ class Averages:
             self._average(number)
 
     def values(self) -> dict[nn.Parameter, torch.Tensor]:
-        """The averages of parameters, as far as they differ from the parameters themselves."""
+        """Return the averages by parameter, without parameters that have none and are their own average."""
         held = ((value, self._optimizer.state.get(value, {}).get(KEY)) for value in self._parameters)
         return {value: average for value, average in held if average is not None}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """If they are chosen, have the averages in the parameters, and then the parameters back."""
+        """Put the averages into the parameters if they are chosen, and restore the parameters afterwards."""
         averages = self.values() if self.chosen else {}
         kept = {value: value.detach().clone() for value in averages}
         try:
@@ -90,10 +90,10 @@ class Averages:
 
     @contextmanager
     def choose(self) -> Iterator[None]:
-        """Choose the averages.
+        """Choose the averages for evaluation and export in this context.
 
         Raises:
-            ConfigError: none are kept.
+            ConfigError: the run keeps no averages.
         """
         if self.settings.kind is None:
             raise ConfigError("session.averaged() needs an average of the weights: set average='ema', or 'swa'.")
@@ -104,10 +104,10 @@ class Averages:
             self.chosen = False
 
     def check_training(self) -> None:
-        """Refuse to train while the averages are chosen.
+        """Raise if the averages are chosen during training.
 
         Raises:
-            ConfigError: they are.
+            ConfigError: the averages are chosen.
         """
         if self.chosen:
             raise ConfigError(
@@ -134,7 +134,7 @@ class Averages:
 
 
 def _copy(parameter: nn.Parameter) -> torch.Tensor:
-    """A copy of a parameter; in half precision an average would not move, so it is in float32."""
+    """Copy a parameter, in float32 if it has half precision, in which an average would not move."""
     dtype = torch.float32 if parameter.dtype in _HALF else parameter.dtype
     return parameter.detach().to(dtype, copy=True)
 

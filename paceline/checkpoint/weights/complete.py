@@ -1,4 +1,4 @@
-"""The complete weights of a model, copied to the memory of the host."""
+"""Copies of a model's complete weights in host memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from torch import nn
 def complete_weights(
     model: nn.Module, dtype: torch.dtype | None = None, instead: Mapping[nn.Parameter, torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Copy what ``model.state_dict()`` has to the host.
+    """Copy the contents of ``model.state_dict()`` to the host.
 
     Args:
-        model: whose parameters all have their values here.
-        dtype: of the floating-point tensors; none: as they are.
-        instead: other values of parameters, such as averages.
+        model: model whose parameters all have their values on this worker.
+        dtype: dtype of the floating-point tensors. Defaults to their own.
+        instead: replacements for values of parameters, such as averages.
 
     Returns:
-        the copies, by the same names. A tensor that has several names, such as a tied weight, is one copy.
+        the copies, by the same names. A tensor that has several names, such as a tied weight, is copied once.
     """
     copies: dict[int, torch.Tensor] = {}
 
     def copied(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):  # what get_extra_state() of a module returns
+        if not isinstance(value, torch.Tensor):  # from a module's get_extra_state()
             return copy.deepcopy(value)
         if id(value) not in copies:
             kind = dtype if dtype is not None and value.is_floating_point() else value.dtype

@@ -1,7 +1,7 @@
-"""Files of weights: safetensors, or what ``torch.save`` writes of a state_dict, by the suffix of the name.
+"""Files of weights, with the format by suffix: safetensors, or a state_dict written by ``torch.save``.
 
-A file is written under another name beside its place and renamed, so whoever reads finds the whole file or the one
-before. To a URL it is written on a local disk first and sent in one put.
+A file is written under a temporary name in the same folder and renamed, so a reader finds either the whole new file or
+the old one. For a URL, the file is written to a local disk first and uploaded in one put.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ SAFETENSORS, TORCH = ".safetensors", (".pt", ".pth", ".bin")
 
 
 def check_suffix(path: Path | str) -> None:
-    """Refuse a place for weights by its name.
+    """Raise if the suffix of a path is not that of a weights format.
 
     Raises:
-        ConfigError: its suffix is of no known format.
+        ConfigError: the format is unknown.
     """
     if os.path.splitext(str(path))[1] not in (SAFETENSORS, *TORCH):
         raise ConfigError(
@@ -37,10 +37,10 @@ def check_suffix(path: Path | str) -> None:
 
 
 def check_package(path: Path | str) -> None:
-    """Refuse a file whose package is not installed.
+    """Raise if the package for the format of a file is not installed.
 
     Raises:
-        CheckpointError: it is a safetensors file.
+        CheckpointError: the file needs safetensors, which is not installed.
     """
     if str(path).endswith(SAFETENSORS) and find_spec("safetensors") is None:
         raise CheckpointError(
@@ -52,11 +52,11 @@ def write(path: Path | str, weights: Mapping[str, Any]) -> Path | str:
     """Write weights to a file, atomically.
 
     Args:
-        path: a path, or a URL that fsspec knows; the suffix chooses the format.
-        weights: tensors on the host by name; in a file of torch also other values.
+        path: path, or URL that fsspec supports. The suffix chooses the format.
+        weights: tensors on the host by name. A torch file may hold other values too.
 
     Returns:
-        where they are: an absolute path, or the URL.
+        the absolute path, or the URL.
 
     Raises:
         CheckpointError: the file cannot be written, or a package that it needs is not installed.
@@ -72,13 +72,13 @@ def write(path: Path | str, weights: Mapping[str, Any]) -> Path | str:
             _put(location, weights)
     except CheckpointError:
         raise
-    except Exception as error:  # each kind of store has errors of its own
+    except Exception as error:  # each kind of store raises its own errors
         raise CheckpointError(f"The weights cannot be written to {location}: {reason_of(error)}.") from error
     return location
 
 
 def _write_beside(path: Path, weights: Mapping[str, Any]) -> None:
-    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):  # by a process that was killed
+    for left in path.parent.glob(f".{escape(path.name)}.*.partial"):  # left by a killed process
         left.unlink(missing_ok=True)
     beside = path.with_name(f".{path.name}.{os.urandom(4).hex()}.partial")
     try:
@@ -107,7 +107,7 @@ def _put(url: str, weights: Mapping[str, Any]) -> None:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The fsspec file system of a URL, and the path there.
+    """Return the fsspec file system of a URL, and the path in it.
 
     Raises:
         CheckpointError: fsspec, or its package for this kind of URL, is not installed.
@@ -141,7 +141,7 @@ def _write_file(path: Path, suffix: str, weights: Mapping[str, Any]) -> None:
 
 
 def _separate(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors without shared memory, which safetensors refuses: a tied weight is written under each name."""
+    """Clone tensors that share memory, which safetensors rejects. A tied weight is written under each of its names."""
     seen: set[int] = set()
     separate = {}
     for name, value in weights.items():

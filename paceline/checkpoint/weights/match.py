@@ -1,4 +1,4 @@
-"""Match weights with the names of a model."""
+"""Matching of weights to the names of a model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from paceline.errors import CheckpointError
 
 _MOST = 3
-"""Names in a message."""
+"""Maximum number of names in a message."""
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Matched:
     """Weights that fit a model.
 
     Attributes:
-        tensors: by the names of the model's ``state_dict``.
-        missing: names of the model that are not among them.
+        tensors: tensors by the names of the model's ``state_dict``.
+        missing: names of the model without a tensor.
         unknown: names, as renamed, that the model does not have.
     """
 
@@ -30,7 +30,7 @@ class Matched:
     unknown: tuple[str, ...]
 
     def describe(self, where: Path | str) -> str:
-        """Say what was loaded and what was not, in a sentence."""
+        """Describe what was loaded and what was not, in a sentence."""
         said = f"weights from {where}: {len(self.tensors)} tensors"
         if self.missing:
             said += f"; not in it, so with their initial values: {_named(self.missing)}"
@@ -51,15 +51,15 @@ def match(
     """Find the tensors for a model.
 
     Args:
-        model: which is to get them.
-        given: the tensors by name.
-        where: they come from, for messages.
-        rename: beginnings of names, as ``old=new``; of several that fit the longest counts.
-        skip: beginnings of names of the model that are not loaded.
-        strict: refuse if a name is missing or unknown.
+        model: model that gets the tensors.
+        given: tensors by name.
+        where: source of the tensors, for messages.
+        rename: prefixes to replace, as ``old=new``. The longest matching prefix applies.
+        skip: prefixes of model names that are not loaded.
+        strict: whether to raise if a name is missing or unknown.
 
     Raises:
-        CheckpointError: a tensor has another shape than the model's; or strict, and names differ.
+        CheckpointError: a shape differs, no name fits, ``rename`` makes duplicates, or ``strict`` and names differ.
     """
     state = {name: one for name, one in model.state_dict(keep_vars=True).items() if isinstance(one, torch.Tensor)}
     other_buffers = {name for name, _ in model.named_buffers()} - state.keys()  # not persistent
@@ -68,7 +68,7 @@ def match(
     wanted = {name: one for name, one in state.items() if not name.startswith(skipped)}
     tensors = {name: value for name, value in named.items() if name in wanted}
     _check_shapes(tensors, wanted, where)
-    there = {id(wanted[name]) for name in tensors}  # a tied weight may be given under one of its names
+    there = {id(wanted[name]) for name in tensors}  # a tied weight may be given under only one of its names
     missing = tuple(name for name, one in wanted.items() if id(one) not in there)
     unknown = tuple(name for name in named if name not in state)
     if not tensors:
@@ -113,7 +113,7 @@ def _check_shapes(tensors: Mapping[str, torch.Tensor], wanted: Mapping[str, torc
 
 
 def _hint(given: Collection[str], state: Collection[str]) -> str:
-    """How the names would fit, if one beginning of all is the difference."""
+    """Suggest ``weights.rename`` if a common prefix is the only difference."""
     theirs, ours = _beginning(given), _beginning(state)
     if theirs and {name.removeprefix(theirs) for name in given} & set(state):
         return f" Without {theirs!r} in front names fit: weights.rename={theirs}="
@@ -123,12 +123,12 @@ def _hint(given: Collection[str], state: Collection[str]) -> str:
 
 
 def _beginning(names: Collection[str]) -> str:
-    """The module that all names begin with, if any."""
+    """Return the module that all names begin with, with its dot, or ""."""
     first = {name.partition(".")[0] + "." for name in names}
     return first.pop() if len(first) == 1 else ""
 
 
 def _named(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names and the number of further names."""
     text = ", ".join(repr(name) for name in names[:_MOST])
     return f"{text} and {len(names) - _MOST} more" if len(names) > _MOST else text

@@ -1,7 +1,7 @@
-"""Read weights from disk: a file, a folder of files as Hugging Face writes it, or a checkpoint.
+"""Reader of weights: from a file, a folder of files in Hugging Face's layout, or a checkpoint.
 
-Nothing that is read runs code: safetensors and the manifest of a checkpoint hold plain bytes, and ``torch.load`` is
-called with ``weights_only``.
+Reading never runs code: safetensors and a checkpoint's manifest hold plain bytes, and ``torch.load`` is called with
+``weights_only``.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from paceline.checkpoint import load
 from paceline.checkpoint.files import reason_of
 from paceline.checkpoint.manifest import DamagedError
+from paceline.errors import CheckpointError, PacelineError
+from paceline.regular_files import open_regular
 from paceline.checkpoint.weights.averages import KEY
 from paceline.checkpoint.weights.files import SAFETENSORS, TORCH, check_package, check_suffix, file_system
-from paceline.errors import CheckpointError, PacelineError
-from paceline.system.regular_files import open_regular
 
 _INDEXES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 _SINGLE = "model.safetensors", "pytorch_model.bin"
@@ -32,16 +32,16 @@ def read(path: Path | str, key: str | None = None) -> dict[str, torch.Tensor]:
     """Read weights.
 
     Args:
-        path: a ``.safetensors``, ``.pt``, ``.pth`` or ``.bin`` file; a folder with such files and their index; a
-            checkpoint, or a folder with checkpoints: the newest; or a URL of a file or of a checkpoint.
-        key: of the state_dict in a file of torch that holds more than that.
+        path: a ``.safetensors``, ``.pt``, ``.pth`` or ``.bin`` file, a folder with such files and their index, a
+            checkpoint, or a folder of checkpoints, of which the newest is read. Also the URL of a file or a checkpoint.
+        key: key of the state_dict in a torch file that holds more than a state_dict.
 
     Returns:
-        the tensors by name, on the host. Those of a checkpoint have the names of the model's ``state_dict``.
+        the tensors by name, on the host. Tensors of a checkpoint have the names of the model's ``state_dict``.
 
     Raises:
         ConfigError: the name or the key cannot be used.
-        CheckpointError: it cannot be read, or holds something else; or a package that it needs is not installed.
+        CheckpointError: the weights cannot be read, the file holds something else, or a needed package is missing.
     """
     try:
         if isinstance(path, Path) and not os.path.lexists(path):
@@ -58,14 +58,14 @@ def read(path: Path | str, key: str | None = None) -> dict[str, torch.Tensor]:
 
 
 def of_checkpoint(path: Path | str, *, averaged: bool = False) -> dict[str, torch.Tensor]:
-    """The weights in a checkpoint, by the names of the model's ``state_dict``; in a folder with several the newest.
+    """Return the weights in a checkpoint, by the names of the model's ``state_dict``.
 
     Args:
-        path: of the checkpoint or the folder, or a URL.
-        averaged: take the averages (:class:`~paceline.checkpoint.weights.averages.Averages`) of parameters.
+        path: path or URL of a checkpoint, or of a folder of checkpoints, of which the newest is read.
+        averaged: whether to return averages (:class:`paceline.checkpoint.weights.averages.Averages`) of parameters that have them.
 
     Raises:
-        CheckpointError: it is none, or damaged; or it has no averages.
+        CheckpointError: there is no checkpoint, it is damaged, or it has no averages.
     """
     where = load.find(str(path))
     if isinstance(where, Path) and where.is_file():
@@ -85,13 +85,13 @@ def of_checkpoint(path: Path | str, *, averaged: bool = False) -> dict[str, torc
 
 
 def converted(weights: Mapping[str, torch.Tensor], dtype: str) -> dict[str, torch.Tensor]:
-    """The same with floating-point tensors of another type, such as ``"bfloat16"``."""
+    """Convert the floating-point tensors to another dtype, such as ``"bfloat16"``."""
     kind = getattr(torch, dtype)
     return {name: value.to(kind) if value.is_floating_point() else value for name, value in weights.items()}
 
 
 def _names(content: load.Content, where: Path | str) -> dict[str, str]:
-    """The names in the ``state_dict``, and the tensor of each; an older checkpoint has those of named_parameters."""
+    """Map the names in the ``state_dict`` to tensors. An older checkpoint has the names of ``named_parameters``."""
     known = {name for name in content.tensors if name.startswith(("parameter/", "buffer/"))}
     names = content.manifest.state.get("names")
     if names is None:
@@ -147,7 +147,7 @@ def _parse(file: BinaryIO, path: Path | str, key: str | None) -> dict[str, torch
 
 
 def _tensors(value: Any, path: Path | str, key: str | None) -> dict[str, torch.Tensor]:
-    """The state_dict in what a file of torch holds."""
+    """Return the state_dict in the contents of a torch file."""
     if key is not None:
         if not isinstance(value, Mapping) or key not in value:
             raise CheckpointError(f"weights.key = {key!r}: {path} has no such key{_keys(value)}.")
