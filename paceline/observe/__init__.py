@@ -4,10 +4,10 @@
 
     records      the lines of the event files
     pipelines    the cuts of a model into stages, their steps, and the operations of their workers
-    completeness the steps that are recorded in full
+    completeness the steps whose records are complete
     times        the duration of operations, profiled or measured
     timelines    a step as measured, and as the clock predicts it
-    comparison   both for a step of a run, and who waited for whom
+    comparison   both for a step of a run, and which workers waited for which
     summary      the comparison in words and numbers
     drawing      two timelines as SVG
     page         the comparison as one HTML file

@@ -1,4 +1,4 @@
-"""A step of a pipeline, predicted and measured, and who waited for whom."""
+"""Comparison of a pipeline step as predicted and as measured, with the time that workers waited for each other."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.proof import prove
 
 _WARM = 3
-"""Steps at the beginning that are not chosen by default."""
+"""Number of initial steps that are not chosen by default."""
 _NEAR = 20
-"""Steps before and after that count in the median times."""
+"""Number of steps before and after a step that count in the median times."""
 _ON_MICROBATCHES = KINDS.keys() - {"reduce", "update"}
 
 
@@ -30,14 +30,14 @@ class Comparison:
     """A step, predicted and measured.
 
     Attributes:
-        run: the folder of the run.
-        pipeline: the cut of the model at that time.
-        step: its number.
-        schedule: of the step.
-        times: of the prediction.
-        usual: measured around this step.
-        predicted: by the clock.
-        measured: from the records.
+        run: folder of the run.
+        pipeline: cut of the model at that time.
+        step: step number.
+        schedule: schedule of the step.
+        times: durations of operations used by the prediction.
+        median_times: median durations measured around this step.
+        predicted: timeline predicted by the clock.
+        measured: timeline from the records.
     """
 
     run: Path
@@ -51,17 +51,17 @@ class Comparison:
 
     @property
     def from_profile(self) -> bool:
-        """Whether the prediction uses times profiled before training; else it uses the median times."""
+        """Whether the prediction uses times profiled before training. Otherwise it uses the median times."""
         return self.pipeline.times is not None
 
     @property
     def activations(self) -> tuple[int, ...]:
-        """The most activations that each worker keeps at a time, in microbatches and stages."""
+        """Maximum number of activations that each worker keeps at a time, in microbatches and stages."""
         return prove(self.schedule).activations
 
     @property
     def source(self) -> str:
-        """Where the times of the prediction come from, in words."""
+        """Source of the times in the prediction, in words."""
         if not self.from_profile:
             return (
                 "Predicted from the median time of each operation in the steps around this one. The layers were not "
@@ -76,7 +76,7 @@ class Comparison:
 
     @property
     def waits(self) -> tuple[dict[int, float], ...]:
-        """For each worker, the seconds that it waited for each other one, to receive or to send."""
+        """Seconds that each worker waited for each other worker, to receive or to send."""
         found: list[dict[int, float]] = [defaultdict(float) for _ in self.measured.workers]
         for worker, spans in enumerate(self.measured.workers):
             for (kind, _, microbatch, _, peer), begin, end in spans:
@@ -86,30 +86,30 @@ class Comparison:
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Seconds that each worker neither computed nor waited for another."""
+        """Seconds in which each worker neither computed nor waited for another."""
         spent = zip(self.measured.busy, self.waits, strict=True)
         return tuple(max(0.0, self.measured.seconds - busy - sum(waits.values())) for busy, waits in spent)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a worker holds, even without a microbatch in this step."""
+        """Return the stages that a worker holds, even stages without a microbatch in this step."""
         return layout_of(self.pipeline).stages_of(rank)
 
     @property
     def launches(self) -> bool:
-        """Whether the times of operations are those of kernel launches, as on a GPU."""
+        """Whether the durations of operations are those of kernel launches, as on a GPU."""
         return self.pipeline.device == "cuda"
 
 
 def compare(run: Path, step: int | None = None) -> Comparison:
-    """Compare the prediction with the measurement for a step of a run, in its newest pipeline that has the step.
+    """Compare prediction and measurement for a step of a run, in the newest pipeline that has the step.
 
     Args:
-        run: the folder of the run.
-        step: its number; none: one of median length in the newest pipeline.
+        run: folder of the run.
+        step: step number. Defaults to a step of median length in the newest pipeline.
 
     Raises:
-        ConfigError: there is no such step, or records of it are missing.
-        InputError: the run has no events, has no pipeline, or lacks records of every step.
+        ConfigError: the step does not exist, or some of its records are missing.
+        InputError: the run has no events or no pipeline, or records of every step are missing.
     """
     pipelines = [one for one in pipelines_of(read(run, ("cut", "step"))) if one.finished_steps]
     if not pipelines:
@@ -125,13 +125,13 @@ def compare(run: Path, step: int | None = None) -> Comparison:
 
 
 def _near(run: Path, pipeline: Pipeline, step: int) -> list[RecordedOperation]:
-    """The operations of the steps around one, by their begin."""
+    """Return the operations of the steps around a step, sorted by their beginning."""
     records = read(run, KINDS, range(step - _NEAR, step + _NEAR + 1))
     return sorted(operations_of(records, pipeline), key=lambda one: one.span.begin)
 
 
 def _chosen(run: Path, pipelines: Sequence[Pipeline], step: int | None) -> tuple[Pipeline, int]:
-    """The newest pipeline that has the step. All records are read only if some of that step are missing."""
+    """Return the newest pipeline that has the step. Read all records only if some records of the step are missing."""
     newest = next((one for one in reversed(pipelines) if step is None or step in one.finished_steps), None)
     if newest is not None:
         wanted = _usual(newest, newest.finished_steps) if step is None else step
@@ -152,13 +152,13 @@ def _chosen(run: Path, pipelines: Sequence[Pipeline], step: int | None) -> tuple
 
 
 def _usual(pipeline: Pipeline, steps: Sequence[int]) -> int:
-    """The step of median length, without the first ones."""
+    """Return the step of median length, leaving out the first steps."""
     usable = steps[_WARM:] or steps[-1:]
     return sorted(usable, key=lambda one: pipeline.steps[one])[len(usable) // 2]
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Ranges of sorted numbers, in words.
+    """Format sorted numbers as ranges, in words.
 
     >>> ranges([0, 1, 2, 3, 7, 9])
     '0 to 3, 7, 9'
@@ -171,7 +171,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _no_pipeline(run: Path) -> str:
-    """Why there is nothing to draw."""
+    """Explain why there is nothing to draw."""
     events = run / "events"
     starts = list(read(run, ("start",)))
     if any(True for _ in read(run, ("cut",))):

@@ -1,7 +1,7 @@
-"""Which steps of a pipeline are recorded in full: an event file may lack records (:mod:`paceline.events`).
+"""Completeness of a pipeline's step records, because an event file may lack records (:mod:`paceline.events`).
 
-The recorded operations on microbatches must be those of the schedule of the step. The number of microbatches of a step
-is not recorded: it follows from the highest one in its operations.
+The recorded operations on microbatches must match the schedule of the step. The number of microbatches in a step is
+not recorded. It follows from the highest microbatch in the step's operations.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from paceline.schedule.pipeline.operations import Kind, Schedule
 from paceline.schedule.pipeline.pipedream import async_schedule
 
 _Action: TypeAlias = tuple[int, Kind, int, int, int]
-"""An operation of a worker: rank, kind, stage, microbatch, peer."""
+"""Operation of a worker: rank, kind, stage, microbatch, peer."""
 _ENTERS: _Action = (0, Kind.FORWARD, 0, 0, -1)
-"""The first microbatch of a step enters the pipeline."""
+"""First microbatch of a step entering the pipeline."""
 
 
 def complete_steps(done: Iterable[RecordedOperation], pipeline: Pipeline) -> list[int]:
-    """The steps that can be drawn: finished ones with all operations of all workers.
+    """Return the steps that can be drawn: finished steps with all operations of all workers.
 
-    Without a flush, a step also has operations on microbatches of earlier steps, which must be complete too, and ends
-    where the next step enters. Updates then belong to no step, and cannot be checked.
+    Without a flush, a step also has operations on microbatches of earlier steps, which must be complete too, and it
+    ends when the next step enters. Updates then belong to no step and cannot be checked.
     """
     actions, same = defaultdict[int, list[_Action]](list), dict[_Action, _Action]()
     for rank, step, (operation, _, _) in done:
         kind, stage, microbatch, _, peer = operation
         if step is not None and microbatch >= 0:
             action = (rank, kind, stage, microbatch, peer)
-            actions[step].append(same.setdefault(action, action))  # one object for all steps
+            actions[step].append(same.setdefault(action, action))  # all steps share one object
     whole = _matching(actions, pipeline)
     first, earlier = min(pipeline.steps, default=0), _earlier(pipeline)
     return [
@@ -47,13 +47,13 @@ def complete_steps(done: Iterable[RecordedOperation], pipeline: Pipeline) -> lis
 
 
 def _matching(actions: Mapping[int, list[_Action]], pipeline: Pipeline) -> set[int]:
-    """The steps with all operations on their own microbatches, once."""
+    """Return the steps in which each operation on the step's own microbatches is recorded exactly once."""
 
     @lru_cache
     def expected(microbatches: int) -> list[_Action]:
         try:
             schedule = _schedule(pipeline, microbatches)
-        except ConfigError:  # no step has so many microbatches
+        except ConfigError:  # no step has this number of microbatches
             return []
         return sorted(
             (rank, kind, stage, microbatch, peer)
@@ -79,7 +79,7 @@ def _schedule(pipeline: Pipeline, microbatches: int) -> Schedule:
 
 
 def _earlier(pipeline: Pipeline) -> int:
-    """How many steps before may have microbatches in flight in a step; one more, as one of them may be short."""
+    """Return the number of earlier steps with microbatches in flight, plus 1 because a step may be short."""
     if not pipeline.asynchronous:
         return 0
     cut = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)

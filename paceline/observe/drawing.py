@@ -1,4 +1,4 @@
-"""Two timelines of the same workers as SVG, one above the other, to the same scale."""
+"""SVG drawing of two timelines of the same workers, above each other and to the same scale."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ NAMES = {
 _LEFT, _RIGHT, _HEAD, _AXIS = 110, 60, 30, 30
 _ROW, _GAP = 26, 6
 _MARK = 3
-"""Height of transfers."""
+"""Height of a transfer."""
 _LETTER = 6.5
 _BOX = 26
-"""Width of a median operation, within the limits of the page."""
+"""Width of an operation of median length, within the limits of the page."""
 _NARROW, _WIDE = 900, 12_000
 
 
 def svg_timelines(predicted: Timeline, measured: Timeline) -> Element:
-    """Draw both timelines; each operation has a tooltip."""
+    """Draw both timelines. Each operation has a tooltip."""
     seconds = max(predicted.seconds, measured.seconds)
     block = _HEAD + len(measured.workers) * (_ROW + _GAP)
     lengths = [end - begin for spans in measured.workers for one, begin, end in spans if one.kind not in TRANSFERS]
@@ -48,7 +48,7 @@ def svg_timelines(predicted: Timeline, measured: Timeline) -> Element:
 
 
 def _axis(drawing: Element, seconds: float, scale: float, bottom: int) -> None:
-    """Grid lines at round numbers of milliseconds."""
+    """Draw grid lines at round numbers of milliseconds."""
     step = _round(seconds * 1000 / 8) / 1000 if seconds else 1.0
     digits = max(0, -math.floor(math.log10(step * 1000)))
     for tick in range(math.floor(seconds / step) + 1):
@@ -59,13 +59,13 @@ def _axis(drawing: Element, seconds: float, scale: float, bottom: int) -> None:
 
 
 def _round(value: float) -> float:
-    """The next 1, 2 or 5 with zeros."""
+    """Round up to the next 1, 2 or 5 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= value)
 
 
 def _block(group: Element, name: str, timeline: Timeline, scale: float, width: float) -> None:
-    """One timeline: a row for each worker."""
+    """Draw a timeline with a row for each worker."""
     head = SubElement(group, "text", {"class": "head", "x": "0", "y": "20"})
     head.text = f"{name}: {milliseconds(timeline.seconds)} ms, bubble {timeline.bubble:.1%}"
     several = any(len({span.operation.stage for span in spans}) > 1 for spans in timeline.workers)
@@ -83,7 +83,7 @@ def _block(group: Element, name: str, timeline: Timeline, scale: float, width: f
 
 
 def visible(span: Span) -> bool:
-    """Whether to draw a span: not if it takes no time, unless it is a send."""
+    """Return whether to draw a span. Spans of zero length are not drawn, except sends."""
     return span.end > span.begin or span.operation.kind is Kind.SEND
 
 
@@ -101,7 +101,7 @@ def _operation(row: Element, span: Span, scale: float, several: bool) -> None:
 
 
 def _label(span: Span, width: float, several: bool) -> str:
-    """The longest text that fits: F1.3 where workers hold several stages, F3, 3."""
+    """Return the longest label that fits: F1.3 if workers hold several stages, F3, or 3."""
     kind, stage, microbatch = span.operation[:3]
     if kind in TRANSFERS:
         return ""

@@ -1,23 +1,23 @@
-"""Was every step applied exactly once, through all failures? Checks the records of a run. No torch here.
+"""Ledger of applied steps: a check that every step was applied exactly once, through all failures. It needs no torch.
 
 The samples of a step are a pure function of its number, so every sample of every epoch was used exactly once if each
 of the steps 0, 1, 2, ... was applied exactly once. Every worker records the steps that it applied, so a step is in
 several files. The rules:
 
 * Each step is recorded, and none beyond the last.
-* A process records its steps in order and none of them twice. All workers of a generation apply a step together, so a
-  step that is repeated although a worker that applied it survived is twice in the records of that worker. What only
-  lost workers had applied is lost with them, and is rightly repeated.
+* A process records its steps in order and none of them twice. All workers of a generation apply a step together. If a
+  step is repeated although a worker that applied it survived, this worker has recorded it twice. Steps that only lost
+  workers had applied are lost with them, so repeating them is correct.
 * Resuming from a checkpoint undoes the later steps recorded before. So does a generation that begins at an earlier
-  step: all workers that had applied the later ones are lost.
-* All records of a step have the same samples and, within a generation, the same loss, if workers report one.
+  step: all workers that had applied the later steps are lost.
+* All records of a step have the same samples and, within a generation, the same loss, if workers report a common loss.
 
-With an asynchronous strategy one worker computes a step, and only that one records the update. So updates are counted:
+With an asynchronous strategy, a single worker computes a step and records the update. So updates are counted:
 
 * Each step has one update, or was skipped. An update survives the loss of its worker. Resuming from an earlier step
   undoes it, as does a generation of new workers only. An update by a worker that the others have dropped is void.
-* The last records of a killed worker are lost. Updates are numbered, so as many steps may lack a record as numbers are
-  missing. A worker that is left alone does not number its updates; then the check is not possible.
+* The last records of a killed worker are lost. Updates are numbered, so at most as many steps may lack a record as
+  numbers are missing. A worker that is left alone does not number its updates, which makes this check impossible.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class AppliedStep:
     """A step that a worker applied.
 
     Attributes:
-        step: its number, from 0.
-        generation: of the workers.
-        rank: of the worker at that time.
-        process: the process, which stays the same while its rank changes.
-        time: when the step was done, in seconds since 1970.
-        samples: of the whole batch.
-        loss: of the whole batch.
+        step: step number, from 0.
+        generation: membership generation of the workers.
+        rank: rank of the worker at that time.
+        process: the process, which stays the same when its rank changes.
+        time: completion time, in seconds since 1970.
+        samples: number of samples in the whole batch.
+        loss: loss of the whole batch.
     """
 
     step: int
@@ -62,14 +62,14 @@ class AppliedStep:
 
 @dataclass(frozen=True)
 class Update:
-    """A step that one worker applied for all.
+    """A step that one worker applied for all workers.
 
     Attributes:
-        step: its number, from 0.
-        generation: of the workers.
-        time: when it was done, in seconds since 1970.
-        skipped: whether it was skipped because its loss was not finite.
-        version: the number of its update, from 1; 0 without an update, or if the worker was alone.
+        step: step number, from 0.
+        generation: membership generation of the workers.
+        time: completion time, in seconds since 1970.
+        skipped: whether the step was skipped because its loss was not finite.
+        version: number of the update, from 1. 0 without an update, or if the worker was alone.
     """
 
     step: int
@@ -84,13 +84,13 @@ class Recovery:
     """A process that continued in a new generation.
 
     Attributes:
-        time: when it did, in seconds since 1970.
-        generation: the new one.
+        time: time when it continued, in seconds since 1970.
+        generation: the new generation.
         process: the process.
-        step: at which the generation began.
-        seconds: that the recovery took.
-        lost: the numbers of the lost workers.
-        joined: the numbers of the new workers, perhaps this one included.
+        step: step at which the generation began.
+        seconds: duration of the recovery.
+        lost: numbers of the lost workers.
+        joined: numbers of the new workers, which may include this process.
         all_new: whether all workers are new.
     """
 
@@ -105,21 +105,21 @@ class Recovery:
 
     @property
     def survived(self) -> bool:
-        """Whether this process survived the loss of another one."""
+        """Whether this process survived the loss of another process."""
         return bool(self.lost) and self.process not in {_worker(number) for number in self.joined}
 
 
 @dataclass(frozen=True)
 class Records:
-    """The records of a run about its steps, in order of time.
+    """Step records of a run, in order of time.
 
     Attributes:
-        applied: by each worker.
-        recovered: after each change of the workers.
+        applied: steps applied by each worker.
+        recovered: recoveries after each membership change.
         resumed: time and step of each resume.
-        updates: by the one worker that computed a step, with asynchronous strategies.
+        updates: updates by the single worker that computed a step, with asynchronous strategies.
         asynchronous: whether each step is computed by one worker.
-        own_losses: whether each worker reports a loss of its own.
+        own_losses: whether each worker reports its own loss.
     """
 
     applied: tuple[AppliedStep, ...] = ()
@@ -131,7 +131,7 @@ class Records:
 
 
 def read(events: Path) -> Records:
-    """Read the files ``*.jsonl`` in the folder ``events`` of a run; incomplete lines of killed workers are skipped."""
+    """Read the ``*.jsonl`` files in the ``events`` folder of a run. Incomplete lines of killed workers are skipped."""
     lines: list[Mapping[str, Any]] = []
     for path in sorted(events.glob("*.jsonl")):
         for text in read_text(path, errors="replace").splitlines():
@@ -141,7 +141,7 @@ def read(events: Path) -> Records:
 
 
 def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
-    """The step records among parsed event lines."""
+    """Return the step records among parsed event lines."""
     applied, recovered, resumed, updates = [], [], [], []
     lines = sorted(lines, key=lambda line: float(line["time"]))
     processes = _processes(lines)
@@ -169,20 +169,20 @@ def records_of(lines: Iterable[Mapping[str, Any]]) -> Records:
 
 
 def _is_asynchronous(start: Mapping[str, Any]) -> bool:
-    """Whether each step is computed by one worker, from the start event of a session."""
+    """Return whether each step is computed by one worker, according to a session's start event."""
     strategy = start.get("strategy")
     return strategy == "hogwild" or (strategy == "parameter-server" and start.get("server.mode", "sync") != "sync")
 
 
 def _has_own_losses(start: Mapping[str, Any]) -> bool:
-    """Whether a worker reports the loss of its own share, or of the newest step that it knows."""
+    """Return whether a worker reports the loss of its own share, or of the newest step that it knows."""
     strategy = start.get("strategy")
     unflushed = strategy == "pipeline" and start.get("pipeline.schedule") in ASYNC_SCHEDULES
     return strategy == "local-sgd" or unflushed or _is_asynchronous(start)
 
 
 def _processes(lines: Iterable[Mapping[str, Any]]) -> dict[tuple[int, int], str]:
-    """The process of each generation and rank, from the events of rendezvous."""
+    """Return the process of each generation and rank, from the rendezvous events."""
     found = {}
     for line in lines:
         for rank, worker in enumerate(line.get("workers") or () if line["event"] in _GATHERED else ()):
@@ -195,12 +195,12 @@ def _worker(number: object) -> str:
 
 
 def check(records: Records, steps: int, samples_of: Callable[[int], int] | None = None) -> list[str]:
-    """The problems in the records, in sentences; empty if each step was applied exactly once.
+    """Describe the problems in the records, one sentence each. Empty if each step was applied exactly once.
 
     Args:
-        records: of the run.
-        steps: the expected number of steps.
-        samples_of: the expected samples of a step; none: not checked.
+        records: records of the run.
+        steps: expected number of steps.
+        samples_of: returns the expected number of samples in a step. If None, samples are not checked.
     """
     applied, updates = _applied(records), _updates(records)
     numbers = {one.step for one in (updates if records.asynchronous else applied)}
@@ -219,35 +219,35 @@ def check(records: Records, steps: int, samples_of: Callable[[int], int] | None 
 
 
 def _applied(records: Records) -> list[AppliedStep]:
-    """The applied steps that were not undone."""
+    """Return the applied steps that were not undone."""
     begins = {one.generation: one.step for one in records.recovered}
     return [one for one in records.applied if not _is_undone(one, records.resumed, begins)]
 
 
 def _updates(records: Records) -> list[Update]:
-    """The updates that were not undone."""
+    """Return the updates that were not undone."""
     begins = {one.generation: one.step for one in records.recovered if one.all_new}
     kept = [one for one in records.updates if not _is_undone(one, records.resumed, begins)]
     return [one for one in kept if not _is_late(one, records)]
 
 
 def _is_late(one: Update, records: Records) -> bool:
-    """Whether its worker had been dropped by then."""
-    resumed = max((when for when, _ in records.resumed if when <= one.time), default=0.0)  # generations begin all_new
+    """Return whether the update's worker had already been dropped."""
+    resumed = max((when for when, _ in records.resumed if when <= one.time), default=0.0)  # generations restart
     return any(one.generation < other.generation and resumed < other.time < one.time for other in records.recovered)
 
 
 def _is_undone(one: AppliedStep | Update, resumed: Sequence[tuple[float, int]], begins: Mapping[int, int]) -> bool:
-    """Whether a resume or a later generation undid it; ``begins`` has the first step of each generation."""
+    """Return whether a resume or a later generation undid a step. ``begins`` maps generations to their first steps."""
     return _resumed_before(one, resumed) or any(
         one.generation < generation and begin <= one.step for generation, begin in begins.items()
     )
 
 
 def _unrecorded(updates: Sequence[Update]) -> float:
-    """The number of updates that may lack a record."""
+    """Return the number of updates that may lack a record."""
     versions = {one.version for one in updates if not one.skipped}
-    if len(versions) > 1 and 0 in versions:  # one was left alone
+    if len(versions) > 1 and 0 in versions:  # a worker was left alone
         return math.inf
     return max(versions, default=0) - len(versions - {0})
 
@@ -283,8 +283,8 @@ def _of_step(
 
 
 def completions(records: Records) -> list[float]:
-    """When each step was first done by any worker, in order: seconds since 1970."""
+    """Return the times at which the steps were first completed by any worker, in order, in seconds since 1970."""
     done: dict[int, float] = {}
-    for one in _updates(records) if records.asynchronous else _applied(records):  # in the order of time
+    for one in _updates(records) if records.asynchronous else _applied(records):  # in order of time
         done.setdefault(one.step, one.time)
     return sorted(done.values())

@@ -1,4 +1,4 @@
-"""The timeline of a step as one self-contained HTML file: predicted above measured, to the same scale."""
+"""Timeline of a step as one self-contained HTML file: predicted above measured, to the same scale."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ svg .row { fill: none; stroke: var(--line); }
 .reduce { fill: #e2733d; } .update { fill: #cc79a7; }
 .send { fill: var(--text); } .receive { fill: var(--faint); }
 """
-"""The colours of Okabe and Ito, for the colour-blind, with dark letters in either mode."""
+"""The color-blind-safe palette of Okabe and Ito, with dark letters in light and dark mode."""
 
 _LEGEND = {
     Kind.SEND: "send to another worker (mark on top)",
@@ -73,7 +73,7 @@ def html(comparison: Comparison) -> str:
 
 
 def _legend(comparison: Comparison) -> Element:
-    """The legend of the kinds in the drawing."""
+    """Build the legend for the kinds of operations in the drawing."""
     both = comparison.predicted.workers + comparison.measured.workers
     there = {span.operation.kind for spans in both for span in spans if visible(span)}
     legend = Element("ul", {"class": "legend"})

@@ -1,7 +1,7 @@
-"""The pipelines in the records of a run: how the model was cut, and the operations of the workers.
+"""Pipelines in the records of a run: how the model was cut, and the operations of the workers.
 
-Rank 0 records each ``cut``. The records after it belong to it, up to the next cut: by another session, after a resume,
-for other workers when one was lost, or because another cut is faster.
+Rank 0 records each ``cut``. Later records belong to this cut until the next cut, which follows when another session
+begins, after a resume, when a worker was lost, or because another cut is faster.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from paceline.schedule.pipeline.operations import Kind, Operation
 from paceline.settings import PipelineSettings
 
 KINDS = {kind.name.lower(): kind for kind in Kind}
-"""The operations by the names of their events."""
+"""Kinds of operations by the names of their events."""
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model cut into stages, from this cut to the next one.
+    """Model cut into stages, from this cut to the next cut.
 
     Attributes:
-        generation: of its workers.
-        begin: when it was cut, in seconds since 1970.
-        end: when it was cut the next time.
-        again: cut in the middle of a loop, because another cut is faster.
-        device: the type of the devices; empty if unknown.
-        workers: their number.
-        microbatches: of a full batch.
-        settings: of the pipeline.
-        stages: the names of the layers of each.
-        times: forward and backward seconds of each stage per microbatch, profiled before training; none if they were
-            not.
-        steps: the steps that all workers finished, with the seconds of the slowest worker, data and update included.
+        generation: membership generation of the workers.
+        begin: time of the cut, in seconds since 1970.
+        end: time of the next cut.
+        again: whether the model was cut in the middle of a loop, because another cut is faster.
+        device: type of the devices. Empty if unknown.
+        workers: number of workers.
+        microbatches: number of microbatches in a full batch.
+        settings: settings of the pipeline.
+        stages: names of the layers of each stage.
+        times: forward and backward seconds of each stage per microbatch, profiled before training. None if the layers
+            were not profiled.
+        steps: steps that all workers finished, with the seconds of the slowest worker, data and update included.
     """
 
     generation: int
@@ -56,12 +56,12 @@ class Pipeline:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether it is not flushed at the end of a step."""
+        """Whether the pipeline runs without a flush at the end of a step."""
         return self.settings.schedule in ASYNC_SCHEDULES
 
     @property
     def finished_steps(self) -> list[int]:
-        """The steps that have an end; in an asynchronous pipeline that is the begin of the next one."""
+        """Steps with a known end. In an asynchronous pipeline, a step ends when the next step begins."""
         return sorted(step for step in self.steps if not self.asynchronous or step + 1 in self.steps)
 
 
@@ -69,8 +69,8 @@ class RecordedOperation(NamedTuple):
     """A recorded operation of a worker.
 
     Attributes:
-        rank: of the worker.
-        step: of the microbatch; none without a microbatch.
+        rank: rank of the worker.
+        step: step of the microbatch. None for an operation without a microbatch.
         span: the operation and its times, in seconds since 1970. The microbatch is numbered within its step.
     """
 
@@ -80,7 +80,7 @@ class RecordedOperation(NamedTuple):
 
 
 class _CutRecord(NamedTuple):
-    """The begin of a pipeline; the pipeline is none if its record cannot be read."""
+    """Start of a pipeline. ``pipeline`` is None if the record cannot be read."""
 
     generation: int
     begin: float
@@ -89,7 +89,7 @@ class _CutRecord(NamedTuple):
 
 
 class _StepRecord(NamedTuple):
-    """The end of a step on one worker."""
+    """End of a step on one worker."""
 
     step: int
     rank: int
@@ -99,10 +99,10 @@ class _StepRecord(NamedTuple):
 
 
 def pipelines_of(records: Iterable[Record]) -> list[Pipeline]:
-    """The pipelines in the records ``cut`` and ``step`` of a run, the oldest first.
+    """Return the pipelines in the records ``cut`` and ``step`` of a run, oldest first.
 
     Raises:
-        InputError: all records of cuts are those of another version of Paceline.
+        InputError: all records of cuts are from another version of Paceline.
     """
     cuts: list[Record] = []
     finished: list[_StepRecord] = []
@@ -149,7 +149,7 @@ def _cuts(records: Iterable[Record]) -> list[_CutRecord]:
 
 
 def _pipeline(cut: Record, end: float) -> Pipeline | None:
-    """Parse the record of a cut; none if it is not of this version."""
+    """Parse the record of a cut. Returns None if it is from another version."""
     try:
         times = cut["times"]
         found = Pipeline(
@@ -171,7 +171,7 @@ def _pipeline(cut: Record, end: float) -> Pipeline | None:
 
 
 def _index_of(cuts: Sequence[_CutRecord], step: _StepRecord) -> int | None:
-    """The index of the cut of a step. A cut in the middle of a loop comes before the record of the step."""
+    """Return the index of the cut of a step. A cut in the middle of a loop counts only for steps that begin later."""
     for place in range(len(cuts) - 1, -1, -1):
         since = step.end - step.seconds if cuts[place].again else step.end
         if cuts[place].generation == step.generation and cuts[place].begin <= since:
@@ -180,7 +180,7 @@ def _index_of(cuts: Sequence[_CutRecord], step: _StepRecord) -> int | None:
 
 
 def span_of(record: Record) -> Span | None:
-    """The operation of a record with its times, in seconds since 1970; none if the record has none, or only a part.
+    """Return the operation of a record and its times in seconds since 1970, or None if fields are missing or invalid.
 
     >>> record = {"time": 7.5, "event": "forward", "stage": 1, "microbatch": 3, "version": 0, "seconds": 2.5}
     >>> span_of(record) == Span(Operation(Kind.FORWARD, 1, 3), 5.0, 7.5)
@@ -196,7 +196,7 @@ def span_of(record: Record) -> Span | None:
 
 
 def operations_of(records: Iterable[Record], pipeline: Pipeline) -> Iterator[RecordedOperation]:
-    """The operations of the workers of a pipeline, in order for each worker."""
+    """Yield the operations of the workers of a pipeline, in order for each worker."""
     for one in records:
         if one["generation"] == pipeline.generation and pipeline.begin <= one["time"] < pipeline.end:
             span, step = span_of(one), one.get("step")

@@ -1,4 +1,4 @@
-"""The records of a run, from its event files (:mod:`paceline.events`)."""
+"""Records of a run, read from its event files (:mod:`paceline.events`)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _LARGE = 1e15
 def read(run: Path, events: Container[str], steps: Container[int] | None = None) -> Iterator[Record]:
     """Read the records of some events, in order for each rank.
 
-    Only these lines are decoded: a long run has millions of others. An incomplete line, as a killed worker may leave,
-    is skipped.
+    Only matching lines are decoded, because a long run has millions of others. Incomplete lines, which a killed worker
+    may leave, are skipped.
 
     Args:
-        run: the folder of the run.
-        events: their names.
-        steps: if given, records of other steps are skipped. A record without a step, such as an update of PipeDream,
-            belongs to the one before it of the same rank.
+        run: folder of the run.
+        events: names of the events.
+        steps: steps whose records to read. Defaults to all. A record without a step, such as an update of PipeDream,
+            belongs to the preceding record of the same rank.
 
     Raises:
         InputError: a file cannot be read.
@@ -44,7 +44,7 @@ def read(run: Path, events: Container[str], steps: Container[int] | None = None)
 
 
 def _about(lines: Iterable[bytes], events: Container[str], steps: Container[int] | None) -> Iterator[bytes]:
-    """The lines of one rank with these events and steps."""
+    """Yield a rank's lines with these events and steps."""
     wanted = steps is None
     for line in lines:
         event = _EVENT.search(line)
@@ -57,7 +57,7 @@ def _about(lines: Iterable[bytes], events: Container[str], steps: Container[int]
 
 
 def parsed(line: bytes | str) -> Record | None:
-    """Parse a record; none if the line is incomplete, or a common field has the wrong type.
+    """Parse a record. Returns None if the line is incomplete or a common field has the wrong type.
 
     >>> parsed('{"time": 1.5, "event": "note", "rank": 0, "generation": 0, "text": "hello"}')["text"]
     'hello'
@@ -74,7 +74,7 @@ def parsed(line: bytes | str) -> Record | None:
 
 
 def number(value: object) -> float | None:
-    """A finite number of plausible size for seconds; none for anything else.
+    """Return ``value`` as a float if it is finite and plausible for seconds, otherwise None.
 
     >>> [number(value) for value in (3, 2.5, "3", None, True, float("nan"), 10**400)]
     [3.0, 2.5, None, None, None, None, None]

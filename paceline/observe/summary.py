@@ -1,15 +1,15 @@
-"""A comparison in words and numbers, for terminal and page."""
+"""Comparison in words and numbers, for the terminal and the page."""
 
 from __future__ import annotations
 
 from paceline.observe.comparison import Comparison
 
 Rows = list[tuple[str, ...]]
-"""The first row names the columns."""
+"""Table rows. The first row names the columns."""
 
 
 def milliseconds(seconds: float) -> str:
-    """Milliseconds with two decimals.
+    """Format seconds as milliseconds with two decimals.
 
     >>> milliseconds(1.23456)
     '1,234.56'
@@ -32,7 +32,7 @@ def headline(comparison: Comparison) -> str:
 
 
 def totals(comparison: Comparison) -> Rows:
-    """The whole step, predicted and measured."""
+    """Return the duration and bubble of the whole step, predicted and measured."""
     rows: Rows = [("", "ms", "bubble")]
     for name, timeline in (("predicted", comparison.predicted), ("measured", comparison.measured)):
         rows.append((name, milliseconds(timeline.seconds), f"{timeline.bubble:.1%}"))
@@ -40,7 +40,7 @@ def totals(comparison: Comparison) -> Rows:
 
 
 def workers(comparison: Comparison) -> Rows:
-    """Each worker: how much of the step it computes, and whom it waits for."""
+    """Return for each worker the share of the step that it computes, and the workers that it waits for."""
     rows: Rows = [
         ("rank", "stages", "utilisation", "predicted", "busy ms", "predicted", "idle ms", "kept", "waits for")
     ]
@@ -64,7 +64,7 @@ def workers(comparison: Comparison) -> Rows:
 
 
 def stages(comparison: Comparison) -> Rows:
-    """Each stage: its layers, and its times per microbatch."""
+    """Return the layers of each stage, and its durations per microbatch."""
     rows: Rows = [("stage", "forward ms", "predicted", "backward ms", "predicted", "layers")]
     medians, times = comparison.median_times, comparison.times
     for stage, layers in enumerate(comparison.pipeline.stages):
@@ -82,7 +82,7 @@ def stages(comparison: Comparison) -> Rows:
 
 
 def waiting(comparison: Comparison) -> str:
-    """Who waited most, and for whom."""
+    """Describe which worker waited most, and for which worker."""
     totals = [sum(waits.values()) for waits in comparison.waits]
     rank = max(range(len(totals)), key=lambda one: totals[one])
     waits = comparison.waits[rank]
@@ -97,7 +97,7 @@ def waiting(comparison: Comparison) -> str:
 
 
 def clocks(comparison: Comparison) -> str:
-    """A note that the times are those of kernel launches, if they are; else empty."""
+    """Return a note if durations are those of kernel launches, otherwise ""."""
     if not comparison.launches:
         return ""
     return (
@@ -107,7 +107,7 @@ def clocks(comparison: Comparison) -> str:
 
 
 def duration(comparison: Comparison) -> str:
-    """How long the step took with what is not in the drawing; empty without a flush, where that is unknown."""
+    """Describe the step's duration including what is not drawn. Empty without a flush, where it is unknown."""
     if comparison.pipeline.asynchronous:
         return ""
     seconds = comparison.pipeline.steps[comparison.step]

@@ -1,7 +1,7 @@
-"""A step of a pipeline as measured, and as the simulated clock predicts it.
+"""Timelines of a pipeline step, as measured and as the simulated clock predicts it.
 
 A step begins when its first microbatch enters the first stage. In a synchronous pipeline it ends with its last
-operation. In an asynchronous one it ends when the next step begins, and has all that the workers do until then; the
+operation. In an asynchronous pipeline it ends when the next step begins and includes all operations until then. The
 prediction covers the same interval once the pipeline is full::
 
     step 1, PipeDream    F3 B1 F4 B2 | F5 B3 F6 B4 | F7 B5 ...      microbatches 5 and 6 enter
@@ -19,11 +19,11 @@ from paceline.schedule.pipeline.operations import Kind, Operation, Schedule
 from paceline.schedule.pipeline.pipedream import async_schedule
 
 _FILLED = 2
-"""At least so many batches, and rounds of all workers, have entered before the predicted one."""
+"""Minimum number of batches, and of rounds of all workers, that enter before the predicted batch."""
 
 
 def measured(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Timeline:
-    """A step as measured; ``done`` may have operations of other steps."""
+    """Return the measured timeline of a step. ``done`` may include operations of other steps."""
     entered = _entered(done, step)
     assert entered, "a step that is recorded in full has a first microbatch"
     end = math.inf
@@ -39,7 +39,7 @@ def measured(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -
 
 
 def schedule_of(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int) -> Schedule:
-    """The schedule of a step; of an asynchronous pipeline, from its first microbatch on."""
+    """Return the schedule of a step. For an asynchronous pipeline, it begins with the pipeline's first microbatch."""
     if pipeline.asynchronous:
         cut = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
         return async_schedule(cut, pipeline.microbatches * (_ahead(pipeline) + 2))
@@ -47,7 +47,7 @@ def schedule_of(pipeline: Pipeline, done: Sequence[RecordedOperation], step: int
 
 
 def layout_of(pipeline: Pipeline) -> Schedule:
-    """The schedule of a full batch, in which each worker has a microbatch in each stage it holds."""
+    """Return the schedule of a full batch, in which each worker has a microbatch in each stage that it holds."""
     if pipeline.asynchronous:
         cut = async_pipeline_for(pipeline.settings, pipeline.workers, pipeline.microbatches)
         return async_schedule(cut, max(pipeline.microbatches, *cut.replicas))
@@ -57,7 +57,7 @@ def layout_of(pipeline: Pipeline) -> Schedule:
 def predicted(
     pipeline: Pipeline, done: Sequence[RecordedOperation], step: int, schedule: Schedule, times: Times
 ) -> Timeline:
-    """The step as the clock predicts it; only the microbatches and versions of ``done`` are used."""
+    """Return the step's timeline predicted by the clock. From ``done``, only microbatches and versions are used."""
     timeline = simulate(schedule, times)
     if not pipeline.asynchronous:
         return timeline
@@ -84,7 +84,7 @@ def _ahead(pipeline: Pipeline) -> int:
 
 
 def _entered(done: Iterable[RecordedOperation], step: int) -> list[RecordedOperation]:
-    """The forward passes of a step in the first stage."""
+    """Return the forward passes of a step in the first stage."""
     return [
         one
         for one in done
@@ -93,7 +93,7 @@ def _entered(done: Iterable[RecordedOperation], step: int) -> list[RecordedOpera
 
 
 def _window(workers: Iterable[Iterable[Span]], begin: float, end: float) -> Timeline:
-    """Clip spans to an interval, relative to its begin."""
+    """Clip spans to an interval. Times in the result are relative to the beginning of the interval."""
     return Timeline(
         tuple(
             tuple(

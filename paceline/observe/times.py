@@ -1,4 +1,4 @@
-"""The times of the operations of a stage: profiled before training, or measured in training."""
+"""Durations of a stage's operations: profiled before training, or measured during training."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from paceline.schedule.pipeline.operations import Kind
 
 
 def profiled_times(pipeline: Pipeline) -> Times | None:
-    """The times of layers by which the model was cut; transfers, reductions and updates are free.
+    """Return the layer times by which the model was cut. Transfers, reductions and updates count as free.
 
-    Each part of a split backward pass counts as half of it; the first stage has only the second part. With
+    Each part of a split backward pass counts as half of it. The first stage has only the second part. With
     ``recompute`` a backward pass begins with a forward pass.
 
     Returns:
-        none if the layers were not measured.
+        the times, or None if the layers were not profiled.
     """
     if pipeline.times is None:
         return None
@@ -38,9 +38,9 @@ def profiled_times(pipeline: Pipeline) -> Times | None:
 
 
 def median_times(done: Iterable[RecordedOperation], stages: int) -> Times:
-    """The median of each measured operation.
+    """Return the median duration of each measured operation.
 
-    A transfer lasts from the begin of a send to the end of its receive, if the receiver was waiting already.
+    A transfer lasts from the beginning of a send to the end of its receive, if the receiver was already waiting.
     """
     done = list(done)
     seconds: dict[tuple[Kind, int], list[float]] = defaultdict(list)
@@ -54,7 +54,7 @@ def median_times(done: Iterable[RecordedOperation], stages: int) -> Times:
     return Times(
         forward=of(Kind.FORWARD),
         input=of(Kind.INPUT),
-        weight=tuple(map(max, of(Kind.BACKWARD), of(Kind.WEIGHT))),  # a stage has the one or the other
+        weight=tuple(map(max, of(Kind.BACKWARD), of(Kind.WEIGHT))),  # a stage has only one of these kinds
         transfer=tuple(_median(transfers.get(boundary, [])) for boundary in range(stages - 1)),
         reduce=of(Kind.REDUCE),
         update=of(Kind.UPDATE),
@@ -62,7 +62,7 @@ def median_times(done: Iterable[RecordedOperation], stages: int) -> Times:
 
 
 def _transfers(done: list[RecordedOperation]) -> Mapping[int, list[float]]:
-    """For each boundary between stages, the seconds of the transfers that a receiver waited for."""
+    """Return the seconds of transfers that a receiver waited for, by boundary between stages."""
     sent = {
         (step, span.operation.stage, span.operation.peer, span.operation.microbatch): span.begin
         for _, step, span in done
