@@ -1,4 +1,4 @@
-"""What the operations raise."""
+"""Errors of Horovod operations."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from paceline.errors import PacelineError
 
 
 class HorovodInternalError(PacelineError, RuntimeError):
-    """An operation failed: the workers do not agree on it, one of them left, or the deadline has passed."""
+    """Failed operation: the workers disagree about it, a worker left, or the deadline has passed."""
 
     exit_code = 5
 
 
 class InvalidRequest(HorovodInternalError, ValueError):
-    """This worker asked for what cannot be done; the others get a :class:`HorovodInternalError` that names it."""
+    """Invalid request of this worker. The other workers get a :class:`HorovodInternalError` that names it."""
 
     exit_code = 2
 
 
 class NotInitialized(HorovodInternalError, ValueError):
-    """``init`` was not called, or ``shutdown`` was."""
+    """Use of Horovod before ``init`` or after ``shutdown``."""
 
     exit_code = 2
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Workers come or go: all workers leave the function that ``hvd.elastic.run`` has called, which calls it again.
+    """Interrupt of all workers because workers join or leave. ``hvd.elastic.run`` then calls its function again.
 
     Args:
-        skip_sync: whether the state need not be synchronized, as nobody joins.
+        skip_sync: whether the state need not be synchronized because no worker joins. Defaults to False.
     """
 
     def __init__(self, skip_sync: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Groups of workers that carry out operations among themselves."""
+"""Process sets: groups of workers that run operations among themselves."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class ProcessSet:
-    """Some of the workers; give it to ``init`` or ``add_process_set``, and then to operations.
+    """Group of workers. Pass it to ``init`` or ``add_process_set`` first, then to operations.
 
     Args:
-        ranks: of its members.
+        ranks: ranks of the members.
 
     Attributes:
-        process_set_id: its number; None before it is added, and after it is removed.
-        ranks: of its members, in order.
+        process_set_id: ID of the process set. None before it is added and after it is removed.
+        ranks: ranks of the members, in ascending order.
 
     Raises:
-        ValueError: not whole numbers.
+        ValueError: ``ranks`` does not consist of integers.
     """
 
     process_set_id: int | None = None
@@ -40,17 +40,17 @@ class ProcessSet:
         self._engine, self.process_set_id = engine, number
 
     def size(self) -> int | None:
-        """The number of members; None if it is not added."""
+        """Return the number of members, or None if the process set is not added."""
         return None if self._engine is None else len(self.ranks)
 
     def rank(self) -> int | None:
-        """The place of this worker among the members; None if it is not added, -1 if it is no member."""
+        """Return this worker's index among the members, -1 if it is not a member, None if the set is not added."""
         if self._engine is None:
             return None
         return self.ranks.index(self._engine.rank) if self.included() else -1
 
     def included(self) -> bool | None:
-        """Whether this worker is a member; None if it is not added."""
+        """Return whether this worker is a member, or None if the process set is not added."""
         return None if self._engine is None else self._engine.rank in self.ranks
 
     def __str__(self) -> str:
@@ -58,12 +58,12 @@ class ProcessSet:
 
 
 global_process_set = ProcessSet([])
-"""All workers."""
+"""Process set of all workers."""
 _added: list[ProcessSet] = []
 
 
 def fill_in(engine: Engine, wanted: Sequence[ProcessSet]) -> None:
-    """Set the global process set up, and add those that ``init`` was given."""
+    """Set up the global process set and add the process sets passed to ``init``."""
     global_process_set.ranks = list(range(engine.size))
     global_process_set._enter(engine, GLOBAL)
     for one in wanted:
@@ -71,7 +71,7 @@ def fill_in(engine: Engine, wanted: Sequence[ProcessSet]) -> None:
 
 
 def forget(engine: Engine) -> None:
-    """Let go of all process sets."""
+    """Detach all process sets from the engine, which is shut down."""
     for one in (global_process_set, *_added):
         one._enter(None, None)
     global_process_set.ranks = []
@@ -79,10 +79,10 @@ def forget(engine: Engine) -> None:
 
 
 def add(engine: Engine, given: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set; all workers call this.
+    """Add a process set and return it. All workers must call this.
 
     Raises:
-        ValueError: there is one of these ranks, or there are no such ranks.
+        ValueError: a process set of these ranks exists, or the ranks are empty, repeated or out of range.
     """
     one = given if isinstance(given, ProcessSet) else ProcessSet(given)
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or not 0 <= one.ranks[0] <= one.ranks[-1] < engine.size:
@@ -98,7 +98,7 @@ def add(engine: Engine, given: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove(engine: Engine, one: ProcessSet) -> bool:
-    """Remove a process set; all workers call this. False if it is the global one, or not added."""
+    """Remove a process set. Return False if it is global or not added. All workers must call this."""
     if one.process_set_id in (None, GLOBAL):
         return False
     assert one.process_set_id is not None

@@ -1,4 +1,4 @@
-"""From ``init`` to ``shutdown``: who this worker is, and its engine. One for each process, as in Horovod."""
+"""Runtime state from ``init`` to ``shutdown``: identity and engine of this process, global as in Horovod."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paceline.horovod.settings import HorovodSettings, read_settings
 from paceline.training.recovery.generations import Generations
 
 _LONGEST_TEXT = 1000
-"""Characters of an error that the others are told."""
+"""Maximum number of characters of an error message that is sent to the other workers."""
 _SHUTDOWN = "has called shutdown"
 _engine: Engine | None = None
 _left: list[Engine] = []
@@ -38,23 +38,23 @@ _generations: Generations | None = None
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
-    """Come together with the other workers; a second call does nothing.
+    """Connect to the other workers and start the engine. Has no effect if Horovod is already initialized.
 
-    Works under ``paceline run``, ``torchrun``, ``mpiexec`` and ``srun``; without any of them this is the only worker.
+    Works under ``paceline run``, ``torchrun``, ``mpiexec`` and ``srun``. Without a launcher this is the only worker.
 
     Args:
-        comm: must be None or empty, or list all ranks: process sets do what a communicator of some ranks did.
-        process_sets: to be made at once; or "dynamic", which is always possible here.
+        comm: None, empty, or a list of all ranks. Process sets replace communicators of some ranks.
+        process_sets: process sets to add at once, or "dynamic". Process sets can be added later in any case.
 
     Raises:
-        StartError: not all workers came.
-        ValueError: a process set is given twice, or has ranks that there are not.
+        StartError: some workers did not connect before the timeout.
+        ValueError: ``comm`` lists only some ranks, or a process set is given twice or has ranks that do not exist.
     """
     if _engine is not None:
         return
     settings = read_settings()
     if _times:
-        settings = replace(settings, ignored=())  # it has been said
+        settings = replace(settings, ignored=())  # the first init() has printed the warning
     wanted = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
     while True:
         who = _elastic_identity(settings) or env.identity()
@@ -69,7 +69,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def _begin(who: Identity, settings: HorovodSettings, wanted: list[ProcessSet]) -> None:
-    """Connect to the other workers, and start the engine."""
+    """Connect to the other workers, start the engine and add the process sets."""
     global _engine, _times, _all_places
     env.set_horovod_identity(who)
     if who.world_size > 1 and _generations is None:
@@ -100,7 +100,7 @@ def _is_cut_short() -> bool:
 
 
 def _elastic_identity(settings: HorovodSettings) -> Identity | None:
-    """Who this worker is in the next generation of an elastic run; None if the run is none."""
+    """Wait for the next generation and return this worker's identity in it, or None if the run is not elastic."""
     global _generations, _host
     launched = env.launch_info()
     if launched is None or not launched.elastic:
@@ -114,7 +114,7 @@ def _elastic_identity(settings: HorovodSettings) -> Identity | None:
 
 
 def _watch(engine: Engine, generations: Generations) -> None:
-    """Let the loss of a worker end the operations of an engine."""
+    """Interrupt the engine when a worker is lost."""
     generations.is_waiting = lambda: engine.is_waiting
     generations.on_lost = lambda: engine.interrupt("another worker was lost")
     if generations.alarmed:
@@ -122,18 +122,18 @@ def _watch(engine: Engine, generations: Generations) -> None:
 
 
 def generations() -> Generations | None:
-    """The generations of an elastic run; None if the run is none, or ``init`` was not called."""
+    """Return the generations of an elastic run, or None if the run is not elastic or ``init`` was not called."""
     return _generations
 
 
 def re_form(planned: bool) -> None:
-    """Come together anew, in an elastic run with the workers that there are now.
+    """Shut down and initialize again, in an elastic run with its current workers.
 
     Args:
-        planned: whether all workers do so at the same place of the script, and none was lost.
+        planned: whether all workers call this at the same point of the script and no worker was lost.
     """
     if planned and _engine is not None and _engine.size > 1:
-        with contextlib.suppress(HorovodInternalError):  # a closed connection may take with it what others have to read
+        with contextlib.suppress(HorovodInternalError):  # closing a connection can drop data that peers have not read
             _engine.submit(Request(GLOBAL, "re-form", "barrier"), Task([], [])).wait()
     if _engine is not None:
         _engine.interrupt("the workers come together anew")
@@ -162,14 +162,14 @@ def _store(size: int) -> Any:
     if size == 1:
         return None
     c10d = dist.distributed_c10d
-    number = _times if _generations is None else _generations.number  # which those that join know, too
+    number = _times if _generations is None else _generations.number  # joining workers know the generation number, too
     return c10d.PrefixStore(f"paceline/horovod/{number}", c10d._get_default_store())
 
 
 def shutdown() -> None:
-    """Leave the other workers; what is under way fails. ``init`` may follow.
+    """Disconnect from the other workers. Pending operations fail. ``init`` may be called again.
 
-    Process sets without rank 0 go on: it keeps their table until they have left, at the end of its process at least.
+    Process sets without rank 0 continue: rank 0 negotiates for them until they have left, before its process exits.
     """
     _shut_down(_SHUTDOWN)
 
@@ -184,10 +184,10 @@ def _shut_down(why: str) -> None:
 
 
 def _leave() -> None:
-    """At the end of the process; Python has printed the exception that ends it, if one does."""
+    """Shut down at process exit. Send the peers the exception that ends the process; Python has printed it."""
     error = getattr(sys, "last_value", None)
     lines = [] if error is None else traceback.format_exception_only(error)
-    text = next((line.strip() for line in lines if not line.startswith(" ")), "")  # of a SyntaxError no code
+    text = next((line.strip() for line in lines if not line.startswith(" ")), "")  # skip a SyntaxError's code
     text = text[:_LONGEST_TEXT].rstrip(".")
     _shut_down(f"has ended by {text}" if text else _SHUTDOWN)
     for one in _left:
@@ -195,10 +195,10 @@ def _leave() -> None:
 
 
 def engine(words: str = "") -> Engine:
-    """What carries out the operations of this worker, one of which the words call.
+    """Return the engine of this worker. ``words`` names the calling operation in the error message.
 
     Raises:
-        NotInitialized: ``init`` was not called.
+        NotInitialized: ``init`` was not called, or ``shutdown`` was called since.
     """
     if _engine is None:
         who = f"Rank {env.identity().rank}: " + (f"{words}: " if words else "")
@@ -207,98 +207,98 @@ def engine(words: str = "") -> Engine:
 
 
 def is_initialized() -> bool:
-    """Whether ``init`` was called, and ``shutdown`` was not."""
+    """Return whether ``init`` was called without a later ``shutdown``."""
     return _engine is not None
 
 
 def rank() -> int:
-    """The number of this worker, from 0."""
+    """Return the rank of this worker, from 0."""
     return engine().rank
 
 
 def size() -> int:
-    """The number of workers."""
+    """Return the number of workers."""
     return engine().size
 
 
 def local_rank() -> int:
-    """The number of this worker among those of its machine."""
+    """Return the rank of this worker among the workers of its machine."""
     engine()
     return env.identity().local_rank
 
 
 def local_size() -> int:
-    """The number of workers on this machine."""
+    """Return the number of workers on this machine."""
     engine()
     return env.identity().local_world_size
 
 
 def cross_rank() -> int:
-    """The number of this worker among those of its local rank, one of each machine."""
+    """Return the rank of this worker among the workers with its local rank, one on each machine."""
     return sum(place == local_rank() for place, _ in _places()[: rank()])
 
 
 def cross_size() -> int:
-    """The number of workers that have the local rank of this one, one of each machine."""
+    """Return the number of workers with this worker's local rank, one on each machine."""
     return sum(place == local_rank() for place, _ in _places())
 
 
 def is_homogeneous() -> bool:
-    """Whether all machines have as many workers."""
+    """Return whether all machines have the same number of workers."""
     return len({count for _, count in _places()}) == 1
 
 
 def _places() -> list[tuple[int, int]]:
-    """The local rank and the local size of each worker."""
+    """Return the local rank and local size of each worker, by rank."""
     engine()
     return _all_places
 
 
 def gloo_built() -> bool:
-    """Whether operations can go over gloo: they do."""
+    """Return whether operations can use gloo. Always True."""
     return True
 
 
 def gloo_enabled() -> bool:
-    """Whether operations go over gloo: they do."""
+    """Return whether operations use gloo. Always True."""
     return True
 
 
 def mpi_built() -> bool:
-    """Whether operations can go over MPI: they cannot, also under ``mpiexec``."""
+    """Return whether operations can use MPI. Always False, even under ``mpiexec``."""
     return False
 
 
 def mpi_enabled() -> bool:
-    """Whether operations go over MPI: they do not."""
+    """Return whether operations use MPI. Always False."""
     return False
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI could be called from several threads: it is not used."""
+    """Return whether MPI can be called from several threads. Always False because MPI is not used."""
     return False
 
 
 def nccl_built() -> int:
-    """The version of NCCL that operations go over; 0: tensors of GPUs go through the host."""
+    """Return the NCCL version that operations use. Always 0 because GPU tensors go through the host."""
     return 0
 
 
 def ddl_built() -> bool:
-    """Whether operations can go over DDL of IBM: they cannot."""
+    """Return whether operations can use IBM's DDL. Always False."""
     return False
 
 
 def ccl_built() -> bool:
-    """Whether operations can go over oneCCL: they cannot."""
+    """Return whether operations can use oneCCL. Always False."""
     return False
 
 
 def cuda_built() -> bool:
-    """Whether operations stay on CUDA devices: they do not."""
+    """Return whether operations stay on CUDA devices. Always False."""
     return False
 
 
 def rocm_built() -> bool:
-    """Whether operations stay on ROCm devices: they do not."""
+    """Return whether operations stay on ROCm devices. Always False."""
     return False

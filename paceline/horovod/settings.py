@@ -1,4 +1,4 @@
-"""The variables of Horovod that have an effect here."""
+"""Horovod environment variables that have an effect in Paceline."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from paceline.environments import env
 
 @dataclass(frozen=True)
 class HorovodSettings:
-    """What the environment says.
+    """Settings from Horovod's environment variables.
 
     Attributes:
-        fusion_bytes: of small tensors that are reduced together; ``HOROVOD_FUSION_THRESHOLD``, 0: none.
-        cycle_seconds: to wait for more requests before they are sent; ``HOROVOD_CYCLE_TIME``, in milliseconds.
-        cache_capacity: requests that have a number; ``HOROVOD_CACHE_CAPACITY``.
-        stall_seconds: before a warning names what is missing; ``HOROVOD_STALL_CHECK_TIME_SECONDS``. None: never, by
-            ``HOROVOD_STALL_CHECK_DISABLE=1``.
-        deadline_seconds: before a wait ends with an error; ``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``.
-        start_seconds: to wait for the other workers in ``init``; ``HOROVOD_GLOO_TIMEOUT_SECONDS``.
-        timeline: the file in which rank 0 records operations; ``HOROVOD_TIMELINE``. Empty: none.
-        mark_cycles: whether turns of the negotiation are recorded, too; ``HOROVOD_TIMELINE_MARK_CYCLES``.
-        ignored: the variables of Horovod in the environment that have no effect.
+        fusion_bytes: maximum size of tensors reduced together (``HOROVOD_FUSION_THRESHOLD``). 0 disables fusion.
+        cycle_seconds: delay before requests are sent, to collect more (``HOROVOD_CYCLE_TIME``, in milliseconds).
+        cache_capacity: maximum number of requests in the response cache (``HOROVOD_CACHE_CAPACITY``).
+        stall_seconds: waiting time before a warning names missing ranks (``HOROVOD_STALL_CHECK_TIME_SECONDS``). None
+            if ``HOROVOD_STALL_CHECK_DISABLE=1`` disables the warning.
+        deadline_seconds: waiting time before an operation fails (``HOROVOD_STALL_SHUTDOWN_TIME_SECONDS``).
+        start_seconds: timeout for the other workers in ``init`` (``HOROVOD_GLOO_TIMEOUT_SECONDS``).
+        timeline: file in which rank 0 records operations (``HOROVOD_TIMELINE``). Empty if they are not recorded.
+        mark_cycles: whether negotiation cycles are recorded, too (``HOROVOD_TIMELINE_MARK_CYCLES``).
+        ignored: names, without ``HOROVOD_``, of Horovod variables in the environment that have no effect.
     """
 
     fusion_bytes: int
@@ -43,14 +43,14 @@ _TRUE_HERE = {
     *("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE", "HOSTNAME", "ELASTIC"),
     *("DYNAMIC_PROCESS_SETS", "CONTROLLER", "CPU_OPERATIONS", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT"),
 }
-"""What launchers of Horovod set, and what is so in any case."""
+"""Variables that Horovod's launchers set, or that request what Paceline does in any case."""
 
 
 def read_settings() -> HorovodSettings:
-    """Read the variables.
+    """Return the settings from the environment.
 
     Raises:
-        ConfigError: one of them is not a number, or negative.
+        ConfigError: a numeric variable is not a number or is negative.
     """
     timeline = env.horovod_text("TIMELINE")
     disabled = env.horovod_number("STALL_CHECK_DISABLE", 0) != 0

@@ -1,1 +1,1 @@
-"""What Horovod's interfaces for all frameworks have in common."""
+"""Modules that Horovod's interfaces for all frameworks share."""

@@ -1,13 +1,13 @@
-"""State that outlives the loss and the arrival of workers: committed, restored, and given to those that join.
+"""Elastic training state: committed, restored after the loss of a worker, and sent to workers that join.
 
 ::
 
     run:  sync ─ func ┬ returns                                                 done
           ▲           ├ HorovodInternalError   a worker was lost  ─ restore ─┐
-          │           └ HostsUpdatedInterrupt  workers come                  ├ reset: the workers that there are now
+          │           └ HostsUpdatedInterrupt  workers join                  ├ reset: re-form with the current workers
           └────────────────────────────────────────────────────── on_reset ◄─┘
 
-A script of which one operation fails again and again without a commit in between ends with its error.
+A script ends with the error of an operation that fails repeatedly without a commit in between.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 from paceline.horovod.runtime import generations
 
 _MOST_RESETS = 10
-"""Without a commit in between."""
+"""Maximum number of resets after failures without a commit in between."""
 ADDED, REMOVED = 2, 1
 
 
 class State:
-    """What ``run`` restores and synchronizes; scripts override ``save``, ``restore``, ``sync`` and ``reset``.
+    """State that ``run`` restores and synchronizes. Scripts override ``save``, ``restore``, ``sync`` and ``reset``.
 
     Args:
-        bcast_object: gives the object of rank 0 on all workers.
-        get_rank: gives the rank of this worker.
+        bcast_object: function that returns the object of rank 0 on all workers.
+        get_rank: function that returns the rank of this worker.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
@@ -43,30 +43,30 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], None]]) -> None:
-        """Have functions called after each change of the workers, before the state is synchronized."""
+        """Register functions to call after each change of the workers, before the state is synchronized."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """The workers have changed: forget what was announced, and call what was registered."""
+        """Discard announcements, then call ``reset`` and the registered functions, after the workers changed."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
-        """Take note that workers come (``update_res`` 2) or go (1); any thread may call it.
+        """Record the announcement that workers join (``update_res`` 2) or leave (1). Any thread may call this.
 
         Args:
-            timestamp: higher than that of all notices before.
-            update_res: what happens.
+            timestamp: number that is higher than those of all earlier announcements.
+            update_res: kind of the change.
         """
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:
-        """Save the state, then :meth:`check_host_updates`; all workers call it at the same places.
+        """Save the state, then call :meth:`check_host_updates`. All workers must commit at the same points.
 
         Raises:
-            HostsUpdatedInterrupt: workers come or go; nothing is lost.
+            HostsUpdatedInterrupt: workers join or leave. No progress is lost.
         """
         self.save()
         if (found := generations()) is not None and found.commits is not None:
@@ -74,10 +74,10 @@ class State:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Let all workers interrupt ``func`` if rank 0 has heard that workers come or go; all call it together.
+        """Interrupt ``func`` on all workers if rank 0 has an announcement. All workers call this together.
 
         Raises:
-            HostsUpdatedInterrupt: it has.
+            HostsUpdatedInterrupt: rank 0 has the announcement that workers join or leave.
         """
         before = last = self._last_updated_timestamp
         what = 0
@@ -90,28 +90,28 @@ class State:
             raise HostsUpdatedInterrupt(what == REMOVED)
 
     def save(self) -> None:
-        """Keep a copy of the state on this worker."""
+        """Save a copy of the state on this worker."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the saved copy."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Take the state of rank 0."""
+        """Replace the state by that of rank 0."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Do what is due when the workers have changed."""
+        """Adapt the state after the workers have changed. Does nothing unless overridden."""
 
 
 class ObjectState(State):
-    """State of plain objects, each an attribute of this one; they are pickled on their way.
+    """State of plain objects, which are its attributes and are pickled to be sent.
 
     Args:
-        bcast_object: gives the object of rank 0 on all workers.
-        get_rank: gives the rank of this worker.
-        kwargs: the attributes, with their first values.
+        bcast_object: function that returns the object of rank 0 on all workers.
+        get_rank: function that returns the rank of this worker.
+        kwargs: attributes with their initial values.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
@@ -120,15 +120,15 @@ class ObjectState(State):
         self._set_attrs()
 
     def save(self) -> None:
-        """Keep copies of the attributes."""
+        """Save copies of the attributes."""
         self._saved_state = {name: copy.deepcopy(getattr(self, name)) for name in self._saved_state}
 
     def restore(self) -> None:
-        """Give the attributes their saved values."""
+        """Restore the saved values of the attributes."""
         self._set_attrs()
 
     def sync(self) -> None:
-        """Take the attributes of rank 0, as they are now, and save them."""
+        """Replace the attributes by the current values of rank 0, and save them."""
         if self._saved_state:
             now = {name: getattr(self, name) for name in self._saved_state}
             self._saved_state = copy.deepcopy(self._bcast_object(now))
@@ -140,11 +140,11 @@ class ObjectState(State):
 
 
 def run_fn(func: Callable[..., Any], reset: Callable[[bool], None]) -> Callable[..., Any]:
-    """Wrap a function of a state, so that it goes on when workers are lost or come.
+    """Wrap a function of a state so that it continues when workers are lost or join.
 
     Args:
-        func: called with the state, again and again until it returns.
-        reset: comes together with the workers that there are now; gets whether all workers were interrupted at once.
+        func: called with the state until it returns.
+        reset: re-forms the current workers. Its argument is whether all workers were interrupted together.
     """
 
     @functools.wraps(func)
@@ -189,7 +189,7 @@ def _listening(state: State) -> Iterator[None]:
 
 
 def _announce_again(state: State) -> None:
-    """What was announced before the state listened, or while it forgot what it had heard."""
+    """Repeat an announcement from before the state listened, or that ``on_reset`` discarded."""
     found = generations()
     if found is not None and found.pending > found.number:
         state.on_hosts_updated(found.pending, ADDED)

@@ -1,4 +1,4 @@
-"""The errors of Horovod, where it has them."""
+"""Horovod's errors under Horovod's module path."""
 
 from paceline.horovod.errors import HorovodInternalError, HostsUpdatedInterrupt
 

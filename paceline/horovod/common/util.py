@@ -1,4 +1,4 @@
-"""What scripts take from the helpers that Horovod's interfaces share."""
+"""Helpers that Horovod's interfaces share and scripts import."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.horovod import runtime
 
 
 def env(**kwargs: str | None) -> AbstractContextManager[None]:
-    """Set variables of the environment for a block; those given as None stay as they are.
+    """Set environment variables for a ``with`` block. Variables given as None stay unchanged.
 
     Example:
         >>> import os
@@ -21,25 +21,25 @@ def env(**kwargs: str | None) -> AbstractContextManager[None]:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """As :func:`paceline.horovod.torch.gloo_built`."""
+    """Return the value of :func:`paceline.horovod.torch.gloo_built`."""
     return runtime.gloo_built()
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """As :func:`paceline.horovod.torch.mpi_built`."""
+    """Return the value of :func:`paceline.horovod.torch.mpi_built`."""
     return runtime.mpi_built()
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """As :func:`paceline.horovod.torch.nccl_built`."""
+    """Return the value of :func:`paceline.horovod.torch.nccl_built`."""
     return runtime.nccl_built()
 
 
 def ddl_built(verbose: bool = False) -> bool:
-    """As :func:`paceline.horovod.torch.ddl_built`."""
+    """Return the value of :func:`paceline.horovod.torch.ddl_built`."""
     return runtime.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """As :func:`paceline.horovod.torch.ccl_built`."""
+    """Return the value of :func:`paceline.horovod.torch.ccl_built`."""
     return runtime.ccl_built()

@@ -1,6 +1,6 @@
-"""Adasum: a sum of gradients that leaves out what they have in common (Maleki et al. 2020, arXiv 2006.02924).
+"""Adasum: sum of gradients that counts their common component once (Maleki et al. 2020, arXiv 2006.02924).
 
-Two gradients that point the same way give their mean, two at a right angle their sum::
+Two parallel gradients give their mean, and two orthogonal gradients their sum. Pairs are combined along a tree::
 
     a ─┐
     b ─┴─ ab ─┐
@@ -16,7 +16,7 @@ import torch
 
 
 def adasum(vectors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Combine vectors of one shape along a binary tree; computed in float64.
+    """Combine vectors of the same shape along a binary tree, in float64.
 
     Example:
         >>> adasum([torch.tensor([2.0, 0.0]), torch.tensor([0.0, 3.0])])

@@ -1,7 +1,7 @@
-"""The thread of each process that negotiates operations and carries them out, while the script computes.
+"""Background thread of each process that negotiates and executes operations while the script computes.
 
-A steady loop of the thread: take what the script has submitted, send it to rank 0 (which puts it into the table of
-``negotiation``), and carry out what rank 0 sends in return, in its order, which is the same for all workers.
+In a loop, the thread takes submitted requests, sends them to rank 0 (which enters them into the table of
+``negotiation``), and executes the responses of rank 0 in the order received, which is the same on all workers.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _RECORDED = frozenset(["allreduce", *_OPERATIONS])
 
 
 class Engine:
-    """The operations of one worker among others.
+    """Engine of one worker, which negotiates and executes operations.
 
     Args:
-        rank: of this worker.
+        rank: rank of this worker.
         size: number of workers.
-        links: to rank 0, or from it.
-        group: torch's process group of all; none in one process.
-        settings: from the environment.
+        links: connection to rank 0, or on rank 0 the connections to all other workers.
+        group: torch process group of all workers, or None with a single worker.
+        settings: settings from the environment.
 
     Attributes:
-        sets: the members of each process set.
-        joins: how often all workers have joined.
-        waits: for what is not negotiated, and who is gone.
-        failure: why nothing can be done any more; empty while it can.
+        sets: members of each process set, by ID.
+        joins: number of times that all workers have joined.
+        waits: waits that are not negotiated, and workers that have left.
+        failure: why the engine has stopped. Empty while it runs.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class Engine:
         self._thread.start()
 
     def submit(self, request: Request, task: Task) -> Handle:
-        """Ask for an operation; an empty name is replaced by a number, which all members of a set count alike.
+        """Submit an operation. An empty name is replaced by a counter that is the same on all members of the set.
 
-        Barriers are counted by themselves: ranks meet in one again after an error in which they got out of step.
+        Barriers have a counter of their own, so that ranks meet in a barrier again after an error on some of them.
 
         Raises:
-            InvalidRequest: an operation of this name is under way, or this worker is no member of the process set.
-            HorovodInternalError: nothing can be done any more.
+            InvalidRequest: an operation of this name is pending, or this worker is not in the process set.
+            HorovodInternalError: the engine has stopped.
         """
         members = self.sets.get(request.set)
         if members is None or (self.rank not in members.ranks):
@@ -120,25 +120,25 @@ class Engine:
         return handle
 
     def add_plan(self, plan: Plan) -> None:
-        """Note a plan, which :meth:`plans` gives as long as it exists."""
+        """Register a plan for :meth:`plans`, by a weak reference."""
         self._plans.add(plan)
 
     def plans(self) -> list[Plan]:
-        """The plans in use."""
+        """Return the open plans."""
         return [one for one in self._plans if one.open]
 
     @property
     def is_waiting(self) -> bool:
-        """Whether operations are under way."""
+        """Whether operations are pending."""
         return bool(self._pending)
 
     def interrupt(self, why: str) -> None:
-        """End what is under way, from any thread: another worker was lost."""
+        """Stop the engine from any thread. Pending operations fail with the reason ``why``."""
         self._interrupted = why
         self._links.wake()
 
     def close(self, why: str) -> None:
-        """Leave the others, who are told why; what is under way fails."""
+        """Disconnect from the other workers after sending them the reason. Pending operations fail."""
         self._closing = why
         self._links.wake()
         self._departed.wait()
@@ -149,10 +149,10 @@ class Engine:
                 dist.destroy_process_group(members.group)
 
     def serve(self) -> None:
-        """After :meth:`close`: go on until no process set needs the table of this worker any more."""
+        """Wait, after :meth:`close`, until no process set needs this worker's negotiation table."""
         self._thread.join()
 
-    # on the thread
+    # methods of the engine's thread
 
     def _run(self) -> None:
         why = ""
@@ -167,7 +167,7 @@ class Engine:
             while self._is_needed():
                 self._turn()
             self._links.send_all({"type": "bye", "why": self._closing}, self.settings.start_seconds)
-        except Exception as error:  # noqa: BLE001 - whoever waits raises it
+        except Exception as error:  # noqa: BLE001 - waiting threads raise it
             why = str(error) if isinstance(error, HorovodInternalError) else f"{type(error).__name__}: {error}"
             self._links.send_all({"type": "bye", "why": f"has failed: {why.rstrip('.')}"}, self.settings.start_seconds)
         self._fail(why)
@@ -176,7 +176,7 @@ class Engine:
         self._departed.set()
 
     def _is_needed(self) -> bool:
-        """Whether others go on after rank 0 has left: in process sets without it, of which some are still there."""
+        """Return whether process sets without rank 0 still have members that negotiate after rank 0 has left."""
         quiet = time.monotonic() - self._quiet_since
         return self._negotiation is not None and self._negotiation.outlive(0) and quiet < self.settings.deadline_seconds
 
@@ -196,11 +196,11 @@ class Engine:
             self._lost(rank, _LEFT)
         if self._negotiation is not None:
             self._respond(self._negotiation)
-        self._quiet_since = time.monotonic() if active else self._quiet_since  # a turn may have taken long
+        self._quiet_since = time.monotonic() if active else self._quiet_since  # a turn can take long
         self._look_at_waits()
 
     def _patience(self) -> float:
-        """How long to sleep: until the next look at stalls, if something waits."""
+        """Return the timeout of the next receive: 0 with submitted requests, else the time to the next stall check."""
         if self._submitted:
             return 0.0
         shortest = min(self.settings.stall_seconds or 60.0, self.settings.deadline_seconds, ANSWER_SECONDS) / 4
@@ -257,7 +257,7 @@ class Engine:
             negotiation.end_wait(rank, name)
         if message["blocked"]:
             negotiation.block(rank, tuple(message["blocked"]))
-        if rank != 0:  # it then knows that this process is not stopped
+        if rank != 0:  # acknowledge: rank 0 is not stopped
             self._links.send(rank, {"type": "news", "gone": [], "stalled": {}}, self.settings.deadline_seconds)
 
     def _lost(self, rank: int, why: str) -> None:
@@ -285,7 +285,7 @@ class Engine:
             self._carry_out(response)
 
     def _report(self, stalled: dict[str, str]) -> None:
-        """Warn on the console of rank 0; all remember it, for the error if the wait fails."""
+        """Print stall warnings on rank 0 and send them to all workers, for the error if the wait fails."""
         for text in stalled.values():
             say(text)
         if stalled:
@@ -294,7 +294,7 @@ class Engine:
 
     def _item(self, written: Any) -> Item | None:
         if isinstance(written, int):
-            if written not in self._keys:  # of a process set without this rank
+            if written not in self._keys:  # request of a process set without this rank
                 return None
             return Item(self._cache[self._keys[written]][1], written, (), False)
         request, number, rows, new = written
@@ -317,7 +317,7 @@ class Engine:
                 handle.end(error)
 
     def _perform(self, response: Response, handles: list[Handle | None]) -> str:
-        """Carry out; gives the error of this operation alone. Others end the thread."""
+        """Execute an operation and return an empty error. A failure raises and ends the thread."""
         request, handle = response.items[0].request, handles[0]
         if request.kind in (JOIN, ADD_SET, REMOVE_SET, PLAN):
             value = self._change(request)
@@ -364,11 +364,11 @@ class Engine:
         return request.root
 
     def open_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """A process group of torch of these ranks; all workers call this in the same order."""
+        """Create a torch process group of these ranks. All workers must call this in the same order."""
         return operations.open_group(ranks, self.rank, self.settings.deadline_seconds)
 
     def _look_at_waits(self) -> None:
-        """Tell rank 0 of long waits that it does not know of; it ends those that take too long, if it can."""
+        """Notify rank 0 of this worker's long waits. Raise HorovodInternalError if rank 0 does not end them."""
         if self._negotiation is None:
             with self._lock:
                 self.waits.give_up(self._pending.values(), self._quiet_since, self._links.looked)
@@ -381,7 +381,7 @@ class Engine:
             self._links.send(0, message, self.settings.deadline_seconds)
 
     def _explained(self, what: str, error: RuntimeError) -> HorovodInternalError:
-        """Name who left, which is known soon after an operation has failed."""
+        """Build the error of a failed operation after waiting briefly for the news which worker left."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while not self.waits.gone and time.monotonic() < until:
             messages, ended = self._links.receive(until - time.monotonic())

@@ -1,4 +1,4 @@
-"""An operation under way."""
+"""Handle of a submitted operation."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from paceline.horovod.errors import HorovodInternalError
 
 
 class Handle:
-    """An operation under way.
+    """Handle of a submitted operation.
 
     Args:
-        request: what was asked for.
-        task: its tensors and results.
-        on_wait: called when the script begins to wait for it.
+        request: request that was submitted.
+        task: input tensors and results.
+        on_wait: called with the handle when the script begins to wait for a pending operation.
 
     Attributes:
-        request: what was asked for.
-        task: its tensors and results.
-        since: when it was asked for.
-        value: a result that is no tensor: the last rank of a join, the number of a process set, a process group; of
-            ``allgather`` and ``alltoall`` the rows of each member.
+        request: request that was submitted.
+        task: input tensors and results.
+        since: monotonic time of the submission, in seconds.
+        value: result other than a tensor: the last rank to join, the ID of a process set, or a process group. For
+            ``allgather`` and ``alltoall``, the number of rows of each member.
     """
 
     def __init__(self, request: Request, task: Task, on_wait: Callable[[Handle], None]) -> None:
@@ -36,15 +36,15 @@ class Handle:
         self._done = threading.Event()
 
     def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
+        """Return whether the operation has ended, so that :meth:`wait` does not block."""
         return self._done.is_set()
 
     def wait_for(self, seconds: float) -> None:
-        """Wait a while, whatever comes of it."""
+        """Wait for at most ``seconds`` without raising the operation's error."""
         self._done.wait(seconds)
 
     def wait(self) -> list[Any]:
-        """Wait for the results.
+        """Wait until the operation has ended and return its results.
 
         Raises:
             HorovodInternalError: the operation failed.
@@ -57,6 +57,6 @@ class Handle:
         return self.task.outputs
 
     def end(self, error: str = "") -> None:
-        """Let go of who waits."""
+        """Mark the operation as ended and wake waiting threads. A nonempty ``error`` marks it as failed."""
         self._error = error
         self._done.set()

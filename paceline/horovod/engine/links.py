@@ -1,7 +1,7 @@
-"""The connections between rank 0 and the other workers, over which operations are negotiated.
+"""Connections between rank 0 and the other workers, over which operations are negotiated.
 
-Messages are those of ``coordinator.messages``; each end proves first that it belongs to the run, by a key that goes
-through the store at which the workers met. One thread reads; any thread may wake it.
+Messages have the format of ``coordinator.messages``. Each end first proves that it belongs to the run, with a key from
+the store of the rendezvous. One thread reads, and any thread may wake it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOOK_SECONDS = 0.2
 
 
 class Links:
-    """The connections of this worker; none if it is the only one.
+    """Connections of this worker: to rank 0, or from rank 0 to all others. None if it is the only worker.
 
     Args:
-        rank: of this worker.
-        connections: by rank of the other end.
+        rank: rank of this worker.
+        connections: connections by the rank of the other end.
 
     Attributes:
-        looked: when :meth:`receive` was called last; what had come by then has been read.
+        looked: monotonic time of the last :meth:`receive` call. Messages that had arrived by then have been read.
     """
 
     def __init__(self, rank: int, connections: dict[int, Connection]) -> None:
@@ -53,16 +53,16 @@ class Links:
             self._poll.register(one.socket, select.POLLIN)
 
     def wake(self) -> None:
-        """End the wait of the thread in :meth:`receive`, or its next one."""
-        with contextlib.suppress(OSError):  # it is awake already, or closed
+        """End the current wait in :meth:`receive`, or the next wait if no thread is waiting."""
+        with contextlib.suppress(OSError):  # already woken, or closed
             self._waking.send(b"\0")
 
     def send(self, rank: int, message: Message, seconds: float) -> None:
-        """Send a message, and wait until the kernel has taken all of it; a broken connection is found by reading."""
+        """Send a message and wait until the kernel has accepted it. Broken connections are detected by reading."""
         self._send(rank, encode(message), seconds)
 
     def send_all(self, message: Message, seconds: float) -> None:
-        """Send a message to the other ends of all connections."""
+        """Send a message over all connections."""
         line = encode(message)
         for rank in self._connections:
             self._send(rank, line, seconds)
@@ -75,7 +75,7 @@ class Links:
             connection.flush()
 
     def receive(self, seconds: float) -> tuple[list[tuple[int, Message]], list[int]]:
-        """Wait until something comes; gives messages with their ranks, and the ranks whose connection has ended."""
+        """Wait for messages. Return them with their ranks, and the ranks whose connections have ended."""
         self.looked = time.monotonic()
         messages: list[tuple[int, Message]] = []
         ended = []
@@ -93,7 +93,7 @@ class Links:
         return messages, ended
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         for one in self._connections.values():
             one.close()
         self._sleeping.close()
@@ -103,16 +103,16 @@ class Links:
 def open_links(
     rank: int, size: int, host: str, store: Store, seconds: float, is_cut_short: Callable[[], bool]
 ) -> Links:
-    """Connect all workers with rank 0; all call this together.
+    """Connect all workers with rank 0. All workers call this together.
 
     Args:
-        host: by which the others reach rank 0.
-        store: to tell the others where rank 0 listens, of this call alone.
-        seconds: to wait at most.
-        is_cut_short: whether a worker is known to be lost.
+        host: address at which the other workers reach rank 0.
+        store: store used by this call alone, in which rank 0 publishes its address.
+        seconds: timeout in seconds.
+        is_cut_short: returns whether a worker is known to be lost.
 
     Raises:
-        StartError: not all came.
+        StartError: some workers did not connect before the timeout.
     """
     if size == 1:
         return Links(rank, {})

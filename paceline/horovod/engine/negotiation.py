@@ -1,11 +1,11 @@
-"""Which operations all workers have asked for: the table that rank 0 keeps. No torch, no socket, no clock.
+"""Negotiation table of rank 0: which operations all workers have requested. No torch, no socket, no clock.
 
-Workers submit in any order; an operation is carried out once all members of its process set have asked for it::
+Workers submit in any order. An operation is executed once all members of its process set have requested it::
 
     rank 0   b  a  c ─┐
-    rank 1   a  c  b ─┴─ ready: a, c, b   all carry them out in this order, small ones fused
+    rank 1   a  c  b ─┴─ ready: a, c, b   executed in this order on all ranks, small operations fused
 
-A request that a worker has made before has a number (the response cache), and goes over the network as that alone.
+A repeated request has a number (the response cache), and only that number goes over the network.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "float16": 2, "bfloat16"
 
 
 class Item(NamedTuple):
-    """One operation to carry out.
+    """Operation to execute.
 
     Attributes:
-        request: as the first worker made it.
-        number: of the request in the response cache; -1: none.
-        rows: first dimensions of the tensors, or splits, by member, where members differ in them.
+        request: request as the first worker made it.
+        number: number of the request in the response cache, or -1.
+        rows: by member, the first dimensions of the tensors (``allgather``) or the splits (``alltoall``).
         new: whether the workers do not know the number yet.
     """
 
@@ -40,7 +40,7 @@ class Item(NamedTuple):
 
 
 class Response(NamedTuple):
-    """What all workers do next: one operation, or several that are fused; or they raise an error."""
+    """Next action of all workers: one operation, several fused operations, or an error."""
 
     items: tuple[Item, ...]
     error: str = ""
@@ -48,7 +48,7 @@ class Response(NamedTuple):
 
     @property
     def written(self) -> list[Any]:
-        """The items as they are sent: those that all members know by their number alone."""
+        """Items as they are sent: only the number if all members know the request."""
         return [
             one.number if one.number >= 0 and not one.new and not one.rows and not self.joined else one
             for one in self.items
@@ -67,15 +67,15 @@ def _first(entry: _Entry) -> Request:
 
 
 class Negotiation:
-    """The requests that are still waiting for some ranks.
+    """Table of the requests that some ranks have not made yet.
 
     Args:
         size: number of workers.
-        threshold: bytes that are fused at most.
-        capacity: of the response cache.
+        threshold: maximum number of bytes in a fused operation.
+        capacity: maximum number of requests in the response cache.
 
     Attributes:
-        sets: the ranks of each process set.
+        sets: ranks of each process set, by ID.
     """
 
     def __init__(self, size: int, threshold: int, capacity: int) -> None:
@@ -93,7 +93,7 @@ class Negotiation:
         self._next_set = 1
 
     def submit(self, rank: int, request: Request, now: float) -> None:
-        """Take a request of a rank."""
+        """Add a request of a rank."""
         self._blocked.pop(rank, None)
         if request.kind == JOIN:
             self._joined.append(rank)
@@ -112,20 +112,20 @@ class Negotiation:
             self._complete.append(request.key)
 
     def known(self, rank: int, number: int) -> Request:
-        """The request that this rank made before under a number."""
+        """Return the request that this rank has made before under a number of the response cache."""
         return self._known[number][rank]
 
     def outlive(self, rank: int) -> bool:
-        """Whether a process set without a rank has members that are still there."""
+        """Return whether a process set without ``rank`` has members that have not left."""
         return any(rank not in ranks and set(ranks) - self._gone.keys() for ranks in self.sets.values())
 
     def leave(self, rank: int, why: str) -> None:
-        """Note that a rank takes part in nothing any more."""
+        """Record that a rank has left, and why."""
         self._gone[rank] = why
         self._complete += list(self._entries)
 
     def take_ready(self) -> list[Response]:
-        """Take what can be carried out now, and what has failed."""
+        """Remove and return the operations that can be executed now or have failed."""
         found, fusing = [], _Fusing(self._threshold)
         removed: list[Response] = []
         for key in self._complete:
@@ -145,7 +145,7 @@ class Negotiation:
         self._complete.clear()
         joined = self._joined_of((GLOBAL, ""))
         found += [Response(items, joined=joined) for items in fusing.fused()]
-        found += removed  # some of the others may be for these process sets
+        found += removed  # last, because operations before may use these process sets
         if self._joined and len(self._joined) + len(self._gone) >= len(self.sets[GLOBAL]):
             found.append(Response((Item(Request(GLOBAL, JOIN, JOIN, root=self._joined[-1])),)))
             self._joined = []
@@ -208,12 +208,12 @@ class Negotiation:
         return self._next_set - 1
 
     def wait_outside(self, rank: int, name: str, set_: int, since: float) -> None:
-        """Note that a rank has waited since then for an operation of a plan, which needs no response."""
+        """Record that a rank has waited since ``since`` for an operation of a plan, which is not negotiated."""
         entry = self._waits.setdefault(name, _Entry(since))
         entry.requests[rank] = Request(set_, name, "allreduce")
 
     def end_wait(self, rank: int, name: str) -> None:
-        """Note that the wait of a rank is over."""
+        """Record that the wait of a rank is over."""
         entry = self._waits.get(name)
         if entry is not None:
             entry.requests.pop(rank, None)
@@ -221,7 +221,7 @@ class Negotiation:
                 del self._waits[name]
 
     def stalled(self, now: float, seconds: float) -> dict[str, str]:
-        """Describe each operation that some ranks have waited for longer than this, once; by its name."""
+        """Return, by name, descriptions of operations awaited for more than ``seconds``. Each is returned once."""
         found = {}
         for entry in (*self._entries.values(), *self._waits.values()):
             if now - entry.since > seconds and not entry.warned:
@@ -230,16 +230,16 @@ class Negotiation:
         return found
 
     def block(self, rank: int, key: Key) -> None:
-        """Note that the script of a rank does nothing until this operation is done."""
+        """Record that the script of a rank is blocked until this operation is done."""
         self._blocked[rank] = key
 
     def untangle(self) -> list[Response]:
-        """Fail operations whose ranks wait for each other in different ones, which no time would end.
+        """Fail deadlocked operations, whose ranks wait for each other in different operations.
 
-        If some of them wait in a barrier, it goes on: there the others can come to, whatever they missed::
+        A barrier among them does not fail, because the other ranks can still reach it::
 
             rank 0   allreduce a   allreduce b   barrier    waits in allreduce b, which fails
-            rank 1   allreduce a                 barrier    waits here
+            rank 1   allreduce a                 barrier    waits in the barrier
         """
         waiting = {rank: self._entries[key] for rank, key in self._blocked.items() if key in self._entries}
         waiting = {rank: entry for rank, entry in waiting.items() if rank in entry.requests}
@@ -270,7 +270,7 @@ class Negotiation:
         )
 
     def give_up(self, now: float, seconds: float) -> list[Response]:
-        """Fail what some ranks have waited for longer than this."""
+        """Fail operations that some ranks have awaited for more than ``seconds``."""
         late = [key for key, entry in self._entries.items() if now - entry.since > seconds]
         found = []
         for key in late:
@@ -290,7 +290,7 @@ class Negotiation:
 
 
 class _Fusing:
-    """Reductions that are alike, put together."""
+    """Groups of all-reduces that can be executed as one."""
 
     def __init__(self, threshold: int) -> None:
         self._threshold = threshold
@@ -298,7 +298,7 @@ class _Fusing:
         self._sizes: dict[tuple[Any, ...], int] = {}
 
     def take(self, item: Item) -> bool:
-        """Take an item if it can be fused."""
+        """Add an item if it can be fused, and return whether it was added."""
         one = item.request
         if one.kind != "allreduce" or one.op == "Adasum" or len(set(one.dtypes)) != 1:
             return False
@@ -312,7 +312,7 @@ class _Fusing:
         return True
 
     def fused(self) -> Iterator[tuple[Item, ...]]:
-        """All groups of items."""
+        """Yield all groups of items."""
         for groups in self._groups.values():
             yield from map(tuple, groups)
 

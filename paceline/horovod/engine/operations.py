@@ -1,6 +1,6 @@
-"""The operations on tensors, over the process group of a process set; the tensors of GPUs go through the host.
+"""Tensor operations over the process group of a process set. GPU tensors go through the host.
 
-All are called on one thread, by all members of the set in the same order.
+All members of the set call the operations in the same order, each on a single thread.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ REDUCTIONS = {
     "Product": dist.ReduceOp.PRODUCT,
 }
 _WIDER = {torch.int16: torch.int32, torch.bool: torch.uint8}
-"""Types that gloo cannot add up."""
+"""Wider types for dtypes that gloo cannot reduce."""
 
 
 class Members(NamedTuple):
-    """The workers that take part.
+    """Members of a process set.
 
     Attributes:
-        ranks: of all members, in order.
-        place: of this worker among them.
-        group: of torch; none if there is one member alone.
+        ranks: ranks of all members, in ascending order.
+        place: index of this worker in ``ranks``, or -1 if it is not a member.
+        group: torch process group. None if there is only one member or this worker is not a member.
     """
 
     ranks: tuple[int, ...]
@@ -42,11 +42,11 @@ class Members(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What this worker gives to an operation, and where its results go.
+    """Tensors and results of an operation on this worker.
 
     Attributes:
-        tensors: given.
-        outputs: filled with the results; those that are None are made.
+        tensors: input tensors.
+        outputs: output tensors, filled with the results. None is replaced by a new tensor.
     """
 
     tensors: list[torch.Tensor]
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 
 def open_group(ranks: tuple[int, ...], rank: int, seconds: float) -> dist.ProcessGroup | None:
-    """A process group of torch of some ranks; all workers call this in the same order."""
+    """Create a torch process group of some ranks. All workers must call this in the same order."""
     if len(ranks) == 1 and not dist.is_initialized():
         return None
     group = dist.distributed_c10d.new_group(list(ranks), timeout=timedelta(seconds=seconds), backend="gloo")
@@ -62,14 +62,14 @@ def open_group(ranks: tuple[int, ...], rank: int, seconds: float) -> dist.Proces
 
 
 def start_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, op: str = "Sum") -> dist.Work:
-    """Start to reduce a tensor in place; not recorded among the calls of the script."""
+    """Start an in-place all-reduce that is not recorded as a call of the script."""
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(REDUCTIONS[op])
     return group.allreduce([tensor], options)
 
 
 def allreduce(members: Members, items: Sequence[Item], tasks: Sequence[Task | None]) -> None:
-    """Reduce the tensors of several tasks at once; without a task this worker has joined, and gives zeros."""
+    """Reduce the tensors of several tasks at once. If a task is None, this worker has joined and sends zeros."""
     first = items[0].request
     dtypes = {getattr(torch, name) for item in items for name in item.request.dtypes}
     for dtype in sorted(dtypes, key=str):
@@ -97,7 +97,7 @@ def _parts(
 
 
 def _reduce(members: Members, flat: torch.Tensor, request: Request) -> torch.Tensor:
-    """Reduce a vector, which may be changed."""
+    """Return a vector reduced over the members. The given vector may be changed."""
     flat = _scaled(flat, request.prescale)
     if request.op == "Adasum":
         return _scaled(adasum(_gather(members, flat, [flat.numel()] * len(members.ranks))), request.postscale)
@@ -114,7 +114,7 @@ def _reduce(members: Members, flat: torch.Tensor, request: Request) -> torch.Ten
 
 
 def _scaled(flat: torch.Tensor, factor: float) -> torch.Tensor:
-    """Multiply; whole numbers in float64, and toward zero."""
+    """Return a vector times a factor. Integers are multiplied in float64 and truncated toward zero."""
     if factor == 1.0:
         return flat
     if flat.dtype.is_floating_point:
@@ -123,7 +123,7 @@ def _scaled(flat: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def allgather(members: Members, item: Item, task: Task) -> None:
-    """Concatenate what all members give along the first dimension."""
+    """Concatenate the tensors of all members along the first dimension."""
     for place, tensor in enumerate(task.tensors):
         rows = [one[place] for one in item.rows]
         given = tensor.detach().cpu()
@@ -133,7 +133,7 @@ def allgather(members: Members, item: Item, task: Task) -> None:
 
 
 def _gather(members: Members, flat: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
-    """The vectors of all members: by an all-gather if they are of one length, or else each by a broadcast."""
+    """Return the vectors of all members, by an all-gather if their lengths are equal, otherwise by broadcasts."""
     if members.group is None:
         return [flat]
     parts = [torch.empty(size, dtype=flat.dtype) for size in sizes]
@@ -154,12 +154,12 @@ def _start_broadcast(group: dist.ProcessGroup, flat: torch.Tensor, place: int) -
 
 
 def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    """A vector as bytes: gloo does not know all types."""
+    """View a vector as bytes because gloo does not support all dtypes."""
     return flat.view(torch.uint8)
 
 
 def broadcast(members: Members, item: Item, task: Task) -> None:
-    """Give all members what the root has."""
+    """Copy the root's tensors to all members."""
     for place, tensor in enumerate(task.tensors):
         flat = tensor.detach().cpu().reshape(-1).clone()
         if members.group is not None and flat.numel():
@@ -168,7 +168,7 @@ def broadcast(members: Members, item: Item, task: Task) -> None:
 
 
 def alltoall(members: Members, item: Item, task: Task) -> None:
-    """Send each member its rows; the second result is how many rows came from each."""
+    """Send each member its rows. The second result is the number of rows received from each member."""
     (tensor,) = task.tensors
     received = [splits[members.place] for splits in item.rows]
     given = tensor.detach().cpu()
@@ -192,7 +192,7 @@ def alltoall(members: Members, item: Item, task: Task) -> None:
 
 
 def reducescatter(members: Members, item: Item, task: Task) -> None:
-    """Reduce, and keep this member's rows; the first members have one more if they cannot be divided evenly."""
+    """Reduce tensors and keep this member's rows. Without an even division the first members keep one row more."""
     for place, tensor in enumerate(task.tensors):
         reduced = _reduce(members, tensor.detach().cpu().reshape(-1).clone(), item.request).view(tensor.shape)
         each, more = divmod(tensor.shape[0], len(members.ranks))
@@ -201,7 +201,7 @@ def reducescatter(members: Members, item: Item, task: Task) -> None:
 
 
 def barrier(members: Members, item: Item, task: Task) -> None:
-    """Do nothing more: that all have asked for it is enough."""
+    """Do nothing, because a barrier has ended once all members have requested it."""
 
 
 def _put(task: Task, place: int, result: torch.Tensor) -> None:

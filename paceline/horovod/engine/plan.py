@@ -1,15 +1,15 @@
-"""The gradients of one optimizer in fixed buckets, reduced in a fixed order: a steady step negotiates nothing.
+"""Gradients of one optimizer in fixed buckets, reduced in a fixed order without negotiation.
 
-An optimizer whose workers have submitted the same gradients in two steps agrees on a plan. From then on a bucket leaves
-as soon as it is full, if those before it have left, over a process group of its own::
+After two steps the workers agree on a plan if their optimizers have the same parameters. From then on a bucket is sent
+as soon as it is full and the buckets before it have been sent, over a process group for the plan alone::
 
     backward     g9 g8 g7 g6 │ g5 g4 g3 │ g2 g1 g0
     bucket 0                 └──────
     bucket 1                            └──────
-    bucket 2                                       └──────   and a number: how many workers leave the plan
+    bucket 2                                       └──────   and one number: workers that leave the plan
 
-A worker that joins (``hvd.join``) sends zeros, and that it leaves. All learn it at the end of the same step, and go on
-by negotiation, in which it takes part with zeros.
+A worker that joins (``hvd.join``) sends zeros and a flag that it leaves. All workers see the flag at the end of the
+same step and return to negotiation, in which the joined worker contributes zeros.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 
 
 class Watch(Protocol):
-    """Who is told of waits (``waits``)."""
+    """Interface of :class:`~paceline.horovod.waits.Waits` that a plan uses."""
 
     timeline: Timeline | None
-    """Where buckets are recorded."""
+    """Recorder of buckets, or None."""
 
     def waiting(self, name: str, set_: int) -> None:
-        """A wait begins, ..."""
+        """Record the start of a wait."""
         ...
 
     def waited(self, name: str) -> None:
-        """... and ends."""
+        """Record the end of a wait."""
         ...
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
-        """The error for a wait that has failed."""
+        """Build the error for a failed wait."""
         ...
 
 
 _FIRST_BYTES = 1 << 20
 _BYTES = 5 << 20
-"""As in ``comm.reduction``: on gloo smaller buckets overlap better than the 25 MB of NCCL."""
+"""Bucket size as in ``comm.reduction``. On gloo, smaller buckets overlap better than NCCL's 25 MB."""
 
 
 class _Bucket:
-    """Some gradients in one vector."""
+    """Gradients packed into one vector."""
 
     def __init__(self, parameters: list[torch.Tensor], dtype: torch.dtype, extra: int) -> None:
         sizes = [one.numel() for one in parameters]
@@ -65,15 +65,15 @@ class _Bucket:
 
 
 class Plan:
-    """The buckets of one optimizer.
+    """Buckets of one optimizer.
 
     Args:
-        watch: of this worker.
-        group: the process group for this plan alone.
-        parameters: in the order in which their gradients are expected, with their names.
-        dtype: of gradients on the way; None: their own, which all have.
-        factors: before and after the sum.
-        set_: the process set.
+        watch: waits of this worker.
+        group: process group used by this plan alone.
+        parameters: parameters with their names, in the order in which their gradients are expected.
+        dtype: dtype of transferred gradients. None keeps their own dtype, which must be the same for all.
+        factors: factors before and after the sum.
+        set_: ID of the process set.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Plan:
         self.open = True
 
     def add(self, parameter: torch.Tensor) -> None:
-        """Take the gradient of a parameter; it must not change any more in this step."""
+        """Copy a parameter's final gradient of this step into its bucket, and send buckets that are full."""
         bucket = self._bucket_of[parameter]
         view, gradient = bucket.views[parameter], parameter.grad
         assert gradient is not None
@@ -118,10 +118,10 @@ class Plan:
             self._started += 1
 
     def finish(self) -> None:
-        """End a step: send zeros for what has no gradient, wait, and write the results into the gradients.
+        """Finish a step: send zeros for missing gradients, wait, and write the results into the gradients.
 
         Raises:
-            HorovodInternalError: another worker left, or the deadline has passed.
+            HorovodInternalError: another worker has left, or the deadline has passed.
         """
         self._send_rest()
         for bucket in self._buckets:
@@ -156,7 +156,7 @@ class Plan:
         return f"{name} and {len(bucket.views) - 1} more" if len(bucket.views) > 1 else name
 
     def _request(self, bucket: _Bucket) -> Request:
-        """What a bucket would be if it were negotiated."""
+        """Return the request that a bucket would be if it were negotiated."""
         flat = bucket.flat
         dtype = str(flat.dtype).removeprefix("torch.")
         return Request(self._set, self._called(bucket), "allreduce", (dtype,), ((flat.numel(),),))
@@ -180,20 +180,20 @@ class Plan:
         self._buckets[-1].flat[-1:].zero_()
 
     def leave(self) -> None:
-        """Send zeros, and that this worker takes part no more, in the place of a step."""
+        """Send zeros and the flag that this worker leaves the plan, instead of a step's gradients."""
         if self.open:
             self._buckets[-1].flat[-1] = 1
             self._send_rest()
             self.open = False
 
     def close(self) -> None:
-        """Free the process group."""
+        """Close the plan and destroy its process group."""
         self.open = False
         dist.destroy_process_group(self._group)
 
 
 def _cut(parameters: list[torch.Tensor], width: int) -> list[list[torch.Tensor]]:
-    """Neighbouring parameters, up to the bytes of a bucket."""
+    """Split parameters into contiguous chunks of at most the bucket size, or of a single larger parameter."""
     chunks: list[list[torch.Tensor]] = [[]]
     room = _FIRST_BYTES
     for one in parameters:

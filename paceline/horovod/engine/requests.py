@@ -1,4 +1,4 @@
-"""What a worker asks for: one operation on one tensor, or on a group of them."""
+"""Requests of workers: one operation on one tensor or on a group of tensors."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Any, NamedTuple
 from paceline.errors import name_ranks
 
 GLOBAL = 0
-"""The process set of all workers."""
+"""ID of the process set of all workers."""
 
 Key = tuple[int, str]
-"""Of a process set and a name: by this, requests of different workers belong together."""
+"""Process set ID and operation name, by which requests of different workers are matched."""
 Shape = tuple[int, ...]
 
 
 class Request(NamedTuple):
-    """An operation that a worker asks for.
+    """Operation that a worker requests.
 
     Attributes:
-        set: the process set.
-        name: of the operation.
-        kind: "allreduce", "allgather", ..., as the public function is called.
-        dtypes: of the tensors, without ``torch.``.
-        shapes: of the tensors.
-        op: of reductions.
-        root: of broadcasts, a global rank.
+        set: ID of the process set.
+        name: name of the operation.
+        kind: name of the public function: "allreduce", "allgather", ...
+        dtypes: dtypes of the tensors, without ``torch.``.
+        shapes: shapes of the tensors.
+        op: reduction operator.
+        root: global rank of a broadcast's root; ID of the process set in requests that add or remove process sets.
         prescale, postscale: factors before and after a reduction.
-        splits: of ``alltoall``: rows for each member.
-        detail: what else must agree; of a refused request, why it is.
+        splits: number of rows for each member in ``alltoall``; ranks of a process set that is added.
+        detail: further arguments that must agree. For a refused request, the reason.
     """
 
     set: int
@@ -45,12 +45,12 @@ class Request(NamedTuple):
 
     @property
     def key(self) -> Key:
-        """What it has in common with those of the other workers."""
+        """Process set ID and name, which matching requests of all workers have in common."""
         return self.set, self.name
 
     @property
     def words(self) -> str:
-        """Its kind and name, for messages."""
+        """Kind and name of the operation, for messages."""
         called, _, name = self.name.partition(".")
         if name and called.removeprefix("grouped_") == self.kind:
             return f"{called} {name!r}"
@@ -58,20 +58,20 @@ class Request(NamedTuple):
 
 
 def from_json(values: list[Any]) -> Request:
-    """Read a request that was sent as a list."""
+    """Return the request that was sent as a list."""
     one = Request(*values)
     return one._replace(dtypes=tuple(one.dtypes), shapes=tuple(map(tuple, one.shapes)), splits=tuple(one.splits))
 
 
 REFUSED = "refused"
-"""The kind of a request that its own worker has found wrong."""
+"""Kind of a request that its own worker has found invalid."""
 _COMPARED = ("kind", "op", "dtypes", "root", "prescale", "postscale", "detail")
 _WORDS = {"dtypes": "type", "op": "reduction", "root": "root rank", "shapes": "shape", "detail": "arguments"}
 _FIRST_DIFFERS = ("allgather", "alltoall")
 
 
 def conflict(requests: Mapping[int, Request]) -> str:
-    """Why these requests of different ranks do not fit together; empty if they do."""
+    """Return why requests of different ranks do not match, or an empty string if they match."""
     first = next(iter(requests.values()))
     if first.kind != REFUSED and all(one == first for one in requests.values()):
         return ""

@@ -1,9 +1,9 @@
-"""When the operations of a run were asked for and carried out, as a file for Perfetto or ``chrome://tracing``.
+"""Timeline of requested and executed operations, as a file for Perfetto or ``chrome://tracing``.
 
-A row for each tensor, as Horovod draws it (Trace Event Format, a JSON array that is complete after each event)::
+Each tensor has a row, as in Horovod (Trace Event Format, a JSON array that is valid after each event)::
 
     allreduce.x   NEGOTIATE_ALLREDUCE ┤0      ├1 ALLREDUCE
-                  first rank asks ────┘        └ the last one
+                  first request ──────┘        └ last request
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _END = b"\n]"
 
 
 class Timeline:
-    """A file of events.
+    """Trace file of operations.
 
     Args:
-        path: of the file, which is replaced.
-        mark_cycles: whether each turn of the thread that negotiates is an event, too.
+        path: path of the file, which is overwritten.
+        mark_cycles: whether each cycle of the negotiating thread is recorded, too.
     """
 
     def __init__(self, path: str, mark_cycles: bool) -> None:
@@ -41,12 +41,12 @@ class Timeline:
         )
 
     def cycle(self) -> None:
-        """A turn of the thread begins."""
+        """Record the start of a negotiation cycle if cycles are marked."""
         if self._marks:
             self._write({"ph": "i", "name": "CYCLE_START", "ts": self._now(), "s": "g"})
 
     def asked(self, request: Request, rank: int) -> None:
-        """A rank has asked for an operation."""
+        """Record that a rank has requested an operation."""
         row = self._row(request)
         if row not in self._negotiated:
             self._negotiated.add(row)
@@ -54,7 +54,7 @@ class Timeline:
         self._event("X", row, str(rank), dur=0)
 
     def begin(self, requests: Iterable[Request]) -> None:
-        """Operations begin, which all have asked for."""
+        """Record the end of the negotiation and the start of operations that all ranks have requested."""
         for one in requests:
             row = self._row(one)
             if row in self._negotiated:
@@ -63,12 +63,12 @@ class Timeline:
             self._event("B", row, one.kind.upper())
 
     def end(self, requests: Iterable[Request]) -> None:
-        """They are done."""
+        """Record the end of operations, with their dtypes and shapes."""
         for one in requests:
             self._event("E", self._row(one), args={"dtype": list(one.dtypes), "shape": list(one.shapes)})
 
     def close(self) -> None:
-        """Close the file; what comes later is not recorded."""
+        """Close the file. Later events are dropped."""
         with self._lock:
             self._file.close()
 
@@ -96,10 +96,10 @@ class Timeline:
 
 
 def open_timeline(path: str, mark_cycles: bool) -> Timeline:
-    """Begin a file of events.
+    """Create a timeline file.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         return Timeline(path, mark_cycles)

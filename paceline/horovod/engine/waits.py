@@ -1,4 +1,4 @@
-"""What this worker waits for that is not negotiated, who is gone, and the error of an operation that has failed."""
+"""Waits of a worker that are not negotiated, workers that have left, and the errors of failed operations."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from paceline.horovod.errors import HorovodInternalError
 from paceline.horovod.settings import HorovodSettings
 
 EXPLAIN_SECONDS = 2.0
-"""How long to wait for the news of who left, before an error is raised without it."""
+"""Timeout for the news which worker left, after which an error is raised without that cause."""
 BLOCKED_SECONDS = 1.0
-"""How long the script must have waited for an operation before rank 0 hears of it."""
+"""Time for which the script must have waited for an operation before rank 0 is notified."""
 ANSWER_SECONDS = 10.0
-"""How long after the deadline rank 0 may say nothing before it is taken for stopped."""
+"""Time after the deadline for which rank 0 may be silent before it is considered stopped."""
 _LOOK_SECONDS = 0.01
 
 
 class Waits:
-    """The waits of one worker.
+    """Waits and lost peers of one worker.
 
     Args:
-        rank: of this worker.
-        settings: from the environment.
-        wake: wakes the engine's thread, which tells rank 0.
+        rank: rank of this worker.
+        settings: settings from the environment.
+        wake: wakes the engine's thread, which then notifies rank 0.
 
     Attributes:
-        gone: workers that take part in nothing any more, and why.
-        stalled: operations that some worker has waited for long, by name, and for whom.
-        timeline: where operations are recorded, if they are.
-        threads: those that have asked for operations.
-        blocked: what the script waits for, if it can do nothing else, and since when; None once rank 0 knows.
+        gone: reason why a worker no longer takes part, by rank.
+        stalled: description of each stalled operation and the ranks that it waits for, by name.
+        timeline: recorder of operations, or None.
+        threads: identifiers of the threads that have submitted operations.
+        blocked: operation that the script is blocked on and the start of that wait. None once rank 0 is notified.
     """
 
     def __init__(self, rank: int, settings: HorovodSettings, wake: Callable[[], None]) -> None:
@@ -54,11 +54,11 @@ class Waits:
         self._lock = threading.Lock()
 
     def waiting(self, name: str, set_: int) -> None:
-        """Note that this worker now waits for an operation that is not negotiated, so that a stall can name it."""
+        """Record the start of a wait for an operation that is not negotiated, so that a stall warning can name it."""
         self._begun[name] = (time.monotonic(), set_, False)
 
     def waited(self, name: str) -> None:
-        """Note that the wait is over."""
+        """Record the end of a wait, and notify rank 0 if it knows of the wait."""
         _, _, told = self._begun.pop(name)
         if told:
             with self._lock:
@@ -66,7 +66,7 @@ class Waits:
             self._wake()
 
     def block(self, handle: Handle) -> None:
-        """Note that the script waits for an operation; with several threads one of them may ask for others."""
+        """Record that the script is blocked on an operation, unless other threads may still submit operations."""
         if len(self.threads) == 1:
             self.blocked = handle, time.monotonic()
 
@@ -80,15 +80,15 @@ class Waits:
         return None if handle.done() else handle.request.key
 
     def give_up(self, pending: Iterable[Handle], quiet_since: float, looked: float) -> None:
-        """Do not wait for ever for rank 0, which has a deadline for all waits but those in a join.
+        """Raise HorovodInternalError if rank 0, which enforces the deadline of all waits but joins, is silent.
 
         Args:
-            pending: what is under way.
-            quiet_since: since when nothing was sent to rank 0, or came from it.
-            looked: when that was last seen; this process may have been stopped since, with an answer unread.
+            pending: handles of the pending operations.
+            quiet_since: time of the last message to or from rank 0.
+            looked: time when messages were last read. This process may have been suspended since, with one unread.
 
         Raises:
-            HorovodInternalError: it has let the deadline of an operation pass: it, or its machine, is stopped.
+            HorovodInternalError: rank 0 has let an operation's deadline pass, so it or its machine has stopped.
         """
         limit = looked - self._settings.deadline_seconds - ANSWER_SECONDS
         if quiet_since < limit and any(one.since < limit and one.request.kind != JOIN for one in pending):
@@ -98,7 +98,7 @@ class Waits:
             )
 
     def record(self, path: str, mark_cycles: bool = False) -> None:
-        """Record operations in a file from now on, in no other; without a path in none. Only rank 0 does.
+        """Close the current timeline and record operations to ``path``, if it is not empty. Only rank 0 records.
 
         Raises:
             ConfigError: the file cannot be written.
@@ -110,13 +110,13 @@ class Waits:
             self.timeline = open_timeline(path, mark_cycles)
 
     def learn(self, news: dict[str, Any]) -> None:
-        """Take the news of rank 0: who is gone, and what stalls; none is its answer to news from here."""
+        """Store news from rank 0 about lost workers and stalls. Empty news acknowledges this worker's message."""
         self._asked = None
         self.gone.update(dict(news["gone"]))
         self.stalled.update(news["stalled"])
 
     def news(self) -> dict[str, Any] | None:
-        """What rank 0 does not know yet: long waits that have begun, and those that are over."""
+        """Return a message for rank 0 about new long waits and those that have ended, or None if there are none."""
         begun, now = [], time.monotonic()
         for name, (since, set_, told) in list(self._begun.items()):
             if not told and now - since > (self._settings.stall_seconds or 60.0) / 2:
@@ -132,14 +132,14 @@ class Waits:
         return {"type": "waits", "begun": begun, "ended": ended, "blocked": blocked}
 
     def explain(self, what: str, name: str, error: RuntimeError) -> HorovodInternalError:
-        """The error of an operation that has failed, with who left or is missing."""
+        """Build the error for a failed operation, naming the workers that left or are missing."""
         why = "; ".join(f"rank {rank} {why}" for rank, why in self.gone.items()) or self.stalled.get(name)
         if not why and (asked := self._asked) is not None:
             why = f"rank 0 has not answered for {time.monotonic() - asked:.0f} s: {reason_of(error)}"
         return HorovodInternalError(f"Rank {self.rank}: {what} failed: {why or reason_of(error)}")
 
     def await_cause(self, name: str, error: RuntimeError) -> HorovodInternalError:
-        """The same for gradients, in the script's thread: wait until the engine's has heard who left."""
+        """Build the error for failed gradients in the script's thread, once the engine's thread knows who left."""
         until = time.monotonic() + EXPLAIN_SECONDS
         while not self.gone and name not in self.stalled and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
@@ -147,5 +147,5 @@ class Waits:
 
 
 def say(text: str) -> None:
-    """Tell the user, where Horovod writes its log."""
+    """Print a message to stderr, where Horovod writes its log."""
     print(f"paceline.horovod: {text}", file=sys.stderr, flush=True)  # noqa: T201

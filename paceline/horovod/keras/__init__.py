@@ -1,4 +1,4 @@
-"""Horovod's interface for Keras 3 on the torch back end: see the page "Coming from Horovod".
+"""Horovod's interface for Keras 3 on the torch back end. See the page "Coming from Horovod".
 
 ::
 

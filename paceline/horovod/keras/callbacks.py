@@ -1,4 +1,4 @@
-"""Callbacks for ``model.fit`` on all workers at once."""
+"""Callbacks for ``model.fit`` on several workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.horovod.keras.functions import broadcast_global_variables
 
 
 class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
-    """Gives all workers the variables of the root rank before the first batch, so that they begin alike."""
+    """Callback that broadcasts the variables of the root rank before the first batch, so that all workers agree."""
 
     def __init__(self, root_rank: int = 0) -> None:
         super().__init__()
@@ -21,17 +21,17 @@ class BroadcastGlobalVariablesCallback(Callback):  # type: ignore[misc]
         self._done = False
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Broadcast once, when all variables are there."""
+        """Broadcast once, after all variables have been created."""
         if not self._done:
             broadcast_global_variables(self._root_rank, self.model)
             self._done = True
 
 
 class MetricAverageCallback(Callback):  # type: ignore[misc]
-    """Replaces what is logged at the end of an epoch by the mean over the workers; put it before those that read it."""
+    """Callback that averages an epoch's metrics over all workers. Put it before callbacks that read the metrics."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Average the numbers, all in one operation."""
+        """Replace all numbers in the logs by their means over the workers, in one operation."""
         if not logs:
             return
         names = sorted(name for name, value in logs.items() if isinstance(value, int | float))
@@ -41,17 +41,17 @@ class MetricAverageCallback(Callback):  # type: ignore[misc]
 
 
 class LearningRateScheduleCallback(Callback):  # type: ignore[misc]
-    """Sets the learning rate to ``initial_lr`` times a factor, in a range of epochs.
+    """Callback that sets the learning rate to ``initial_lr`` times a factor in a range of epochs.
 
     Args:
-        initial_lr: the rate where the factor is 1.
-        multiplier: the factor, or ``multiplier(epoch)``; epochs are fractions unless ``staircase``.
-        start_epoch: the first of the range.
-        end_epoch: where the range ends, left out; none: it does not.
-        staircase: change at the beginning of epochs, not at each batch.
-        momentum_correction: scale the momentum for one batch as the rate changes, as a buffer of SGD holds the rate of
-            the batches before (Goyal et al. 2017, arXiv 1706.02677).
-        steps_per_epoch: batches of an epoch, if not staircase; Keras's own count if none.
+        initial_lr: learning rate for the factor 1.
+        multiplier: factor, or function of the epoch, which has a fractional part unless ``staircase``.
+        start_epoch: first epoch of the range. Defaults to 0.
+        end_epoch: end of the range, exclusive. Defaults to no end.
+        staircase: whether the rate changes only at the start of epochs, not at each batch. Defaults to True.
+        momentum_correction: whether a change of the rate scales the momentum for one batch, because SGD's buffer
+            contains the rate of earlier batches (Goyal et al. 2017, arXiv 1706.02677). Defaults to True.
+        steps_per_epoch: number of batches per epoch, needed without ``staircase``. Defaults to Keras's own count.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class LearningRateScheduleCallback(Callback):  # type: ignore[misc]
         self._start, self._end = start_epoch, end_epoch
         self._staircase = staircase
         self._corrects = momentum_correction
-        self._momentum: float | None = None  # while it is scaled
+        self._momentum: float | None = None  # original value while it is scaled
         self._steps = steps_per_epoch
         self._epoch = 0
 
@@ -85,23 +85,23 @@ class LearningRateScheduleCallback(Callback):  # type: ignore[misc]
             optimizer.momentum = self._momentum * rate / before
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Restore the momentum."""
+        """Restore the momentum if it was scaled."""
         if self._momentum is not None:
             self.model.optimizer.momentum, self._momentum = self._momentum, None
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Note the epoch; set the rate if it changes with epochs only."""
+        """Store the epoch, and set the rate if ``staircase``."""
         self._epoch = epoch
         if self._staircase:
             self._set(epoch)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Set the rate within the epoch."""
+        """Set the rate for this batch unless ``staircase``."""
         if not self._staircase:
             self._set(self._epoch + batch / self._steps_per_epoch())
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate, as Keras's own callbacks do."""
+        """Add the learning rate to the logs, as Keras's own callbacks do."""
         if logs is not None:
             logs["learning_rate"] = float(self.model.optimizer.learning_rate)
 
@@ -113,14 +113,14 @@ class LearningRateScheduleCallback(Callback):  # type: ignore[misc]
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raises the learning rate from ``initial_lr / size`` to ``initial_lr`` (Goyal et al. 2017, arXiv 1706.02677).
+    """Callback for a warm-up from ``initial_lr / size`` to ``initial_lr`` (Goyal et al. 2017, arXiv 1706.02677).
 
     Args:
-        initial_lr: the rate for all workers together, mostly that of one worker times ``size()``.
-        warmup_epochs: over how many epochs.
+        initial_lr: learning rate after the warm-up, usually that of a single worker times ``size()``.
+        warmup_epochs: number of epochs of the warm-up. Defaults to 5.
         momentum_correction: see :class:`LearningRateScheduleCallback`.
-        steps_per_epoch: batches of an epoch; Keras's own count if none.
-        verbose: 1: rank 0 says when the warm-up is over.
+        steps_per_epoch: number of batches per epoch. Defaults to Keras's own count.
+        verbose: 1 if rank 0 prints a message at the end of the warm-up. Defaults to 0.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         verbose: int = 0,
     ) -> None:
         def factor(epoch: float) -> float:
-            epoch += 1.0 / self._steps_per_epoch()  # full at the end of the last batch
+            epoch += 1.0 / self._steps_per_epoch()  # reaches the full rate in the last batch
             size = hvd.size()
             return (epoch * (size - 1) / warmup_epochs + 1) / size
 
@@ -140,7 +140,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self._warmup, self._verbose = warmup_epochs, verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Say that the warm-up is over."""
+        """Log the learning rate, and print a message at the end of the warm-up if ``verbose``."""
         super().on_epoch_end(epoch, logs)
         if self._verbose and epoch == self._warmup - 1 and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)

@@ -1,4 +1,4 @@
-"""Values of Keras from one worker to all, and means over all."""
+"""Broadcasts and reductions of Keras values and models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.horovod.keras.optimizer import DistributedOptimizer
 
 
 def allreduce(value: Any, name: str | None = None, op: Any = hvd.Average) -> Any:
-    """Reduce a number or an array-like over all workers, to a tensor."""
+    """Return a number or an array-like reduced over all workers, as a tensor."""
     return hvd.allreduce(torch.as_tensor(value), name=name, op=op)
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Concatenate arrays of all workers along the first dimension, which may differ, to a tensor."""
+    """Return the arrays of all workers, concatenated along the first dimension, which may differ, as a tensor."""
     return hvd.allgather(torch.as_tensor(value), name=name)
 
 
@@ -29,8 +29,8 @@ def broadcast_global_variables(root_rank: int, model: Any) -> None:
     """Overwrite the variables of a model, and of its optimizer if it has one, with those of the root rank.
 
     Args:
-        root_rank: who has the right ones.
-        model: of Keras; Keras 3 knows no global variables.
+        root_rank: rank whose variables are sent.
+        model: Keras model, which is needed because Keras 3 has no global variables.
     """
     optimizer = getattr(model, "optimizer", None)
     if optimizer is not None and not optimizer.built:
@@ -40,12 +40,12 @@ def broadcast_global_variables(root_rank: int, model: Any) -> None:
 
 
 def load_model(filepath: str, custom_objects: dict[str, Any] | None = None, compression: Any = None) -> Any:
-    """Load a model that was saved with a distributed optimizer or another one; its optimizer is distributed.
+    """Load a model and make its optimizer distributed, whether or not it was saved with a distributed optimizer.
 
     Args:
-        filepath: written by ``model.save``.
-        custom_objects: as for ``keras.saving.load_model``.
-        compression: of the gradients.
+        filepath: file written by ``model.save``.
+        custom_objects: custom objects, as for ``keras.saving.load_model``.
+        compression: compression of transferred gradients. Defaults to none.
     """
     import keras
 

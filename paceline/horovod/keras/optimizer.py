@@ -1,4 +1,4 @@
-"""A Keras optimizer that updates with the mean of the gradients of all workers."""
+"""Keras optimizer that updates with gradients reduced over all workers."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def DistributedOptimizer(
     groups: int | None = None,
     process_set: hvd.ProcessSet = hvd.global_process_set,
 ) -> Any:
-    """Return a new Keras optimizer with the configuration of one, which reduces gradients before it applies them.
+    """Return a new Keras optimizer with the same configuration, which reduces gradients before it applies them.
 
     Args:
-        optimizer: of Keras 3 on the torch back end.
-        name: of the new one; that of the optimizer if none.
-        compression: such as ``Compression.fp16``.
-        op: ``Average``, ``Sum`` or ``Adasum``.
-        groups: into how many groups the gradients are put that are reduced at once; one if none.
-        process_set: who takes part.
+        optimizer: optimizer of Keras 3 on the torch back end.
+        name: name of the new optimizer. Defaults to that of ``optimizer``.
+        compression: compression of transferred gradients, such as ``Compression.fp16``. Defaults to none.
+        op: ``Average``, ``Sum`` or ``Adasum``. Defaults to ``Average``.
+        groups: number of groups into which the gradients are divided for their reduction. Defaults to 1.
+        process_set: workers that take part. Defaults to all.
 
     Raises:
-        ValueError: it is distributed already, or there are fewer than one group.
+        ValueError: ``optimizer`` is already distributed, or ``groups`` is less than 1.
     """
     if getattr(optimizer, _MARK, False):
         raise ValueError(f"DistributedOptimizer: {type(optimizer).__name__} is distributed already.")
@@ -37,7 +37,7 @@ def DistributedOptimizer(
     base = type(optimizer)
 
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
-        """Apply the gradients of all workers."""
+        """Reduce the gradients over all workers and apply them."""
         return base.apply(self, _reduced(list(grads), compression, op, groups or 1, process_set), trainable_variables)
 
     members = {"apply": apply, _MARK: True, "__module__": base.__module__}
@@ -49,7 +49,7 @@ def DistributedOptimizer(
 
 
 def _reduced(gradients: list[Any], compression: Any, op: Any, groups: int, process_set: hvd.ProcessSet) -> list[Any]:
-    """The gradients over all workers; what is None stays so."""
+    """Replace gradients by those reduced over all workers, and return them. None stays None."""
     places = [place for place, one in enumerate(gradients) if one is not None]
     size = -(-len(places) // groups)
     for start in range(0, len(places), max(size, 1)):

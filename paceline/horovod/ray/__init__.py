@@ -1,4 +1,4 @@
-"""Horovod on Ray: functions on the nodes of the cluster that this process is connected to."""
+"""Horovod on Ray: functions on the nodes of the cluster to which this process is connected."""
 
 from paceline.horovod.ray.elastic import ElasticRayExecutor
 from paceline.horovod.ray.runner import RayExecutor

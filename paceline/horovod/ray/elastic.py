@@ -1,4 +1,4 @@
-"""``ElasticRayExecutor``: functions under ``hvd.elastic.run`` on as many workers as the cluster has room for."""
+"""``ElasticRayExecutor``: elastic runs with as many workers as the cluster has room for."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _T = TypeVar("_T")
 
 @dataclass
 class ElasticSettings(MiniSettings):
-    """What :meth:`ElasticRayExecutor.create_settings` gives.
+    """Settings returned by :meth:`ElasticRayExecutor.create_settings`.
 
     Attributes:
-        min_num_proc: workers, below which a run waits for others.
-        max_num_proc: workers; None: as many as the cluster has room for.
-        elastic_timeout: seconds to wait for workers below the fewest.
+        min_num_proc: minimum number of workers, below which a run waits. Defaults to 1.
+        max_num_proc: maximum number of workers. Defaults to the capacity of the cluster.
+        elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
     """
 
     min_num_proc: int = 1
@@ -32,15 +32,15 @@ class ElasticSettings(MiniSettings):
 
 
 class ElasticRayExecutor:
-    """Calls functions on workers of a Ray cluster, which may be lost, and come later; each call is a run of its own.
+    """Executor of functions on a Ray cluster whose workers may be lost and join. Each call is a separate run.
 
     Args:
-        settings: of :meth:`create_settings`.
-        use_gpu: whether workers get GPUs.
-        cpus_per_slot: CPUs of Ray for each worker.
-        gpus_per_slot: GPUs for each worker; 1 by default.
-        env_vars: variables of the environment of the workers.
-        override_discovery: False: ``settings.discovery`` says how much room there is at the start.
+        settings: settings from :meth:`create_settings`.
+        use_gpu: whether workers get GPUs. Defaults to False.
+        cpus_per_slot: number of Ray CPUs per worker. Defaults to 1.
+        gpus_per_slot: number of GPUs per worker. Defaults to 1 with ``use_gpu``.
+        env_vars: environment variables of the workers.
+        override_discovery: whether to ignore ``settings.discovery`` when the number of slots is found at the start.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -59,27 +59,27 @@ class ElasticRayExecutor:
         max_np: int | None = None,
         **others: Any,
     ) -> ElasticSettings:
-        """Settings for an executor.
+        """Return settings for an executor.
 
         Args:
-            min_num_proc: workers, below which a run waits for others.
-            max_num_proc: workers at most; None: as many as the cluster has room for when a run starts.
-            reset_limit: without effect: a run ends after ten losses without a commit in between.
-            elastic_timeout: seconds to wait for workers below the fewest.
-            timeout_s: seconds that ``hvd.init`` waits for the other workers.
-            ssh_identity_file: without effect: nothing is started by ssh.
+            min_num_proc: minimum number of workers, below which a run waits. Defaults to 1.
+            max_num_proc: maximum number of workers. Defaults to the capacity of the cluster at :meth:`start`.
+            reset_limit: has no effect. A run ends after ten losses without a commit in between.
+            elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
+            timeout_s: timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
+            ssh_identity_file: has no effect, because nothing is started by ssh.
             nics: network interfaces for gloo and NCCL.
-            min_np: the old name of ``min_num_proc``.
-            max_np: the old name of ``max_num_proc``.
-            others: without effect.
+            min_np: deprecated name of ``min_num_proc``.
+            max_np: deprecated name of ``max_num_proc``.
+            others: have no effect.
 
         Raises:
-            ConfigError: a number of workers is none.
+            ConfigError: a number of workers is not a positive integer.
         """
         least = renamed("min_np", min_np, "min_num_proc", min_num_proc if min_num_proc != 1 else None)
         most = renamed("max_np", max_np, "max_num_proc", max_num_proc)
         check_counts("create_settings", {"min_num_proc": least, "max_num_proc": most})
-        others.pop("verbose", None)  # the progress is always shown
+        others.pop("verbose", None)  # progress is always shown
         warn_of("create_settings", {"reset_limit": reset_limit, "ssh_identity_file": ssh_identity_file, **others})
         return ElasticSettings(
             timeout_s=timeout_s,
@@ -106,7 +106,7 @@ class ElasticRayExecutor:
         self._slots: Slots | None = None
 
     def start(self) -> None:
-        """Find out how many workers there may be.
+        """Determine the maximum number of workers from the cluster, unless the settings give it.
 
         Raises:
             ConfigError: this process is not connected to Ray.
@@ -118,14 +118,14 @@ class ElasticRayExecutor:
         self._slots = Slots(name, *limits, *self._resources, seconds, self._discovery, self._variables)
 
     def run(self, worker_fn: Callable[[], _T], callbacks: Sequence[Callback] | None = None) -> list[_T]:
-        """Call a function on all workers; gives the results of those that came to the end, by rank.
+        """Call a function on all workers, and return the results of those that finished, by rank.
 
         Args:
-            worker_fn: what each worker calls, with a function under ``hvd.elastic.run``; it is sent by cloudpickle.
-            callbacks: called here with each value that rank 0 gives to ``ray_logger.log`` meanwhile.
+            worker_fn: function that calls another function under ``hvd.elastic.run``, sent by cloudpickle.
+            callbacks: called in this process with each value that rank 0 logs by ``ray_logger.log``.
 
         Raises:
-            StartError: there is no room for the fewest workers in time.
+            StartError: there is no room for the minimum number of workers before the timeout.
             RunFailed: too many workers were lost. An exception of the function that ends the run is raised itself, with
                 rank and traceback added.
         """

@@ -1,4 +1,4 @@
-"""``ray_logger.log``: from a worker to the callbacks of the call that an executor has made."""
+"""``ray_logger.log``: values from workers to the callbacks of an executor's call."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ _queue: Any = None
 
 
 def configure(queue: Any) -> None:
-    """Where values go in this process: an object with ``put``; None: nowhere."""
+    """Set the destination of logged values in this process, an object with ``put``. None drops them."""
     global _queue
     _queue = queue
 
 
 def log(info_dict: Any, chief_only: bool = True) -> None:
-    """Give a value to the callbacks of the call that runs now.
+    """Send a value to the callbacks of the current call.
 
     Args:
         info_dict: any object that can be pickled.
-        chief_only: whether only rank 0 does so.
+        chief_only: whether only rank 0 sends values. Defaults to True.
     """
     if chief_only and env.horovod_text("RANK") != "0":
         return
@@ -40,13 +40,13 @@ def log(info_dict: Any, chief_only: bool = True) -> None:
 
 
 class Folder:
-    """A folder as a queue, between processes that see it: a file for each value, until it is taken."""
+    """Queue in a folder that processes share, with a file for each value until it is taken."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def put(self, value: Any) -> None:
-        """Write a value as a whole."""
+        """Write a value atomically."""
         import cloudpickle
 
         name = f"{time.time_ns():020}-{os.getpid()}"
@@ -54,7 +54,7 @@ class Folder:
         (self._path / f".{name}").rename(self._path / name)
 
     def take(self) -> Iterator[Any]:
-        """Take what is there, in the order in which it was put."""
+        """Remove and yield all values in the order in which they were put."""
         import cloudpickle
 
         for path in sorted(self._path.glob("[0-9]*")):
@@ -65,7 +65,7 @@ class Folder:
 
 @contextlib.contextmanager
 def follow(folder: Folder, callbacks: Sequence[Callback]) -> Iterator[None]:
-    """Call the callbacks with what is put, on a thread, until the context ends; their exception is raised then."""
+    """Call the callbacks with new values on a thread until the context ends, then raise a callback's exception."""
     ends, errors = threading.Event(), list[Exception]()
 
     def look() -> None:
@@ -73,7 +73,7 @@ def follow(folder: Folder, callbacks: Sequence[Callback]) -> Iterator[None]:
             while not ends.wait(_LOOK_SECONDS):
                 call(callbacks, folder.take())
             call(callbacks, folder.take())
-        except Exception as error:  # noqa: BLE001 - whatever a callback raises
+        except Exception as error:  # noqa: BLE001 - any exception of a callback
             errors.append(error)
 
     thread = threading.Thread(target=look, name="paceline-callbacks", daemon=True)

@@ -1,4 +1,4 @@
-"""``RayExecutor``: workers that stay from call to call, or an elastic run for each call."""
+"""``RayExecutor``: calls on workers that stay between calls, or an elastic run for each call."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _T = TypeVar("_T")
 
 @dataclass
 class MiniSettings:
-    """What :meth:`RayExecutor.create_settings` gives.
+    """Settings returned by :meth:`RayExecutor.create_settings`.
 
     Attributes:
-        timeout_s: seconds that ``hvd.init`` waits for the other workers.
-        placement_group_timeout_s: seconds that ``start`` waits for room.
+        timeout_s: timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
+        placement_group_timeout_s: timeout in seconds for Ray's resources in ``start``. Defaults to 100.
         nics: network interfaces for gloo and NCCL.
-        discovery: says which hosts there are, with ``override_discovery=False``.
+        discovery: object that finds hosts, used with ``override_discovery=False``.
     """
 
     timeout_s: int = 30
@@ -32,33 +32,33 @@ class MiniSettings:
     discovery: Any = None
 
     def variables(self) -> dict[str, str]:
-        """Those of the workers."""
+        """Return the environment variables of the workers."""
         nics = of_interfaces(",".join(sorted(self.nics))) if self.nics else {}
         return {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(self.timeout_s), **nics}
 
 
 class RayExecutor:
-    """Calls functions on workers on the nodes of a Ray cluster.
+    """Executor of functions on workers of a Ray cluster.
 
-    With ``num_workers`` or ``num_hosts`` each worker is an actor, from :meth:`start` to :meth:`shutdown`: what one call
-    leaves behind, as ``hvd.init`` does, is there in the next. With ``min_workers`` each call is an elastic run of its
-    own, over :func:`paceline.launch`.
+    With ``num_workers`` or ``num_hosts`` each worker is an actor that lives from :meth:`start` to :meth:`shutdown` and
+    keeps its state between calls, such as the effect of ``hvd.init``. With ``min_workers`` each call is a separate
+    elastic run by :func:`paceline.launch`.
 
     Args:
-        settings: of :meth:`create_settings`; None: the usual ones.
-        num_workers: of all nodes together, on as few nodes as possible.
-        num_hosts: of nodes, instead.
-        num_workers_per_host: of each of them.
-        cpus_per_worker: CPUs of Ray for each worker.
-        use_gpu: whether workers get GPUs.
-        gpus_per_worker: how many each; 1 by default.
-        use_current_placement_group: whether the workers go into the placement group of this process, if it is in one.
-        min_workers: of an elastic run, which waits for others below.
-        max_workers: of an elastic run; as many as the cluster has room for when it starts, by default.
-        reset_limit: without effect: a run ends after ten losses without a commit in between.
-        cooldown_range: without effect: lost workers are replaced on the same node.
-        elastic_timeout: seconds that an elastic run waits for workers below ``min_workers``.
-        override_discovery: False: ``settings.discovery`` says how much room there is when an elastic run starts.
+        settings: settings from :meth:`create_settings`. Defaults to its defaults.
+        num_workers: total number of workers, on as few nodes as possible.
+        num_hosts: number of nodes, instead of ``num_workers``.
+        num_workers_per_host: number of workers per node with ``num_hosts``. Defaults to 1.
+        cpus_per_worker: number of Ray CPUs per worker. Defaults to 1.
+        use_gpu: whether workers get GPUs. Defaults to False.
+        gpus_per_worker: number of GPUs per worker. Defaults to 1 with ``use_gpu``.
+        use_current_placement_group: whether to use the placement group of this process, if any. Defaults to True.
+        min_workers: minimum number of workers of an elastic run, below which it waits.
+        max_workers: maximum number of workers of an elastic run. Defaults to the cluster's capacity at :meth:`start`.
+        reset_limit: has no effect. A run ends after ten losses without a commit in between.
+        cooldown_range: has no effect. Lost workers are replaced on the same node.
+        elastic_timeout: timeout in seconds for reaching ``min_workers`` in an elastic run. Defaults to 600.
+        override_discovery: whether to ignore ``settings.discovery`` when an elastic run needs the number of slots.
 
     Raises:
         ConfigError: an argument cannot be used.
@@ -73,13 +73,13 @@ class RayExecutor:
         placement_group_timeout_s: int = 100,
         nics: Collection[str] | None = None,
     ) -> MiniSettings:
-        """Settings for an executor.
+        """Return settings for an executor.
 
         Args:
-            timeout_s: seconds that ``hvd.init`` waits for the other workers.
-            ssh_identity_file: without effect: nothing is started by ssh.
-            ssh_str: without effect; it is not written anywhere.
-            placement_group_timeout_s: seconds that ``start`` waits for room.
+            timeout_s: timeout in seconds for the other workers in ``hvd.init``. Defaults to 30.
+            ssh_identity_file: has no effect, because nothing is started by ssh.
+            ssh_str: has no effect and is not written to any file.
+            placement_group_timeout_s: timeout in seconds for Ray's resources in ``start``. Defaults to 100.
             nics: network interfaces for gloo and NCCL.
         """
         warn_of("create_settings", {"ssh_identity_file": ssh_identity_file, "ssh_str": ssh_str})
@@ -133,17 +133,17 @@ class RayExecutor:
         executable_kwargs: Mapping[str, Any] | None = None,
         extra_env_vars: Mapping[str, str] | None = None,
     ) -> None:
-        """Start the workers; those of an elastic run start with each call.
+        """Start the workers. Workers of an elastic run start with each call instead.
 
         Args:
-            executable_cls: each worker makes an object of it, which :meth:`execute` gives to functions.
-            executable_args: of that class.
-            executable_kwargs: of that class.
-            extra_env_vars: variables of the environment of the workers.
+            executable_cls: class of an object that each worker creates and :meth:`execute` passes to functions.
+            executable_args: positional arguments of the class.
+            executable_kwargs: keyword arguments of the class.
+            extra_env_vars: environment variables of the workers.
 
         Raises:
             ConfigError: this process is not connected to Ray.
-            StartError: there is no room in time, or a worker has not come up.
+            StartError: the cluster has no room before the timeout, or a worker did not start.
         """
         self.shutdown()
         self._started = self._begin({**self._settings.variables(), **(extra_env_vars or {})})
@@ -151,11 +151,11 @@ class RayExecutor:
             self._started.make(executable_cls, tuple(executable_args or ()), dict(executable_kwargs or {}))
 
     def execute(self, fn: Callable[[Any], _T], callbacks: Sequence[Callback] | None = None) -> list[_T]:
-        """Call a function with the executable on all workers, None without one; gives the results by rank.
+        """Call a function with the executable, or None, on all workers, and return the results by rank.
 
         Args:
-            fn: what each worker calls; it is sent by cloudpickle.
-            callbacks: called here with each value that rank 0 gives to ``ray_logger.log`` meanwhile.
+            fn: function that each worker calls, sent by cloudpickle.
+            callbacks: called in this process with each value that rank 0 logs by ``ray_logger.log``.
 
         Raises:
             ConfigError: :meth:`start` was not called.
@@ -170,13 +170,13 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
         callbacks: Sequence[Callback] | None = None,
     ) -> list[_T]:
-        """Call a function with these arguments on all workers; as :meth:`execute`."""
+        """Call a function with these arguments on all workers as :meth:`execute` does, and return the results."""
         return self.execute(without_executable(fn, args, kwargs), callbacks)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
     ) -> list[Any]:
-        """Call a function with these arguments on all workers, and do not wait: gives what ``ray.get`` takes, by rank.
+        """Start calls of a function with these arguments on all workers. Return references for ``ray.get``, by rank.
 
         Raises:
             ConfigError: :meth:`start` was not called, or the run is elastic.
@@ -184,7 +184,7 @@ class RayExecutor:
         return self._staying("run_remote").submit("execute", without_executable(fn, args, kwargs))
 
     def execute_single(self, fn: Callable[[Any], _T]) -> _T:
-        """Call a function with the executable of rank 0 alone; as :meth:`execute`."""
+        """Call a function with the executable on rank 0 alone, and return its result."""
         found: _T = self._staying("execute_single").call_first(fn)
         return found
 
@@ -211,7 +211,7 @@ class RayExecutor:
 def without_executable(
     fn: Callable[..., _T], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
 ) -> Callable[[Any], _T]:
-    """The call of a function as one of the executable, which it does not get."""
+    """Return a function that ignores its argument, the executable, and calls ``fn`` with these arguments."""
     given, named = tuple(args or ()), dict(kwargs or {})
 
     def called(executable: Any) -> _T:

@@ -1,9 +1,9 @@
-"""Elastic runs on Ray: a worker wherever the cluster has room for one, over :func:`paceline.launch`.
+"""Elastic runs on Ray by :func:`paceline.launch`, with a worker wherever the cluster has room.
 
 ::
 
-    here         launcher ── coordinator
-    each slot    actor ── paceline run -n 1 ── worker        Ray puts the actors of lost nodes where there is room
+    driver       launcher ── coordinator
+    each slot    actor ── paceline run -n 1 ── worker        Ray restarts the actors of lost nodes where it has room
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ _Executable = tuple[type, tuple[Any, ...], dict[str, Any]]
 
 
 class RayHostDiscovery:
-    """Finds the nodes of the cluster, and how many workers each has room for if it does nothing else.
+    """Discovery of the cluster's nodes and the number of workers that each holds when it is otherwise idle.
 
     Args:
-        use_gpu: whether workers get GPUs.
-        cpus_per_slot: CPUs of each worker.
-        gpus_per_slot: GPUs of each worker.
+        use_gpu: whether workers get GPUs. Defaults to False.
+        cpus_per_slot: number of CPUs per worker. Defaults to 1.
+        gpus_per_slot: number of GPUs per worker. Defaults to 1.
     """
 
     def __init__(self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int = 1) -> None:
         self._each = {"CPU": cpus_per_slot, **({"GPU": gpus_per_slot} if use_gpu else {})}
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """The number of workers by the address of the node, of nodes with room for one at least."""
+        """Return the number of workers by node address, for nodes that have room for a worker."""
         import ray
 
         found: dict[str, int] = {}
@@ -53,10 +53,10 @@ class RayHostDiscovery:
 
 
 def check_resources(function: str, cpus: int, use_gpu: bool, gpus: int | None) -> int:
-    """Check what each worker gets of Ray; gives the number of its GPUs.
+    """Check the resources of each worker, and return the number of its GPUs.
 
     Raises:
-        ConfigError: a number is none, or GPUs are asked for without ``use_gpu``.
+        ConfigError: a number is not a positive integer, or GPUs are requested without ``use_gpu``.
     """
     check_counts(function, {"CPUs of each worker": cpus, "GPUs of each worker": gpus})
     if gpus and not use_gpu:
@@ -65,23 +65,23 @@ def check_resources(function: str, cpus: int, use_gpu: bool, gpus: int | None) -
 
 
 class Slots:
-    """Calls functions on as many workers as there is room for, each call a run of its own.
+    """Calls of functions on as many workers as the cluster has room for. Each call is a separate run.
 
     Args:
-        name: of the executor, for errors.
-        least: workers, below which the run waits.
-        most: workers; None: as many as there is room for in the whole cluster now.
-        cpus: of each worker.
-        gpus: of each worker.
-        seconds: to wait for workers below the least.
-        discovery: what says how much room there is; None: Ray.
-        variables: of the environment of the workers.
+        name: name of the executor, for errors.
+        least: minimum number of workers, below which the run waits.
+        most: maximum number of workers. None means the capacity of the whole cluster at this time.
+        cpus: number of CPUs per worker.
+        gpus: number of GPUs per worker.
+        seconds: timeout for reaching ``least`` workers.
+        discovery: object that finds hosts and their slots. Defaults to :class:`RayHostDiscovery`.
+        variables: environment variables of the workers.
 
     Raises:
         ConfigError: this process is not connected to Ray.
     """
 
-    def __init__(  # noqa: PLR0913 - what an executor is told
+    def __init__(  # noqa: PLR0913 - the options of an executor
         self,
         name: str,
         least: int,
@@ -105,14 +105,14 @@ class Slots:
         self._executable: _Executable | None = None
 
     def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let each worker make an object for the functions that it calls."""
+        """Store the class of the object that each worker creates for the functions it calls."""
         self._executable = cls, args, kwargs
 
     def call(self, function: Callable[[Any], Any], callbacks: Sequence[Callback]) -> list[Any]:
-        """Call a function with the executable on all workers; gives the results by rank."""
+        """Call a function with the executable on all workers, and return the results by rank."""
         seen = ""
         if self._gpus:
-            # all of a node, as a script takes that of its local rank; CUDA leaves out those that are not there
+            # all GPUs of a node, because a script selects by local rank; CUDA stops at an index that does not exist
             count = max(int(node["Resources"].get("GPU", 0)) for node in self._ray.nodes())
             seen = ",".join(map(str, range(count)))
         with contextlib.ExitStack() as stack:
@@ -127,7 +127,7 @@ class Slots:
 
 
 def _call(function: Callable[[Any], Any], executable: _Executable | None, folder: Folder | None, devices: str) -> Any:
-    """In a worker."""
+    """Configure a worker and call the function in it."""
     if devices:
         env.put("CUDA_VISIBLE_DEVICES", devices)
     ray_logger.configure(folder)

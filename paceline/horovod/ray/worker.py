@@ -1,4 +1,4 @@
-"""What is in an actor of Ray: one worker of an executor, from its start to its end."""
+"""Ray actor of one worker of an executor, from its start to its end."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.horovod.ray import ray_logger
 
 
 class BaseHorovodWorker:
-    """A worker, which keeps what one call leaves behind for the next.
+    """Worker that keeps its state between calls.
 
     Args:
-        world_rank: its number, from 0.
-        world_size: how many there are.
+        world_rank: rank of this worker. Defaults to 0.
+        world_size: number of workers. Defaults to 1.
 
     Attributes:
-        executable: the object that ``execute`` gives to functions; None without one.
+        executable: object that ``execute`` passes to functions, or None.
     """
 
     executable: Any = None
@@ -34,41 +34,41 @@ class BaseHorovodWorker:
         return self._name
 
     def hostname(self) -> str:
-        """The name of this machine."""
+        """Return the host name of this machine."""
         import socket
 
         return socket.gethostname()
 
     def get_gpu_ids(self) -> list[str]:
-        """The GPUs that Ray has given to this worker."""
+        """Return the IDs of the GPUs that Ray has assigned to this worker."""
         import ray
 
         return [str(one) for one in ray.get_gpu_ids()]
 
     def node(self) -> tuple[str, str]:
-        """The name that Ray has for this node, and its address."""
+        """Return Ray's ID of this node, and the node's address."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
-        """Set variables of the environment."""
+        """Set environment variables."""
         for name, value in env_vars.items():
             env.put(name, str(value))
 
     def env_vars(self) -> dict[str, str]:
-        """A copy of the environment."""
+        """Return a copy of the environment."""
         return env.inherited()
 
     def open_store(self, host: str) -> int:
-        """Hold the store by which the workers come together in ``hvd.init``; gives its port."""
+        """Open the store for the rendezvous in ``hvd.init``, keep it open, and return its port."""
         from paceline.comm.rendezvous.env_init import hold_store
 
         self._store, port = hold_store(host)
         return port
 
     def identify(self, who: Identity, host: str, port: int) -> None:
-        """Set who this worker is, and where the store is."""
+        """Set the identity of this worker and the address of the store."""
         env.set_identity(who.rank, who.world_size, who.local_rank, who.local_world_size)
         env.set_horovod_identity(who)
         held = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
@@ -80,12 +80,12 @@ class BaseHorovodWorker:
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Make the object that functions get."""
+        """Create the object that is passed to functions."""
         if executable_cls is not None:
             self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
 
     def set_queue(self, queue: Any) -> None:
-        """Where ``ray_logger.log`` puts values; None: nowhere."""
+        """Set the queue for the values of ``ray_logger.log``. None drops them."""
         ray_logger.configure(queue)
 
     def execute(self, func: Callable[[Any], Any]) -> Any:

@@ -1,9 +1,9 @@
-"""The actors of an executor: one for each worker, from ``start`` to ``shutdown``.
+"""Actors of an executor: one for each worker, from ``start`` to ``shutdown``.
 
 ::
 
-    here         start ── execute ───────────── execute ── shutdown
-    rank 0       actor ── hvd.init, function ── function ── ✗        holds the store by which they come together
+    driver       start ── execute ───────────── execute ── shutdown
+    rank 0       actor ── hvd.init, function ── function ── ✗        holds the store of the rendezvous
     rank 1       actor ── hvd.init, function ── function ── ✗
 """
 
@@ -22,24 +22,24 @@ from paceline.horovod.ray.ray_logger import Callback, call
 from paceline.horovod.ray.worker import BaseHorovodWorker
 
 _START_SECONDS = 600.0
-"""For an actor to come up: its environment may have to be installed."""
+"""Timeout for the start of an actor, whose environment may have to be installed."""
 _CAUSE_SECONDS = 5.0
-"""For the others to end, when one has failed: one of them may know the cause, and what is left would wait for it."""
+"""Time for the other actors to end after a failure: one may know the cause, and the rest would keep waiting."""
 _LOOK_SECONDS = 0.1
 _COLOR = re.compile(r"\x1b\[\d+m")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an executor asks Ray for.
+    """Resources that an executor requests from Ray.
 
     Attributes:
-        workers: of all nodes together.
-        hosts: nodes, each with the same number of workers; None: wherever there is room, together if possible.
-        cpus: of each worker.
-        gpus: of each worker.
-        inherit: whether the placement group of this process is used, if it is in one.
-        seconds: to wait for room.
+        workers: total number of workers.
+        hosts: number of nodes, each with the same number of workers. None packs workers on any nodes if possible.
+        cpus: number of CPUs per worker.
+        gpus: number of GPUs per worker.
+        inherit: whether to use the placement group of this process, if any.
+        seconds: timeout for the resources.
     """
 
     workers: int
@@ -51,11 +51,11 @@ class Wanted:
 
 
 class NoRoom(StartError, TimeoutError):
-    """The cluster has no room for the workers in time; Horovod raises a TimeoutError."""
+    """Timeout because the cluster has no room for the workers. A TimeoutError, too, as in Horovod."""
 
 
 def connected(function: str) -> Any:
-    """Ray, to which this process is connected.
+    """Return the module ``ray`` after checking that this process is connected to a cluster.
 
     Raises:
         ConfigError: Ray is not installed, or this process is not connected.
@@ -70,18 +70,18 @@ def connected(function: str) -> Any:
 
 
 class Workers:
-    """Starts the actors, and calls functions on all of them.
+    """Actors that run functions, started on creation.
 
     Args:
-        wanted: how many, and where.
-        variables: of their environment.
+        wanted: resources to request.
+        variables: environment variables of the actors.
 
     Attributes:
-        actors: by rank; none before the start, and after the end.
+        actors: actors by rank. Empty after :meth:`close`.
 
     Raises:
         ConfigError: this process is not connected to Ray.
-        StartError: there is no room for them, or one has not come up.
+        StartError: the cluster has no room for the actors, or an actor did not start.
     """
 
     def __init__(self, wanted: Wanted, variables: Mapping[str, str]) -> None:
@@ -116,7 +116,7 @@ class Workers:
             self.actors.append(kind.options(**options).remote(rank, wanted.workers))
 
     def _shortage(self, bundles: list[dict[str, float]]) -> str:
-        """Say what is asked for, and what there is."""
+        """Return a message about the requested and the available resources."""
         nodes = [node for node in self._ray.nodes() if node["Alive"]]
         there = "; ".join(f"{node['NodeManagerAddress']} with {_words(node['Resources'])}" for node in nodes)
         where = "each on a node of its own" if self._wanted.hosts else "together"
@@ -127,7 +127,7 @@ class Workers:
         )
 
     def _identify(self, variables: Mapping[str, str]) -> None:
-        """Tell each worker who it is, and where they come together."""
+        """Send each worker its identity, its environment variables and the address of the store."""
         places = self._ask("come up", [(rank, actor.node.remote()) for rank, actor in enumerate(self.actors)])
         self._addresses = [address for _, address in places]
         nodes: dict[str, list[int]] = {}
@@ -143,14 +143,14 @@ class Workers:
         if self._wanted.gpus:
             asked = [(rank, actor.get_gpu_ids.remote()) for rank, actor in enumerate(self.actors)]
             given = self._ask("name its GPUs", asked)
-            # each worker sees those of all on its node, at the places of their local ranks
+            # each worker sees the GPUs of all workers on its node, in the order of local ranks
             for ranks in nodes.values():
                 seen = {"CUDA_VISIBLE_DEVICES": ",".join(one for rank in ranks for one in given[rank])}
                 told += [(rank, self.actors[rank].update_env_vars.remote(seen)) for rank in ranks]
         self._ask("take its variables", told)
 
     def _ask(self, doing: str, asked: list[tuple[int, Any]]) -> list[Any]:
-        """Wait for what actors have been asked at the start, each with its rank."""
+        """Return the answers of actors, given with their ranks, to calls at the start."""
         answers = [answer for _, answer in asked]
         _, missing = self._ray.wait(answers, num_returns=len(answers), timeout=_START_SECONDS)
         if missing:
@@ -169,23 +169,23 @@ class Workers:
         return found
 
     def submit(self, method: str, *arguments: Any) -> list[Any]:
-        """Have all actors do something; gives the references to what they return."""
-        sent = [self._ray.put(one) for one in arguments]  # once, not for each of them
+        """Call a method on all actors, and return the references to its results."""
+        sent = [self._ray.put(one) for one in arguments]  # once, not for each actor
         return [getattr(actor, method).remote(*sent) for actor in self.actors]
 
     def make(self, cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Let each actor make the object that functions get; as :meth:`call`."""
+        """Create the object that functions get in each actor. Errors are raised as in :meth:`call`."""
         self._results(self.submit("start_executable", cls, args, kwargs), lambda: None, None)
 
     def call(self, function: Callable[[Any], Any], callbacks: Sequence[Callback]) -> list[Any]:
-        """Call a function on all actors, and wait for what they return.
+        """Call a function on all actors, and return its results by rank.
 
-        When it fails on one of them, the others have a moment to end, too. If one does not, all actors end; also if one
-        was lost, or if the wait is interrupted.
+        After a failure on one actor, the others have 5 seconds to end, too. All actors are ended if one of them does
+        not, if one was lost, or if the wait is interrupted.
 
         Args:
-            function: gets the object that the actor has made, or None.
-            callbacks: called here with what is logged meanwhile.
+            function: function that gets the object that the actor has created, or None.
+            callbacks: called in this process with values that workers log during the call.
 
         Raises:
             RunFailed: a worker was lost. An exception is raised itself, with the rank and its traceback added.
@@ -204,11 +204,11 @@ class Workers:
             queue.shutdown(force=True)
 
     def call_first(self, function: Callable[[Any], Any]) -> Any:
-        """Call a function with the executable of rank 0 alone."""
+        """Call a function with the executable on rank 0 alone, and return its result."""
         return self._results([self.actors[0].execute.remote(function)], lambda: None, None)[0]
 
     def _results(self, answers: list[Any], look: Callable[[], None], seconds: float | None) -> list[Any]:
-        """Wait for what actors return, and look every so many seconds for what is logged; None: until one is done."""
+        """Return the results of actors. Call ``look`` every ``seconds``, or after each result if it is None."""
         left, failures = list(answers), dict[int, Exception]()
         try:
             while left and not failures:
@@ -227,11 +227,11 @@ class Workers:
         return list(self._ray.get(answers))
 
     def _is_raised(self, error: Exception) -> bool:
-        """Whether a function has raised it; otherwise an actor was lost."""
+        """Return whether a function has raised the error. Otherwise an actor was lost."""
         return isinstance(error, self._ray.exceptions.RayTaskError)
 
     def _failures(self, answers: list[Any], done: list[Any]) -> dict[int, Exception]:
-        """What those that are done have raised, by rank."""
+        """Return the errors of the calls that have ended, by rank."""
         found = {}
         for one in done:
             try:
@@ -241,7 +241,7 @@ class Workers:
         return found
 
     def _cause(self, failures: dict[int, Exception], left: list[int]) -> Exception:
-        """The exception that says best why a call has failed."""
+        """Return the exception that best explains why a call has failed."""
 
         def weight(rank: int) -> int:
             error: Any = failures[rank]
@@ -256,14 +256,14 @@ class Workers:
         if not self._is_raised(error):
             return RunFailed(f"{who} was lost: {error}\nAll workers are ended: call start() again.")
         text = f"{who}:{ended}\n{_COLOR.sub('', str(error))}"
-        if isinstance(error.cause, self._ray.exceptions.RayError):  # it cannot be pickled
+        if isinstance(error.cause, self._ray.exceptions.RayError):  # the original cannot be pickled
             return RunFailed(text)
         cause: Exception = error.cause
         cause.add_note(text)
         return cause
 
     def close(self) -> None:
-        """End the actors, and give back what was held for them."""
+        """End the actors and release their placement group."""
         from ray.util import remove_placement_group
 
         for actor in self.actors:

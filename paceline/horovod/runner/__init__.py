@@ -1,4 +1,4 @@
-"""Where scripts written for Horovod look for its launcher: ``horovod.run``."""
+"""Launcher ``horovod.run`` under Horovod's module path."""
 
 from __future__ import annotations
 
@@ -40,37 +40,37 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[_T]:
-    """Call a function on many workers, here or by ssh, over :func:`paceline.launch`; gives the results by rank.
+    """Call a function on workers of this machine or over ssh by :func:`paceline.launch`. Return the results by rank.
 
     Args:
-        func: what each worker calls; it is sent by cloudpickle.
-        args: its arguments.
-        kwargs: its named arguments.
-        num_proc: how many workers.
-        min_num_proc: with fewer workers the run waits for others: see ``hvd.elastic``. None: a lost worker ends it.
-        max_num_proc: the most workers of such a run; by default ``num_proc``.
-        slots: workers of a host that is named without a number; 1 by default.
-        reset_limit: without effect.
-        cooldown_range: without effect.
-        hosts: as in ``h1:4,h2:2``; started by ssh, with the current folder shared by all. None: this machine.
-        hostfile: a file of lines such as ``h1 slots=4``, instead.
-        start_timeout: seconds that ``hvd.init`` waits for the other workers.
-        ssh_port: refused; set it in ``~/.ssh/config``.
-        ssh_identity_file: refused, as well.
-        disable_cache: without effect: nothing is kept of an earlier start.
-        output_filename: without effect: what workers print is in ``runs``.
-        verbose: without effect: the progress is always shown.
-        use_gloo: true in any case.
-        use_mpi: refused if true; so are ``mpi_args``.
-        mpi_args: see ``use_mpi``.
-        network_interface: names, separated by commas, for gloo and NCCL.
+        func: function that each worker calls, sent by cloudpickle.
+        args: positional arguments of the function.
+        kwargs: keyword arguments of the function.
+        num_proc: number of workers. Defaults to 1.
+        min_num_proc: minimum number of workers, below which an elastic run waits. See ``hvd.elastic``.
+        max_num_proc: maximum number of workers of an elastic run. Without both, the loss of a worker ends the run.
+        slots: number of workers on a host that is listed without a number. Defaults to 1.
+        reset_limit: has no effect.
+        cooldown_range: has no effect.
+        hosts: hosts such as ``h1:4,h2:2``, reached by ssh, which share the current folder. Defaults to this machine.
+        hostfile: file with lines such as ``h1 slots=4``, instead of ``hosts``.
+        start_timeout: timeout in seconds for the other workers in ``hvd.init``.
+        ssh_port: refused. Set it in ``~/.ssh/config``.
+        ssh_identity_file: refused. Set it in ``~/.ssh/config``.
+        disable_cache: has no effect, because nothing is cached between starts.
+        output_filename: has no effect. The output of workers is in ``runs``.
+        verbose: has no effect. Progress is always shown.
+        use_gloo: has no effect. Gloo is always used.
+        use_mpi: refused if true.
+        mpi_args: refused.
+        network_interface: comma-separated names of network interfaces for gloo and NCCL.
         executable: refused unless it is the Python of this process.
-        np: the old name of ``num_proc``.
-        min_np: the old name of ``min_num_proc``.
-        max_np: the old name of ``max_num_proc``.
+        np: deprecated name of ``num_proc``.
+        min_np: deprecated name of ``min_num_proc``.
+        max_np: deprecated name of ``max_num_proc``.
 
     Returns:
-        what the function returned on each rank, in their order.
+        the return values of the function, by rank.
 
     Raises:
         ConfigError: an argument cannot be used.

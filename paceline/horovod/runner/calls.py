@@ -1,4 +1,4 @@
-"""A function of a script for Horovod, as :func:`paceline.launch` calls it on each worker."""
+"""Calls of a Horovod script's function on workers by :func:`paceline.launch`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.horovod.errors import HorovodInternalError
 from paceline.system import excepthook
 
 _CAUSE_SECONDS = 5.0
-"""For the worker that has failed to say why, before others say that they lost it."""
+"""Delay before a HorovodInternalError is recorded, so that the failed worker records the cause before its peers."""
 
 
 def call_on_workers(
@@ -26,20 +26,20 @@ def call_on_workers(
     variables: Mapping[str, str],
     **where: Any,
 ) -> list[Any]:
-    """Call a function on workers, which find ``horovod``, and return the results by rank.
+    """Call a function on workers that can import ``horovod``, and return the results by rank.
 
     Args:
-        name: of what the user has called, for errors.
-        function: what each worker calls.
-        arguments: of the function.
-        named: more of them.
-        variables: of the environment, set before the call; those that this process has, too, only where they are not
-            set: they may say who it is.
-        **where: what :func:`paceline.launch` takes.
+        name: name of the user's call, for errors.
+        function: function that each worker calls.
+        arguments: positional arguments of the function.
+        named: keyword arguments of the function.
+        variables: environment variables to set before the call. Variables that have the same value in this process do
+            not replace those of a worker, because they may hold the identity of this process.
+        **where: keyword arguments of :func:`paceline.launch`.
 
     Raises:
         ConfigError: the arguments cannot be used, or this process is one of several workers itself.
-        RunFailed: the run failed without an exception of the function; one of the function is raised itself.
+        RunFailed: the run failed without an exception of the function, which would be raised itself.
     """
     if (size := env.identity().world_size) > 1:
         raise ConfigError(
@@ -60,7 +60,7 @@ def _call(
     once: bool,
     *arguments: Any,
 ) -> Any:
-    """In a worker: prepare the process, and call the function."""
+    """Prepare a worker process and call the function in it."""
     for name, value in variables.items():
         env.put(name, value)
     for name, value in defaults.items():
@@ -75,7 +75,7 @@ def _call(
 
 
 def _end_the_run(error: Exception) -> None:
-    """Let this exception end the run, also where workers are replaced; the first cause is that of the run."""
+    """Make this exception end the run even if lost workers are replaced. The first recorded cause is the run's."""
     launched, run = env.launch_info(), env.run_directory()
     if launched is None or run is None:
         return

@@ -1,4 +1,4 @@
-"""Which workers run on which host, as ``horovodrun`` decides it; what its launcher can do and this one cannot."""
+"""Assignment of workers to hosts as in ``horovodrun``, and options of Horovod that Paceline does not support."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ INSTEAD = {
     "reset-limit": "a run ends after ten losses without a commit in between",
     "blacklist-cooldown-range": "lost workers are replaced on the same machine",
 }
-"""What there is in the place of an option, by its name on the command line."""
+"""Replacements of unsupported options, by their names on the command line."""
 _OPTIONS = {"use_mpi": "mpi", "extra_mpi_args": "mpi-args", "cooldown_range": "blacklist-cooldown-range"}
-"""Arguments of functions that are not spelt as the option."""
+"""Function arguments whose names differ from the option."""
 _HERE = {"localhost", "127.0.0.1", "::1"}
 
 
 def fill(hosts: str | None, hostfile: str | None, slots: int, workers: int | None) -> tuple[int | None, str | None]:
-    """Fill hosts in their order.
+    """Assign workers to hosts in the given order.
 
     Args:
-        hosts: as in ``h1:4,h2:2``.
-        hostfile: a file of lines such as ``h1 slots=4``, instead.
-        slots: workers of a host without a number.
-        workers: how many are wanted; None: as many as the hosts have slots.
+        hosts: hosts such as ``h1:4,h2:2``.
+        hostfile: file with lines such as ``h1 slots=4``, instead of ``hosts``.
+        slots: number of workers on a host that is listed without a number.
+        workers: number of workers. Defaults to the number of slots on all hosts.
 
     Returns:
-        the number of workers, None if nothing says it; and the hosts with the workers of each, None if this machine is
-        the only one.
+        the number of workers, or None if neither hosts nor workers are given, and the hosts with the number of workers
+        on each, or None if only this machine is used.
 
     Raises:
-        ConfigError: the hosts cannot be read, or have fewer slots.
+        ConfigError: the hosts cannot be parsed or have too few slots.
     """
     listed = read_hostfile(Path(hostfile), slots) if hostfile else parse_hosts(hosts, slots) if hosts else []
     if not listed:
@@ -60,15 +60,15 @@ def fill(hosts: str | None, hostfile: str | None, slots: int, workers: int | Non
 
 
 def of_interfaces(names: str) -> dict[str, str]:
-    """The variables by which gloo and NCCL use these network interfaces, separated by commas."""
+    """Return environment variables that make gloo and NCCL use these comma-separated network interfaces."""
     return {"GLOO_SOCKET_IFNAME": names, "NCCL_SOCKET_IFNAME": names}
 
 
 def check_counts(function: str, given: Mapping[str, Any]) -> None:
-    """Refuse numbers of workers or hosts, if they are given, that are none.
+    """Check that the given counts, such as numbers of workers, are None or positive integers.
 
     Raises:
-        ConfigError: one is not a whole number from 1 on.
+        ConfigError: a count is not a positive integer.
     """
     for name, value in given.items():
         if value is not None and (not isinstance(value, int) or value < 1):
@@ -76,10 +76,10 @@ def check_counts(function: str, given: Mapping[str, Any]) -> None:
 
 
 def refuse(function: str, given: Mapping[str, Any]) -> None:
-    """Refuse arguments without a counterpart, if they are given.
+    """Refuse arguments that Paceline does not support.
 
     Raises:
-        ConfigError: one is, and says what to use instead.
+        ConfigError: an argument is set. The message names a replacement.
     """
     for name, value in given.items():
         if value:
@@ -88,13 +88,13 @@ def refuse(function: str, given: Mapping[str, Any]) -> None:
 
 
 def warn_of(function: str, given: Mapping[str, Any]) -> None:
-    """Name the arguments without effect, if they are given, to who has called that function."""
+    """Warn about arguments that have no effect."""
     if without := [name for name, value in given.items() if value is not None]:
         warnings.warn(f"{function}: without effect here: {', '.join(without)}.", stacklevel=3)
 
 
 def renamed(old: str, given: int | None, new: str, value: int | None) -> int | None:
-    """The value of an argument that had another name once; the new name wins."""
+    """Return an argument's value given by its new or its deprecated name. The new name takes precedence."""
     if given is not None:
         warnings.warn(f"{old} is deprecated, use {new} instead", DeprecationWarning, stacklevel=3)
     return given if value is None else value

@@ -1,4 +1,4 @@
-"""Horovod on Spark: a function on the executors of the cluster that this process is connected to."""
+"""Horovod on Spark: functions on the executors of the cluster to which this process is connected."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def run(  # noqa: PLR0913 - the arguments are Horovod's
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[_T]:
-    """Call a function on the executors of Spark, in one barrier stage, over :func:`paceline.launch`.
+    """Call a function on Spark's executors in one barrier stage by :func:`paceline.launch`.
 
     Args:
-        fn: what each worker calls; it is sent by cloudpickle.
-        args: its arguments; a DataFrame becomes a :class:`paceline.ParquetDataset`.
-        kwargs: its named arguments.
-        num_proc: how many workers, each in a task of its own. None: ``spark.default.parallelism``.
-        start_timeout: seconds that ``hvd.init`` waits for the other workers.
-        use_mpi: refused if true; so are ``extra_mpi_args``.
-        use_gloo: true in any case.
-        extra_mpi_args: see ``use_mpi``.
-        env: variables of the environment of the workers. Those that this process has, too, stay as a worker has them.
-        stdout: without effect: what rank 0 prints is shown, and all is in ``runs``.
-        stderr: without effect.
-        verbose: without effect: the progress is always shown.
+        fn: function that each worker calls, sent by cloudpickle.
+        args: positional arguments of the function. A DataFrame becomes a :class:`paceline.ParquetDataset`.
+        kwargs: keyword arguments of the function.
+        num_proc: number of workers, each in its own task. Defaults to ``spark.default.parallelism``.
+        start_timeout: timeout in seconds for the other workers in ``hvd.init``.
+        use_mpi: refused if true.
+        use_gloo: has no effect. Gloo is always used.
+        extra_mpi_args: refused.
+        env: environment variables of the workers. Variables equal to this process's do not replace a worker's own.
+        stdout: has no effect. The output of rank 0 is shown, and that of all workers is in ``runs``.
+        stderr: has no effect.
+        verbose: has no effect. Progress is always shown.
         nics: network interfaces for gloo and NCCL.
-        prefix_output_with_timestamp: without effect.
-        executable: refused; ``PYSPARK_PYTHON`` names the Python of the executors.
+        prefix_output_with_timestamp: has no effect.
+        executable: refused unless it is this process's Python. ``PYSPARK_PYTHON`` names the executors' Python.
 
     Returns:
-        what the function returned on each rank, in their order.
+        the return values of the function, by rank.
 
     Raises:
         ConfigError: an argument cannot be used, or this process is not connected to Spark.
@@ -90,36 +90,36 @@ def run_elastic(  # noqa: PLR0913 - the arguments are Horovod's
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[_T]:
-    """Call a function on the executors of Spark, which may be lost and come, over :func:`paceline.launch`.
+    """Call a function on Spark's executors by :func:`paceline.launch`, in an elastic run.
 
-    Each worker has a job of Spark to itself, which is submitted again when its task is lost. The function calls one
-    under ``hvd.elastic.run``, which goes on from its last commit.
+    Each worker has its own Spark job, which is submitted again when its task is lost. The function calls another
+    function under ``hvd.elastic.run``, which continues from its last commit.
 
     Args:
-        fn: what each worker calls; it is sent by cloudpickle.
-        args: its arguments; a DataFrame becomes a :class:`paceline.ParquetDataset`.
-        kwargs: its named arguments.
-        num_proc: how many workers. None: ``spark.default.parallelism``.
-        min_num_proc: with fewer workers the run waits for others; ``num_proc`` by default.
-        max_num_proc: the most workers, as far as there are slots; ``num_proc`` by default.
-        start_timeout: seconds that ``hvd.init`` waits for the other workers.
-        elastic_timeout: seconds that a run waits for workers below the fewest; 600 by default.
-        reset_limit: without effect: a run ends after ten losses without a commit in between.
-        env: variables of the environment of the workers. Those that this process has, too, stay as a worker has them.
-        stdout: without effect: what rank 0 prints is shown, and all is in ``runs``.
-        stderr: without effect.
-        verbose: without effect: the progress is always shown.
+        fn: function that each worker calls, sent by cloudpickle.
+        args: positional arguments of the function. A DataFrame becomes a :class:`paceline.ParquetDataset`.
+        kwargs: keyword arguments of the function.
+        num_proc: number of workers. Defaults to ``spark.default.parallelism``.
+        min_num_proc: minimum number of workers, below which the run waits. Defaults to ``num_proc``.
+        max_num_proc: maximum number of workers, if there are enough slots. Defaults to ``num_proc``.
+        start_timeout: timeout in seconds for the other workers in ``hvd.init``.
+        elastic_timeout: timeout in seconds for reaching ``min_num_proc`` workers. Defaults to 600.
+        reset_limit: has no effect. A run ends after ten losses without a commit in between.
+        env: environment variables of the workers. Variables equal to this process's do not replace a worker's own.
+        stdout: has no effect. The output of rank 0 is shown, and that of all workers is in ``runs``.
+        stderr: has no effect.
+        verbose: has no effect. Progress is always shown.
         nics: network interfaces for gloo and NCCL.
-        prefix_output_with_timestamp: without effect.
-        min_np: the old name of ``min_num_proc``.
-        max_np: the old name of ``max_num_proc``.
+        prefix_output_with_timestamp: has no effect.
+        min_np: deprecated name of ``min_num_proc``.
+        max_np: deprecated name of ``max_num_proc``.
 
     Returns:
-        what the function returned on each worker that came to the end, by rank.
+        the return values of the function on the workers that finished, by rank.
 
     Raises:
         ConfigError: an argument cannot be used, or this process is not connected to Spark.
-        StartError: Spark runs no task in time, or its executors cannot start workers.
+        StartError: Spark runs no task before the timeout, or its executors cannot start workers.
         RunFailed: too many workers were lost. An exception of the function that ends the run is raised itself, with
             rank and traceback added.
     """
@@ -140,16 +140,16 @@ def run_elastic(  # noqa: PLR0913 - the arguments are Horovod's
 def _variables(
     given: Mapping[str, str] | None, start_timeout: int | None, nics: Collection[str] | None
 ) -> dict[str, str]:
-    """Those of the workers."""
+    """Return the environment variables of the workers."""
     seconds = {} if start_timeout is None else {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(start_timeout)}
     return {**(given or {}), **seconds, **(of_interfaces(",".join(sorted(nics))) if nics else {})}
 
 
 def _session(function: str, num_proc: int | None) -> tuple[Any, int]:
-    """The session of the cluster that this process is connected to, and how many workers are wanted.
+    """Return the Spark session of this process and the number of workers.
 
     Raises:
-        ConfigError: there is none, or the number is none.
+        ConfigError: the process is not connected to Spark, or ``num_proc`` is not a positive integer.
     """
     check_counts(function, {"num_proc": num_proc})
     try:

@@ -1,4 +1,4 @@
-"""Horovod's interface for PyTorch: see the page "Coming from Horovod"."""
+"""Horovod's interface for PyTorch. See the page "Coming from Horovod"."""
 
 from paceline.horovod.torch import elastic
 from paceline.horovod.torch.compression import Compression

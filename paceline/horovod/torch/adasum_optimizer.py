@@ -1,4 +1,4 @@
-"""``DistributedOptimizer(op=hvd.Adasum)``: each worker updates by itself, and the updates are combined."""
+"""``DistributedOptimizer(op=hvd.Adasum)``: local updates of the workers, which are then combined."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paceline.horovod.torch.requests import Adasum
 
 
 class AdasumReducing(Optimizer):
-    """What is put on top of the class of the optimizer."""
+    """Methods added to the class of the optimizer."""
 
     _base: type[Optimizer]
     _parameter_names: dict[torch.Tensor, str]
     _compression: type[Compressor]
 
     def synchronize(self) -> None:
-        """Do nothing: gradients stay those of this worker."""
+        """Do nothing, because gradients stay local to this worker."""
 
     def skip_synchronize(self) -> NoReturn:
-        """There is nothing to skip.
+        """Raise AssertionError, because there is no synchronization to skip.
 
         Raises:
             AssertionError: always.
@@ -32,7 +32,7 @@ class AdasumReducing(Optimizer):
         raise AssertionError("skip_synchronize is not for op=hvd.Adasum: it combines the updates in step().")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update by the gradients of this worker, then combine the changes of all."""
+        """Update with the gradients of this worker, then combine the parameter changes of all workers."""
         before = {one: one.detach().clone() for one in self._parameter_names if one.requires_grad}
         loss = self._base.step(self, closure)
         handles = []
@@ -45,4 +45,4 @@ class AdasumReducing(Optimizer):
         return loss
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Do nothing: gradients add up until ``step``."""
+        """Do nothing, because gradients add up until ``step``."""

@@ -1,8 +1,8 @@
-"""Reductions to all members: ``allreduce`` and its relatives.
+"""Reductions to all members: ``allreduce`` and its variants.
 
-``op`` is one of ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` and ``Adasum``; ``average=True`` and
-``False`` are its old names. The tensors are multiplied by ``prescale_factor`` before, the results by
-``postscale_factor``: whole numbers in float64, and toward zero.
+``op`` is ``Average`` (the default), ``Sum``, ``Min``, ``Max``, ``Product`` or ``Adasum``. The deprecated ``average``
+means ``Average`` if true, else ``Sum``. Tensors are multiplied by ``prescale_factor`` before the reduction, and results
+by ``postscale_factor``. Integers are multiplied in float64 and truncated toward zero.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _reduced(
     process_set: ProcessSet,
     grouped: bool = False,
 ) -> list[torch.Tensor]:
-    """Reduce, differentiably: the gradient of a reduction is the same reduction of the gradients."""
+    """Reduce tensors. The gradient is the same reduction of the gradients."""
 
     def run(given: Tensors) -> Tensors:
         small, contexts = compress_all(compression, given)
@@ -67,7 +67,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Start :func:`allreduce`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`allreduce` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
     return Operation(_start([tensor], like([tensor]), name, op, factors, process_set), single=True)
@@ -83,7 +83,7 @@ def allreduce(  # noqa: PLR0913 - the arguments are Horovod's
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce a tensor over all members, which all get the result.
+    """Return a tensor reduced over all members.
 
     Example:
         >>> import torch
@@ -106,7 +106,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Start :func:`allreduce_`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`allreduce_` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     return Operation(_start([tensor], [tensor], name, reduction_of(op, average), factors, process_set), single=True)
 
@@ -135,7 +135,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Start :func:`grouped_allreduce`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`grouped_allreduce` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
     return Operation(_start(tensors, like(tensors), name, op, factors, process_set, grouped=True), single=False)
@@ -165,7 +165,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Start :func:`grouped_allreduce_`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`grouped_allreduce_` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     op = reduction_of(op, average)
     return Operation(_start(tensors, tensors, name, op, factors, process_set, grouped=True), single=False)
@@ -188,10 +188,10 @@ def grouped_allreduce_(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: Any, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start to add up sparse tensors, by gathering their entries; gives what waits for the sum, or the mean.
+    """Start to gather the entries of sparse tensors. Return a function that waits for their sum or mean.
 
     Raises:
-        ValueError: neither ``Average`` nor ``Sum``.
+        ValueError: ``op`` is neither ``Average`` nor ``Sum``.
     """
     if op not in (Average, Sum):
         raise ValueError(f"sparse_allreduce of {name!r} is for hvd.Average and hvd.Sum, not for {op}.")

@@ -1,4 +1,4 @@
-"""Fewer bytes on the way: gradients in 16 bits."""
+"""Compression of transferred gradients to 16 bits."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import torch
 
 
 class Compressor:
-    """Leaves tensors as they are; others override :attr:`dtype`."""
+    """Base class, which leaves tensors unchanged. Subclasses override :attr:`dtype`."""
 
     dtype: torch.dtype | None = None
-    """On the way; None: that of the tensor."""
+    """dtype of transferred tensors. None keeps the dtype of each tensor."""
 
     @classmethod
     def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:
-        """Convert a tensor of floating point; gives it with the type that it had."""
+        """Convert a floating-point tensor, and return it with its original dtype."""
         if cls.dtype is None or not tensor.dtype.is_floating_point:
             return tensor, tensor.dtype
         return tensor.to(cls.dtype), tensor.dtype
 
     @classmethod
     def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:
-        """Convert it back to the type that it had."""
+        """Convert a tensor back to its original dtype ``ctx``."""
         return tensor if cls.dtype is None else tensor.to(ctx)
 
 
 def compress_all(
     compression: type[Compressor], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-    """Compress tensors; what is no tensor, which is refused later, stays as it is."""
+    """Compress tensors. Leave other objects, which are refused later, unchanged."""
     pairs = [compression.compress(one) if isinstance(one, torch.Tensor) else (one, torch.float32) for one in tensors]
     return [small for small, _ in pairs], [context for _, context in pairs]
 
@@ -39,19 +39,19 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """float16, which has 3 digits, and numbers up to 65,504."""
+    """Compression to float16, with 3 decimal digits and values up to 65,504."""
 
     dtype = torch.float16
 
 
 class BF16Compressor(Compressor):
-    """bfloat16, which has 2 digits, and the range of float32."""
+    """Compression to bfloat16, with 2 decimal digits and the range of float32."""
 
     dtype = torch.bfloat16
 
 
 class Compression:
-    """The compressions to choose from.
+    """Available compressors.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""``join``, ``barrier``, and process sets of a running Horovod."""
+"""``join``, ``barrier``, process sets and timelines of an initialized Horovod."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from paceline.horovod.torch.requests import submit
 
 
 def join(device: int = -1) -> int:
-    """Wait until all workers have no more data; until then give zeros to what the others reduce.
+    """Wait until all workers have joined. Until then contribute zeros to the reductions of the other workers.
 
     Args:
-        device: has no effect here.
+        device: has no effect.
 
     Returns:
-        the rank that came last.
+        the rank that joined last.
     """
     running = engine()
     for plan in running.plans():
@@ -30,33 +30,33 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all members have come here."""
+    """Wait until all members of the process set have called this."""
     submit("barrier", [], [], None, process_set).wait()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set; all workers call this, with the same ranks.
+    """Add a process set and return it. All workers must call this with the same ranks.
 
     Raises:
-        ValueError: there is one of these ranks, or there are no such ranks.
+        ValueError: a process set of these ranks exists, or the ranks are empty, repeated or out of range.
     """
     return add(engine(), process_set)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; all workers call this. False if it is the global one, or not added."""
+    """Remove a process set. Return False if it is global or not added. All workers must call this."""
     return remove(engine(), process_set)
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record when operations are asked for and carried out, on rank 0; in the format of Perfetto and Chrome.
+    """Record requests and executions of operations on rank 0, in the format of Perfetto and Chrome.
 
-    All workers may call this. A file that is being recorded ends; ``HOROVOD_TIMELINE`` names one that begins in
-    ``init``.
+    All workers may call this. A timeline that is being recorded is closed first. ``HOROVOD_TIMELINE`` names a file that
+    is recorded from ``init`` on.
 
     Args:
-        file_path: of the file, which is replaced.
-        mark_cycles: whether turns of the negotiation are recorded, too.
+        file_path: path of the file, which is overwritten.
+        mark_cycles: whether negotiation cycles are recorded, too. Defaults to False.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -66,7 +66,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """End the file of :func:`start_timeline`, or of ``HOROVOD_TIMELINE``.
+    """Close the file of :func:`start_timeline` or ``HOROVOD_TIMELINE``.
 
     Raises:
         NotInitialized: ``init`` was not called.

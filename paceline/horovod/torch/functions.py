@@ -1,4 +1,4 @@
-"""State from one worker to all: parameters, optimizers, objects."""
+"""Broadcasts of parameters, optimizer states and objects, and gathering of objects."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
     """Overwrite tensors with those of the root rank.
 
     Args:
-        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``; what is no tensor in it
-            is left alone.
-        root_rank: who has the right ones.
-        process_set: who takes part.
+        params: ``model.state_dict()``, ``model.named_parameters()`` or ``model.parameters()``. Values other than
+            tensors are ignored.
+        root_rank: global rank whose tensors are sent.
+        process_set: workers that take part. Defaults to all.
 
     Raises:
-        ValueError: ``params`` is none of these.
+        ValueError: ``params`` has another type.
     """
     if isinstance(params, Mapping):
         params = sorted(params.items())
@@ -48,15 +48,15 @@ def broadcast_parameters(params: Any, root_rank: int, process_set: ProcessSet = 
 def broadcast_optimizer_state(
     optimizer: Optimizer, root_rank: int, model: Any = None, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give all workers the optimizer state and the options of the root rank, as they are: no step is taken.
+    """Broadcast the state and the options of the root rank's optimizer, without an optimizer step.
 
-    Where the optimizer has no state yet, gradients that are None become zeros.
+    If the optimizer has no state yet, gradients that are None become zeros.
 
     Args:
-        optimizer: with the same parameters on all workers.
-        root_rank: who has the right state.
-        model: has no effect here.
-        process_set: who takes part.
+        optimizer: optimizer with the same parameters on all workers.
+        root_rank: global rank whose state is sent.
+        model: has no effect.
+        process_set: workers that take part. Defaults to all.
     """
     if not optimizer.state:
         for group in optimizer.param_groups:
@@ -75,7 +75,7 @@ def broadcast_optimizer_state(
 
 
 class _Hole:
-    """The place of a tensor."""
+    """Placeholder of a tensor."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype, self.device = tuple(tensor.shape), tensor.dtype, tensor.device.type
@@ -106,7 +106,7 @@ def _with_tensors(value: Any, made: list[torch.Tensor]) -> Any:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Get the object of the root rank; it is pickled by cloudpickle.
+    """Return the object of the root rank, which is sent by cloudpickle.
 
     Example:
         >>> import paceline.horovod.torch as hvd
@@ -125,7 +125,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Get the objects of all members, in the order of ranks; they are pickled by cloudpickle."""
+    """Return the objects of all members in the order of ranks. They are sent by cloudpickle."""
     name, data = name or "object", _bytes(obj)
     sizes = allgather(torch.tensor([data.numel()]), f"{name}.sizes", process_set).tolist()
     parts = allgather(data, f"{name}.data", process_set).split(sizes)

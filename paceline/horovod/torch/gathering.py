@@ -21,7 +21,7 @@ def _start_gather(
 
 
 def _gathered(tensors: Tensors, name: str | None, process_set: ProcessSet, grouped: bool = False) -> list[torch.Tensor]:
-    """Gather, differentiably: a gradient is the mean of those of all members, of which each takes its rows."""
+    """Gather tensors. The gradient is this member's rows of the mean gradient over all members."""
     handles: list[Handle] = []
 
     def run(given: Tensors) -> Tensors:
@@ -46,26 +46,26 @@ def _mean(tensors: Tensors, process_set: ProcessSet) -> list[torch.Tensor]:
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Start :func:`allgather`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`allgather` and return a handle for ``poll`` and ``synchronize``."""
     return Operation(_start_gather([tensor], name, process_set), single=True)
 
 
 def allgather_part(tensor: torch.Tensor, name: str, process_set: ProcessSet, detail: str) -> Operation:
-    """Start to gather a part of something that all members must describe alike."""
+    """Start to gather one component of an object whose description ``detail`` must be the same on all members."""
     return Operation(_start_gather([tensor], name, process_set, detail=detail), single=True)
 
 
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Concatenate the tensors of all members along their first dimension, in which alone they may differ."""
+    """Concatenate the tensors of all members along the first dimension, the only one that may differ."""
     return _gathered([tensor], name, process_set)[0]
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Start :func:`grouped_allgather`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`grouped_allgather` and return a handle for ``poll`` and ``synchronize``."""
     return Operation(_start_gather(tensors, name, process_set, grouped=True), single=False)
 
 
@@ -89,7 +89,7 @@ def _start_broadcast(
 def broadcast_async(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Start :func:`broadcast`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`broadcast` and return a handle for ``poll`` and ``synchronize``."""
     (output,) = like([tensor])
     return Operation(_start_broadcast(tensor, output, root_rank, name, process_set), single=True)
 
@@ -97,7 +97,7 @@ def broadcast_async(
 def broadcast(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Get the tensor of the root rank, a global one; its gradient is the mean of those of all members."""
+    """Return the tensor of global rank ``root_rank``. Its gradient is the mean over all members on the root, else 0."""
 
     def run(given: Tensors) -> Tensors:
         return _start_broadcast(given[0], like(given)[0], root_rank, name, process_set).wait()
@@ -112,7 +112,7 @@ def broadcast(
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Operation:
-    """Start :func:`broadcast_`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`broadcast_` and return a handle for ``poll`` and ``synchronize``."""
     return Operation(_start_broadcast(tensor, tensor, root_rank, name, process_set), single=True)
 
 
@@ -149,7 +149,7 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Operation:
-    """Start :func:`alltoall`; its results are always the rows and how many came from each member."""
+    """Start :func:`alltoall`. Results are always the rows and the number of rows from each member."""
     return Operation(_start_alltoall(tensor, splits, name, process_set), single=False)
 
 
@@ -159,15 +159,15 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send each member its part of the rows, and get those of all members for this one.
+    """Send each member its rows, and receive this member's rows from all members.
 
     Args:
-        tensor: to divide along its first dimension.
-        splits: rows for each member; None: the same number for each.
-        name, process_set: see above.
+        tensor: tensor to divide along its first dimension.
+        splits: number of rows for each member. Defaults to the same number for each.
+        name, process_set: name of the operation, and the workers that take part.
 
     Returns:
-        the rows; if ``splits`` are given, with how many of them came from each member.
+        the received rows. If ``splits`` is given, a pair of them and the number of rows from each member.
     """
     received: list[list[int]] = []
 

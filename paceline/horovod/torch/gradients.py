@@ -1,4 +1,4 @@
-"""The gradients of one optimizer on their way: taken as the backward pass makes them, and given back by ``finish``."""
+"""Reduction of an optimizer's gradients, from their submission in the backward pass to the results in ``finish``."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _STEPS_BEFORE_PLAN = 2
 
 @dataclass(frozen=True)
 class Reduces:
-    """How gradients are reduced.
+    """Options of the gradient reduction.
 
     Attributes:
-        op: the reduction.
-        compression: on the way.
-        predivide: a part of the division of a mean that is done before the sum.
-        sparse_as_dense: whether sparse gradients are reduced as dense ones.
-        process_set: who takes part.
+        op: reduction operator.
+        compression: compression of transferred gradients.
+        predivide: divisor of gradients before the sum of a mean. Sums are divided by size / ``predivide``.
+        sparse_as_dense: whether sparse gradients are reduced as dense gradients.
+        process_set: workers that take part.
     """
 
     op: Reduction
@@ -43,18 +43,18 @@ class Reduces:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """Before and after the reduction."""
+        """Factors before and after the reduction."""
         return (1.0 / self.predivide, self.predivide) if self.op == Average else (1.0, 1.0)
 
 
 class Gradients:
-    """Submits gradients by name, each by itself or in groups; in fixed buckets once workers agree on a plan.
+    """Gradients submitted by name, separately or in groups, or in fixed buckets once the workers agree on a plan.
 
     Args:
-        names: of all parameters that are trained.
-        how: they are reduced.
-        groups: parameters whose gradients are one operation.
-        passes: backward passes in a step.
+        names: names of all trained parameters.
+        how: options of the reduction.
+        groups: groups of parameters whose gradients are reduced in one operation.
+        passes: number of backward passes per step.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class Gradients:
 
     @property
     def in_flight(self) -> bool:
-        """Whether gradients were taken that :meth:`finish` has not given back."""
+        """Whether gradients are submitted whose results :meth:`finish` has not written."""
         self._renew()
         return bool(self._taken)
 
     def _renew(self) -> None:
-        """Forget what was under way, and the plan, if the workers have come together anew since."""
+        """Discard submitted gradients and the plan if the workers have re-formed since."""
         if (running := engine()) is not self._running:
             self._running, self._plan = running, None
             self._finish.clear()
@@ -88,12 +88,12 @@ class Gradients:
             self._sparse = False
 
     def reset(self, passes: int) -> None:
-        """Expect so many backward passes in each step, from now on."""
+        """Set the number of backward passes per step."""
         self.passes = passes
         self._left = dict.fromkeys(self._names, passes)
 
     def take(self, parameter: torch.Tensor) -> None:
-        """Take the gradient that a backward pass has just made.
+        """Count a backward pass of a parameter, and submit its gradient after the last pass of the step.
 
         Raises:
             AssertionError: there were more passes than expected.
@@ -159,7 +159,7 @@ class Gradients:
         return finish
 
     def finish(self) -> None:
-        """Submit what was not, with zeros where there is no gradient; wait, and write the results.
+        """Submit the remaining gradients, with zeros for missing ones. Wait for the results and write them.
 
         Raises:
             HorovodInternalError: a reduction failed.
@@ -183,7 +183,7 @@ class Gradients:
         self._look_ahead(running)
 
     def _look_ahead(self, running: Engine) -> None:
-        """Agree on a plan after some steps; without one again once a worker has left it."""
+        """Agree on a plan after two steps, and drop a plan that a worker has left."""
         if self._plan is not None:
             if not self._plan.open:
                 self._plan, self._steps = None, 0
@@ -233,7 +233,7 @@ def _gradient_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _set(parameter: torch.Tensor, gradient: Any) -> None:
-    """Put a reduced gradient in the place of that of this worker."""
+    """Replace a parameter's gradient by the reduced gradient."""
     old = parameter.grad
     if old is None or old.is_sparse or gradient.is_sparse:
         parameter.grad = gradient

@@ -1,4 +1,4 @@
-"""Handles of operations under way, and how results are differentiated."""
+"""Handles of pending operations, and differentiation through their results."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ Tensors = Sequence[torch.Tensor]
 
 
 class Operation:
-    """An operation under way, for :func:`poll` and :func:`synchronize`.
+    """Handle of a pending operation, for :func:`poll` and :func:`synchronize`.
 
     Args:
-        handle: of the engine.
-        single: whether it has one result, which is given as it is.
+        handle: handle from the engine.
+        single: whether to return the first result alone instead of the list of results.
     """
 
     def __init__(self, handle: Handle, single: bool) -> None:
         self.handle, self._single = handle, single
 
     def results(self) -> Any:
-        """Wait for the results."""
+        """Wait for the results and return them."""
         found = self.handle.wait()
         return found[0] if self._single else found
 
 
 def poll(handle: Operation) -> bool:
-    """Whether :func:`synchronize` would return at once.
+    """Return whether an operation has ended, so that :func:`synchronize` does not block.
 
     Raises:
-        TypeError: it is no handle.
+        TypeError: ``handle`` is not a handle.
     """
     if not isinstance(handle, Operation):
         raise _no_handle("poll", handle)
@@ -41,11 +41,11 @@ def poll(handle: Operation) -> bool:
 
 
 def synchronize(handle: Any) -> Any:
-    """Wait until an operation is done; gives its result, or the list of them.
+    """Wait until an operation has ended, and return its result or list of results.
 
     Raises:
-        HorovodInternalError: it has failed.
-        TypeError: it is no handle.
+        HorovodInternalError: the operation has failed.
+        TypeError: ``handle`` is not a handle.
     """
     if isinstance(handle, Operation):
         return handle.results()
@@ -72,19 +72,19 @@ class _Differentiated(torch.autograd.Function):
 
 
 def like(tensors: Tensors) -> list[torch.Tensor]:
-    """Room for results; what is no tensor, which is refused later, stays as it is."""
+    """Return empty tensors for results. Other objects, which are refused later, stay unchanged."""
     return [torch.empty_like(one.detach()) if isinstance(one, torch.Tensor) else one for one in tensors]
 
 
 def differentiated(
     run: Callable[[Tensors], Tensors], back: Callable[[Tensors], Tensors], tensors: Tensors
 ) -> list[torch.Tensor]:
-    """The results of an operation, through which gradients flow back.
+    """Return the results of an operation with automatic differentiation.
 
     Args:
-        run: the operation, on tensors without gradients.
-        back: from the gradients of its results to those of the tensors.
-        tensors: given to the operation.
+        run: operation on tensors without gradients.
+        back: function from the gradients of the results to those of the tensors.
+        tensors: inputs of the operation.
     """
     if not torch.is_grad_enabled() or not any(isinstance(one, torch.Tensor) and one.requires_grad for one in tensors):
         return list(run(tensors))

@@ -1,11 +1,11 @@
-"""The operations, at the place where Horovod has them.
+"""Operations, under Horovod's module path.
 
-Each waits for all members of its process set, which must call it with the same name; without a name, operations are
-numbered as they are called. One that ends in ``_async`` returns a handle for ``poll`` and ``synchronize``; one that
-ends in ``_`` writes its result into the tensor that it is given. The others can be differentiated through.
+An operation waits for all members of its process set, which must call it with the same name. Operations without a name
+are numbered in the order of their calls. Functions ending in ``_async`` return a handle for ``poll`` and
+``synchronize``, and functions ending in ``_`` write the result into their argument. All others are differentiable.
 
-All raise :class:`HorovodInternalError`: the members called it with other shapes, types or arguments, one of them left,
-or the deadline has passed. What is wrong on this worker alone is a ``ValueError``, too.
+Operations raise :class:`HorovodInternalError` if the members' shapes, types or arguments differ, a member has left, or
+the deadline has passed. If only this worker's arguments are wrong, the error is also a ``ValueError``.
 """
 
 from paceline.horovod.errors import HorovodInternalError

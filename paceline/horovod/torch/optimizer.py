@@ -1,4 +1,4 @@
-"""``DistributedOptimizer``: an optimizer whose gradients are those of all workers."""
+"""``DistributedOptimizer``: an optimizer that updates with gradients reduced over all workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
 
 class _Reducing(Optimizer):
-    """What is put on top of the class of the optimizer."""
+    """Methods added to the class of the optimizer."""
 
     _base: type[Optimizer]
     _parameter_names: dict[torch.Tensor, str]
@@ -32,7 +32,7 @@ class _Reducing(Optimizer):
     _should_synchronize: bool
 
     def synchronize(self) -> None:
-        """Wait until the gradients are those of all workers; for what changes them before ``step``, such as clipping.
+        """Wait until the gradients are reduced, for code that changes them before ``step``, such as clipping.
 
         Raises:
             HorovodInternalError: a reduction failed.
@@ -43,7 +43,7 @@ class _Reducing(Optimizer):
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """``step`` in this block does not synchronize: ``synchronize`` was called before."""
+        """Skip the synchronization in ``step`` within this block, because ``synchronize`` was called before."""
         self._should_synchronize = False
         try:
             yield
@@ -51,7 +51,7 @@ class _Reducing(Optimizer):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronize the gradients, and update; with a closure after each call of it."""
+        """Synchronize the gradients and update. With a closure, synchronize after each of its calls."""
         if closure is not None:
             return self._base.step(self, lambda: self._synchronized_after(closure))
         if self._should_synchronize:
@@ -77,7 +77,7 @@ class _Reducing(Optimizer):
         """Reset the gradients.
 
         Raises:
-            AssertionError: they are under way.
+            AssertionError: gradients are being reduced.
         """
         if self._gradients is not None and self._gradients.in_flight:
             raise AssertionError(
@@ -87,7 +87,7 @@ class _Reducing(Optimizer):
         self._base.zero_grad(self, set_to_none)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Expect so many backward passes before each ``step``."""
+        """Set the number of backward passes before each ``step``."""
         if self._gradients is not None:
             self._gradients.reset(passes)
 
@@ -104,24 +104,24 @@ def DistributedOptimizer(  # noqa: PLR0913 - the name and the arguments are Horo
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Make an optimizer reduce gradients over all workers, during the backward pass, before it updates.
+    """Return an optimizer that reduces gradients over all workers during the backward pass, before it updates.
 
-    The result is an instance of the optimizer's own class, with its state and its parameter groups.
+    The result is an instance of a subclass of the optimizer's class, and shares its state and parameter groups.
 
     Args:
-        optimizer: the optimizer.
-        named_parameters: ``model.named_parameters()``; None: parameters are named by their place in the groups.
-        compression: of gradients on the way.
-        backward_passes_per_step: gradients of so many backward passes are added up before they are reduced.
+        optimizer: optimizer to distribute.
+        named_parameters: ``model.named_parameters()``. Defaults to names from the positions in the parameter groups.
+        compression: compression of transferred gradients. Defaults to none.
+        backward_passes_per_step: number of backward passes whose gradients are added up before they are reduced.
         op: ``Average``, ``Sum``, or ``Adasum``, which combines the updates of all workers instead of gradients.
-        gradient_predivide_factor: the mean is divided by it before the sum, and by size / factor after.
-        num_groups: the old name of ``groups``.
-        groups: a number of groups, or lists of parameters, whose gradients are one operation each.
-        sparse_as_dense: reduce sparse gradients as dense ones.
-        process_set: who takes part.
+        gradient_predivide_factor: divisor of the gradients before the sum of a mean, and size / factor after the sum.
+        num_groups: deprecated name of ``groups``.
+        groups: number of groups, or lists of parameters. Gradients of a group are reduced in one operation.
+        sparse_as_dense: whether sparse gradients are reduced as dense gradients.
+        process_set: workers that take part. Defaults to all.
 
     Raises:
-        ValueError: names are given twice or are missing, or arguments do not fit together.
+        ValueError: names are repeated or missing, or arguments cannot be combined.
 
     Example:
         >>> import torch
@@ -161,7 +161,7 @@ def DistributedOptimizer(  # noqa: PLR0913 - the name and the arguments are Horo
 
 
 def _on_top(optimizer: Optimizer, methods: dict[str, Any], **values: Any) -> Any:
-    """The optimizer with more methods: an instance of a subclass of its class, that shares its state."""
+    """Return an instance of a subclass of the optimizer's class with more methods, which shares its state."""
     kept = {name: value for name, value in methods.items() if name not in ("__dict__", "__weakref__", "__doc__")}
     found = type(type(optimizer).__name__, (type(optimizer),), {**kept, "_base": type(optimizer)})
     made: Any = object.__new__(found)

@@ -1,4 +1,4 @@
-"""Reductions of which each member keeps its rows: ``reducescatter`` and its relatives."""
+"""Reductions of which each member keeps its rows: ``reducescatter`` and its variants."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Operation:
-    """Start :func:`reducescatter`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`reducescatter` and return a handle for ``poll`` and ``synchronize``."""
     return Operation(_start([tensor], name, op, process_set, (prescale_factor, postscale_factor)), single=True)
 
 
@@ -49,7 +49,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce a tensor over all members, and keep the rows of this one; the first ones have one more if need be."""
+    """Reduce a tensor and return this member's rows. Without an even division the first members get one row more."""
     factors = prescale_factor, postscale_factor
     return _scattered([tensor], name, compression, op, factors, process_set)[0]
 
@@ -62,7 +62,7 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Operation:
-    """Start :func:`grouped_reducescatter`; the handle is for ``poll`` and ``synchronize``."""
+    """Start :func:`grouped_reducescatter` and return a handle for ``poll`` and ``synchronize``."""
     factors = prescale_factor, postscale_factor
     return Operation(_start(tensors, name, op, process_set, factors, grouped=True), single=False)
 
@@ -90,7 +90,7 @@ def _scattered(
     process_set: ProcessSet,
     grouped: bool = False,
 ) -> list[torch.Tensor]:
-    """Reduce, differentiably: the gradients of the rows are those of all members, gathered."""
+    """Reduce and scatter tensors. The gradient is gathered from the rows' gradients on all members."""
 
     def run(given: Tensors) -> Tensors:
         small, contexts = compress_all(compression, given)

@@ -1,4 +1,4 @@
-"""From the arguments of an operation to a request that the engine takes; what is wrong with them is found here."""
+"""Validation of an operation's arguments, and their conversion to a request for the engine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DTYPES = frozenset(
     ["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"],
 )
 _REFUSED_SECONDS = 5.0
-"""How long a refused request is kept, so that a later one of its name is not taken for it."""
+"""Timeout for a refused request to end, so that a later request of the same name is not mistaken for it."""
 
 
 class Reduction(str):
-    """How tensors are reduced; its text is its name."""
+    """Reduction operator, a string that equals its name."""
 
 
 Average, Sum, Adasum = Reduction("Average"), Reduction("Sum"), Reduction("Adasum")
@@ -33,10 +33,10 @@ REDUCTIONS = (Average, Sum, Adasum, Min, Max, Product)
 
 
 def reduction_of(op: Any, average: bool | None) -> Reduction:
-    """The reduction, also as scripts before 0.19 gave it.
+    """Return the reduction for ``op``, or for ``average`` of scripts before Horovod 0.19. Defaults to Average.
 
     Raises:
-        ValueError: both are given, or ``op`` is none.
+        ValueError: both are given, or ``op`` is not a reduction.
     """
     if op is not None and average is not None:
         raise ValueError("Give op or average, not both: op replaces average.")
@@ -49,7 +49,7 @@ def reduction_of(op: Any, average: bool | None) -> Reduction:
 
 
 def full_name(kind: str, name: str | None, grouped: bool = False) -> str:
-    """The name of an operation among those of all kinds; empty if the engine is to give a number."""
+    """Return an operation's name with its kind, or an empty string, which the engine replaces by a counter."""
     return f"{'grouped_' * grouped}{kind}.{name}" if name else ""
 
 
@@ -62,10 +62,10 @@ def submit(
     grouped: bool = False,
     **values: Any,
 ) -> Handle:
-    """Ask the engine for an operation on these tensors; those of a group have names of their own.
+    """Submit an operation on these tensors to the engine. Grouped operations have a name prefix of their own.
 
     Raises:
-        InvalidRequest: the tensors cannot be used; the other members raise an error, too.
+        InvalidRequest: the tensors cannot be used. The other members raise an error, too.
         NotInitialized: ``init`` was not called, or the process set is not added.
     """
     called = full_name(kind, name, grouped)
@@ -89,11 +89,11 @@ def submit(
 
 
 def number_of(process_set: Any, words: str) -> int:
-    """The number of a process set, which the operation that the words call is for.
+    """Return the ID of a process set. ``words`` names the operation in error messages.
 
     Raises:
-        InvalidRequest: it is none.
-        NotInitialized: it is not added.
+        InvalidRequest: ``process_set`` is not a ProcessSet.
+        NotInitialized: the process set is not added.
     """
     who = f"Rank {engine(words).rank}: {words}: "
     if not isinstance(process_set, ProcessSet):
@@ -104,7 +104,7 @@ def number_of(process_set: Any, words: str) -> int:
 
 
 def refuse(running: Engine, request: Request, why: str) -> None:
-    """Let the other members know that this request cannot be, and raise.
+    """Make the request fail on the other members with the reason ``why``, and raise.
 
     Raises:
         InvalidRequest: always.

@@ -1,4 +1,4 @@
-"""Batch norm with the statistics of all workers' batches."""
+"""Batch norm with statistics over the batches of all workers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.horovod.torch.requests import Sum
 
 
 class SyncBatchNorm(_BatchNorm):
-    """``torch.nn.BatchNorm`` over the batches of all workers together, of inputs of 2 or more dimensions.
+    """``torch.nn.BatchNorm`` over the batches of all workers, for inputs of 2 or more dimensions on CPU or GPU.
 
-    Batches may differ in size. In evaluation, and with one worker, it is plain batch norm. CPU and GPU.
+    Batches may differ in size. In evaluation mode and with a single worker this is plain batch norm.
     """
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
@@ -21,7 +21,7 @@ class SyncBatchNorm(_BatchNorm):
             raise ValueError(f"SyncBatchNorm needs an input of 2 or more dimensions, not of shape {list(input.shape)}.")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalize."""
+        """Return the normalized input."""
         self._check_input_dim(input)
         if size() == 1 or not (self.training or self.running_mean is None):
             return super().forward(input)

@@ -1,6 +1,6 @@
-"""For scripts that say ``import horovod.torch``: a package of that name, which gives the modules of this one.
+"""Package ``horovod`` with Paceline's modules, for scripts that contain ``import horovod.torch``.
 
-``paceline run --horovod`` puts this folder into ``PYTHONPATH`` of the workers. No torch.
+``paceline run --horovod`` adds this folder to the workers' ``PYTHONPATH``. No torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ _OURS = "paceline."
 
 
 def is_installed() -> bool:
-    """Whether Horovod itself is there."""
+    """Return whether the original Horovod is installed."""
     found = importlib.util.find_spec("horovod")
     return found is not None and not (found.origin or "").startswith(FOLDER)
 
 
 def make_importable() -> None:
-    """Let this process import it from now on, unless Horovod is installed."""
+    """Make ``horovod`` importable in this process, unless the original Horovod is installed."""
     if not is_installed() and FOLDER not in sys.path:
         sys.path.insert(0, FOLDER)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds ``horovod.torch`` as ``paceline.horovod.torch``: one module, by two names."""
+    """Import hook that finds ``paceline.horovod.torch`` as ``horovod.torch``: one module with two names."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -54,6 +54,6 @@ class _Loader(importlib.abc.Loader):
 
 
 def install() -> None:
-    """From now on ``horovod.torch`` and what is in it can be imported, and who this worker is can be read."""
+    """Install the import hook and set the environment variables that Horovod scripts read for their rank."""
     sys.meta_path.insert(0, _Finder())
     env.set_horovod_identity(env.identity())

@@ -1,1 +1,1 @@
-"""Where scripts written for Horovod look for its helpers."""
+"""Helpers under Horovod's module path ``horovod.runner.util``."""

@@ -1,4 +1,4 @@
-"""A function on a thread of its own."""
+"""Functions on their own threads."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ def in_thread(
     daemon: bool = True,
     silent: bool = False,
 ) -> threading.Thread:
-    """Start a function on a thread of its own.
+    """Start a function on a new thread and return the thread.
 
     Args:
-        target: the function.
-        args: its arguments.
-        name: of the thread.
-        daemon: whether the process may end before the thread.
-        silent: whether exceptions of the function are left out.
+        target: function to call.
+        args: arguments of the function.
+        name: name of the thread. Defaults to Python's own.
+        daemon: whether the process may end before the thread. Defaults to True.
+        silent: whether exceptions of the function are suppressed. Defaults to False.
 
     Raises:
-        ValueError: ``args`` is no tuple.
+        ValueError: ``args`` is not a tuple.
     """
     if not isinstance(args, tuple):
         raise ValueError(f"args must be a tuple, as ({args!r},), not a {type(args).__name__}.")

@@ -1,4 +1,4 @@
-"""Training that goes on when workers are lost or come: ``hvd.elastic``.
+"""Elastic training, which continues when workers are lost or join: ``hvd.elastic``.
 
 ::
 
@@ -34,11 +34,11 @@ __all__ = [
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function whose first argument is a :class:`State`: it goes on when workers are lost or come.
+    """Decorate a function whose first argument is a :class:`State` so that it continues when workers are lost or join.
 
-    Whenever the workers change, all take the state of rank 0, and the function is called again. It must go on from
-    the state. Workers that join come to it by the same script, so no operations of Horovod may be before it, but for
-    ``init``.
+    Whenever the workers change, all take the state of rank 0 and call the function again, which must continue from
+    that state. Joining workers run the same script up to this function, so the script must not call any Horovod
+    operation before it except ``init``.
 
     Raises:
         HorovodInternalError: an operation failed, in a run that is not elastic or more than 10 times without a commit.

@@ -1,4 +1,4 @@
-"""``ElasticSampler``: divides among the workers that there are now what is left of an epoch."""
+"""``ElasticSampler``: division of an epoch's remaining samples among the current workers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from paceline.horovod.runtime import rank, size
 
 
 class ElasticSampler(Sampler[int]):
-    """Gives each worker its part of those samples of an epoch that nobody has processed yet.
+    """Sampler of this worker's share of the samples that no worker has processed in the epoch.
 
-    Give it to ``TorchState``, call ``record_batch`` after each batch, and ``set_epoch`` at the end of each epoch.
+    Pass it to ``TorchState``, call ``record_batch`` after each batch and ``set_epoch`` at the end of each epoch.
 
     Args:
-        dataset: of a size that does not change.
-        shuffle: whether to shuffle, anew in each epoch.
-        seed: of the shuffle, the same on all workers.
+        dataset: data set of constant size.
+        shuffle: whether to shuffle differently in each epoch. Defaults to True.
+        seed: seed of the shuffle, which must be the same on all workers. Defaults to 0.
 
     Attributes:
-        epoch: the number of the epoch.
-        processed_num: how many samples of this epoch were processed, by all workers.
-        num_samples: how many samples this worker gets.
+        epoch: number of the epoch.
+        processed_num: number of samples of this epoch that all workers together have processed.
+        num_samples: number of samples for this worker.
 
     Example:
         >>> import paceline.horovod.torch as hvd
@@ -45,25 +45,25 @@ class ElasticSampler(Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, of which nothing is processed."""
+        """Begin an epoch with no processed samples."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Take note that each worker has processed its next batch; the number of the batch has no effect."""
+        """Record that each worker has processed a batch of this size. ``batch_idx`` has no effect."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """The epoch, and how much of it is processed."""
+        """Return the epoch and the number of its processed samples."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state, with the workers that there are now."""
+        """Restore a state, and divide the remaining samples among the current workers."""
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 
     def reset(self) -> None:
-        """Divide what is left among the workers that there are now; some samples twice, so that all get as many."""
+        """Divide the remaining samples among the current workers, repeating some to give all the same number."""
         self.num_replicas, self.rank = size(), rank()
         order = list(range(len(self.dataset)))
         if self.shuffle:

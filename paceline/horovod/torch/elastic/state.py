@@ -1,4 +1,4 @@
-"""``TorchState``: models, optimizers, schedulers and samplers beside plain objects."""
+"""``TorchState``: elastic state of models, optimizers, schedulers, samplers and plain objects."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from paceline.horovod.torch.functions import broadcast_object, broadcast_optimiz
 
 
 class StateHandler:
-    """How one attribute is saved, restored and synchronized: by its ``state_dict``.
+    """Handler that saves, restores and synchronizes one attribute by its ``state_dict``.
 
     Args:
-        value: the attribute.
+        value: value of the attribute.
     """
 
     def __init__(self, value: Any) -> None:
@@ -25,45 +25,45 @@ class StateHandler:
         self.save()
 
     def save(self) -> None:
-        """Keep a copy of its state."""
+        """Save a copy of the value's state."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """Go back to the copy."""
+        """Restore the saved copy."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """Take the state of rank 0."""
+        """Replace the value's state by that of rank 0."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict()))
 
     def set_value(self, value: Any) -> None:
-        """Handle another object from now on."""
+        """Handle another object, and save its state."""
         self.value = value
         self.save()
 
 
 class ModelStateHandler(StateHandler):
-    """Of a model."""
+    """Handler of a model."""
 
     def sync(self) -> None:
-        """Take the parameters and buffers of rank 0."""
+        """Replace parameters and buffers by those of rank 0."""
         broadcast_parameters(self.value.state_dict(), root_rank=0)
 
 
 class OptimizerStateHandler(StateHandler):
-    """Of an optimizer."""
+    """Handler of an optimizer."""
 
     def sync(self) -> None:
-        """Take the state and the options of rank 0."""
+        """Replace the state and the options by those of rank 0."""
         broadcast_optimizer_state(self.value, root_rank=0)
 
 
 class LRSchedulerStateHandler(StateHandler):
-    """Of a scheduler of learning rates."""
+    """Handler of a learning-rate scheduler."""
 
 
 class SamplerStateHandler(StateHandler):
-    """Of a sampler."""
+    """Handler of a sampler."""
 
 
 _registry: list[tuple[type, type[StateHandler]]] = [
@@ -75,23 +75,23 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """The handlers by type; the first that fits is taken."""
+    """Return the handlers by type. The first matching type is used."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Replace the handlers for states that are made from now on."""
+    """Replace the handlers used by states that are created afterwards."""
     global _registry
     _registry = registry
 
 
 class TorchState(ObjectState):
-    """The state of a training script: a model, an optimizer, and whatever else is given by name.
+    """State of a training script: a model, an optimizer, and further objects by name.
 
     Args:
-        model: if there is one.
-        optimizer: if there is one.
-        kwargs: more models, optimizers, schedulers, an :class:`ElasticSampler`, and plain objects; each is an
+        model: model, if any.
+        optimizer: optimizer, if any.
+        kwargs: more models, optimizers, schedulers, an :class:`ElasticSampler`, and plain objects. Each becomes an
             attribute of the state.
     """
 
@@ -107,19 +107,19 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **plain)
 
     def save(self) -> None:
-        """Keep copies of everything."""
+        """Save copies of all attributes."""
         for handler in self._handlers.values():
             handler.save()
         super().save()
 
     def restore(self) -> None:
-        """Go back to the copies."""
+        """Restore the saved copies."""
         for handler in self._handlers.values():
             handler.restore()
         super().restore()
 
     def sync(self) -> None:
-        """Take everything of rank 0, and keep a copy."""
+        """Replace all attributes by those of rank 0, and save copies."""
         for handler in self._handlers.values():
             handler.sync()
             handler.save()

@@ -1,4 +1,4 @@
-"""Horovod's interface, by Paceline (:mod:`paceline.horovod`): scripts written for Horovod run unchanged."""
+"""Horovod's interface from :mod:`paceline.horovod`, with which scripts written for Horovod run unchanged."""
 
 from paceline.horovod import __version__, run
 from paceline.horovod.unchanged import install
