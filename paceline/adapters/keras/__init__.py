@@ -1,4 +1,4 @@
-"""Keras 3 models on the torch back end, with their optimizers and losses, as a session takes torch's.
+"""Adapters of Keras 3 models, optimizers and losses on the torch back end, for use in a session.
 
-Keras is only imported by the script. What is of Keras is told by its class.
+Only the script imports Keras. Keras objects are recognized by their classes.
 """

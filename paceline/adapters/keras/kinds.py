@@ -1,8 +1,8 @@
-"""Tell what is of Keras, without importing it."""
+"""Recognition of Keras objects without an import of Keras."""
 
 from __future__ import annotations
 
 
 def is_keras(value: object, kind: str) -> bool:
-    """Whether a value is of a class of Keras with this name, or of one derived from it."""
+    """Return whether a value is an instance of the Keras class with this name, or of a subclass."""
     return any(one.__name__ == kind and one.__module__.partition(".")[0] == "keras" for one in type(value).__mro__)

@@ -1,4 +1,4 @@
-"""A loss of Keras, which takes the target first."""
+"""Adapter of Keras losses, which take the target first."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.adapters.keras.kinds import is_keras
 
 
 def adapted(loss: Any) -> Any:
-    """A loss or a function of Keras as ``loss(output, target)``; any other one as it is."""
+    """Return a ``keras.losses.Loss`` as ``loss(output, target)``. Return other losses unchanged."""
     if not is_keras(loss, "Loss"):
         return loss
 

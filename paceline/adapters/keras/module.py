@@ -1,7 +1,7 @@
-"""A Keras model as an ``nn.Module`` whose parameters are trained and whose buffers are not.
+"""Keras model as an ``nn.Module`` whose parameters are trained and whose buffers are not.
 
-To torch a Keras model has only parameters: what it does not train, such as the statistics of a batch norm, are
-parameters that require no gradient, and whether it trains is an argument of its call, not a mode.
+To torch, a Keras model has only parameters. Untrained weights, such as the statistics of a batch norm, are parameters
+that require no gradient. Whether the model trains is an argument of its call, not a mode.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.errors import InputError
 
 
 def adapted(model: Any) -> Any:
-    """The module that trains a Keras model; any other one as it is.
+    """Return a module that trains a Keras model. Return other models unchanged.
 
     Raises:
-        InputError: the model has no weights yet, or is on another back end than torch.
+        InputError: the model has no weights yet, or uses a back end other than torch.
     """
     if not is_keras(model, "Layer"):
         return model
@@ -38,18 +38,18 @@ def adapted(model: Any) -> Any:
 
 
 class KerasModule(nn.Module):
-    """Calls a Keras model with ``training`` as the mode of this module says.
+    """Module that calls a Keras model with ``training`` set by the mode of this module.
 
-    The names are the paths of the Keras variables, which share their memory with it.
+    Parameters and buffers are named by the paths of the Keras variables and share memory with them.
 
     Args:
-        model: with weights.
+        model: Keras model with weights.
 
     Raises:
-        InputError: two of its weights have the same path.
+        InputError: two weights of the model have the same path.
 
     Attributes:
-        keras_model: the same model. What this module does not have itself is looked up there.
+        keras_model: the Keras model. Attributes that this module lacks are looked up in it.
     """
 
     keras_model: Any
@@ -60,7 +60,7 @@ class KerasModule(nn.Module):
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise InputError(f"Two weights of the Keras model have the path {twice!r}: give their layers other names.")
-        object.__setattr__(self, "keras_model", model)  # not as a module of its own: it says its parameters otherwise
+        object.__setattr__(self, "keras_model", model)  # not a submodule, which would add its parameters again
         for variable in model.trainable_weights:
             self.register_parameter(_name(variable), variable.value)
         for variable in model.non_trainable_weights:
@@ -68,7 +68,7 @@ class KerasModule(nn.Module):
         self._seeds = [seed.state for layer in _layers(model) for seed in getattr(layer, "_seed_generators", ())]
 
     def forward(self, *inputs: Any, training: bool | None = None, **named: Any) -> Any:
-        """Call the model; the seeds of its layers come from torch's random numbers, so each microbatch has its own."""
+        """Call the model. In training, torch's generator draws its layers' seeds, so each microbatch has its own."""
         training = self.training if training is None else training
         if training:
             for seed in self._seeds:
@@ -82,7 +82,7 @@ class KerasModule(nn.Module):
             return getattr(self.keras_model, name)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KerasModule:
-        """Move in place: the variables of Keras hold the same tensors."""
+        """Apply ``fn`` in place, because the Keras variables hold the same tensors."""
         kept = dict(self._buffers)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name, tensor in kept.items():

@@ -1,4 +1,4 @@
-"""A Keras optimizer as one of torch, with a state for each parameter."""
+"""Keras optimizer as a torch optimizer, with a state for each parameter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from paceline.errors import InputError
 
 
 def adapted(made: Any, model: nn.Module) -> Any:
-    """The optimizer of torch that stands for one of Keras; any other one as it is.
+    """Return a torch optimizer for a Keras optimizer. Return other optimizers unchanged.
 
     Raises:
-        InputError: the model is not one of Keras, or the optimizer cannot be used.
+        InputError: the model is not a Keras model, or the optimizer cannot be used.
     """
     if not is_keras(made, "BaseOptimizer"):
         return made
@@ -34,13 +34,13 @@ def adapted(made: Any, model: nn.Module) -> Any:
 
 
 class KerasOptimizer(Optimizer):
-    """Lets a Keras optimizer update; its slot variables are the state of the parameters, and in their memory.
+    """Torch optimizer that updates with a Keras optimizer. Its state shares memory with the slot variables.
 
-    The learning rate is that of the parameter group, unless the Keras optimizer has a schedule of its own.
+    The learning rate is that of the parameter group, unless the Keras optimizer has its own schedule.
 
     Args:
-        optimizer: of Keras, new.
-        module: of the model that it trains.
+        optimizer: new Keras optimizer.
+        module: module of the model that the optimizer trains.
     """
 
     def __init__(self, optimizer: Any, module: KerasModule) -> None:
@@ -56,14 +56,14 @@ class KerasOptimizer(Optimizer):
         return float(self._optimizer.learning_rate)
 
     def _show(self) -> None:
-        """Set the state of the parameters to the slot variables, after so many steps."""
+        """Set the state of the parameters to the step count and the slot variables."""
         steps = torch.tensor(float(self._optimizer.iterations.value))
         for variable, slots in zip(self._variables, self._slots, strict=True):
             shown = {name: slot.value for name, slot in slots.items()}
             self.state[variable.value] = {"step": steps.clone(), **shown}
 
     def _take(self) -> None:
-        """Take over a state that was loaded, and a learning rate that was set."""
+        """Copy a loaded state and a changed learning rate to the Keras optimizer."""
         for variable, slots in zip(self._variables, self._slots, strict=True):
             state = self.state[variable.value]
             for name, slot in slots.items():
@@ -96,7 +96,7 @@ class KerasOptimizer(Optimizer):
 
 
 def _recording(optimizer: Any, variables: list[Any], slots: list[dict[str, Any]]) -> None:
-    """Build the optimizer, and note which of its variables it makes for which of the model's."""
+    """Build the optimizer, and record in ``slots`` the variables that it creates for each variable of the model."""
     kind = type(optimizer).__name__
     if optimizer.built:
         raise InputError(f"{kind} has been used before: let the factory make a new one.")
