@@ -1,4 +1,4 @@
-"""Train a LightningModule without its Trainer: ``training_step``, ``configure_optimizers``, ``validation_step``.
+"""LightningModules without a Trainer: ``training_step``, ``configure_optimizers``, ``validation_step``.
 
 ::
 
@@ -7,10 +7,10 @@
     module = LitClassifier()
     session = paceline.start(**paceline.adapters.lightning.arguments(module), data=train_set, batch=64)
     for batch in session.batches(epochs=3):
-        report = session.step(batch)                # what self.log was given is in report.metrics
+        report = session.step(batch)                # values of self.log are in report.metrics
     session.evaluate(validation_set, paceline.adapters.lightning.validation("val_loss"))
 
-Lightning is not imported: any module with these methods will do.
+Lightning is not imported. Any module with these methods works.
 """
 
 from paceline.adapters.lightning.steps import arguments, training, validation

@@ -1,4 +1,4 @@
-"""What ``configure_optimizers`` returns, in each of its forms."""
+"""Optimizer and scheduler from each form of the result of ``configure_optimizers``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.errors import InputError
 
 
 def configured(module: Any, steps_per_epoch: int | None) -> tuple[Optimizer, LRScheduler | None]:
-    """Return the optimizer, and the scheduler if there is one.
+    """Return the optimizer, and the scheduler or None.
 
     Raises:
         InputError: see :func:`paceline.adapters.lightning.arguments`.
@@ -68,11 +68,11 @@ def _scheduler(given: Any, steps_per_epoch: int | None) -> LRScheduler:
 
 
 class EveryUpdates(LRScheduler):
-    """A scheduler that goes on after every so many updates.
+    """Scheduler that advances once in ``every`` updates.
 
     Args:
-        scheduler: what goes on.
-        every: after how many updates.
+        scheduler: scheduler to advance.
+        every: number of updates between its steps.
     """
 
     def __init__(self, scheduler: LRScheduler, every: int) -> None:
@@ -82,7 +82,7 @@ class EveryUpdates(LRScheduler):
         self.optimizer = scheduler.optimizer
 
     def step(self, epoch: int | None = None) -> None:
-        """Count an update."""
+        """Count an update, and advance the scheduler if it is due."""
         self.updates += 1
         if self.updates % self.every == 0:
             self.scheduler.step()
@@ -92,10 +92,10 @@ class EveryUpdates(LRScheduler):
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the count, and the state of the scheduler."""
+        """Return the number of updates and the state of the scheduler."""
         return {"updates": self.updates, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take both back."""
+        """Restore the number of updates and the state of the scheduler."""
         self.updates = state_dict["updates"]
         self.scheduler.load_state_dict(state_dict["scheduler"])

@@ -1,4 +1,4 @@
-"""The steps of a LightningModule as the forward pass and the metrics of a session."""
+"""Steps of a LightningModule as the forward pass and the metrics of a session."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REFUSED = (
     *("on_train_batch_start", "on_train_batch_end", "training_step_end"),
     *("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer", "configure_model"),
 )
-"""Hooks that change how a step is taken."""
+"""Hooks that change how a step is taken, which are refused."""
 _NOT_CALLED = (
     *("setup", "teardown", "on_fit_start", "on_fit_end", "on_train_start", "on_train_end", "prepare_data"),
     *("on_train_epoch_start", "on_train_epoch_end", "on_validation_start", "on_validation_end"),
@@ -30,15 +30,15 @@ _NOT_CALLED = (
 
 
 def arguments(module: nn.Module, steps_per_epoch: int | None = None) -> dict[str, Any]:
-    """Return the arguments of :func:`paceline.start` that a LightningModule decides: all but data and settings.
+    """Return the arguments of :func:`paceline.start` that a LightningModule determines: all but data and settings.
 
-    ``training_step`` gets each microbatch with the index 0, and returns the mean loss over it. What it gives to
-    ``self.log`` or ``self.log_dict`` is in ``report.metrics``: the mean over the samples, or over ``batch_size`` if
-    that is given.
+    ``training_step`` gets each microbatch with the index 0, and returns the mean loss over it. Values that it passes to
+    ``self.log`` or ``self.log_dict`` are in ``report.metrics``, as means over the samples, or over ``batch_size`` if it
+    is given.
 
     Args:
-        module: the module; ``configure_optimizers`` is called now.
-        steps_per_epoch: after how many updates a scheduler with the interval ``epoch``, the default, goes on.
+        module: module whose ``configure_optimizers`` is called immediately.
+        steps_per_epoch: number of updates after which a scheduler with the interval ``epoch`` (the default) advances.
 
     Raises:
         InputError: the module optimizes manually, has several optimizers or a scheduler that needs a metric, overrides
@@ -51,13 +51,13 @@ def arguments(module: nn.Module, steps_per_epoch: int | None = None) -> dict[str
 
 
 def training(module: Any, microbatch: Any) -> Any:
-    """Run ``training_step``: the ``forward`` of a session.
+    """Run ``training_step``, as the ``forward`` of a session.
 
     Returns:
-        the loss, and what was logged, by name.
+        the loss. If values were logged, a pair of the loss and these values by name.
 
     Raises:
-        InputError: it returned no loss, or logged what is no number.
+        InputError: ``training_step`` returned no loss, or logged a module instead of its value.
     """
     with _collecting(module) as logged:
         result = module.training_step(microbatch, 0)
@@ -71,11 +71,11 @@ def training(module: Any, microbatch: Any) -> Any:
 
 
 def validation(name: str, step: str = "validation_step") -> Callable[[Any, Any], Any]:
-    """Make a metric for ``session.evaluate`` of what ``validation_step`` logs under a name.
+    """Return a metric for ``session.evaluate``: the value that ``validation_step`` logs under a name.
 
     Args:
-        name: as given to ``self.log``.
-        step: the method to call, such as ``test_step``.
+        name: name passed to ``self.log``.
+        step: name of the method to call, such as ``test_step``. Defaults to ``validation_step``.
     """
 
     def metric(module: Any, microbatch: Any) -> Any:
@@ -92,7 +92,7 @@ def validation(name: str, step: str = "validation_step") -> Callable[[Any, Any],
 
 @contextmanager
 def _collecting(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """In which ``self.log`` and ``self.log_dict`` of a module fill a dictionary."""
+    """Collect the values that a module passes to ``self.log`` and ``self.log_dict`` in a dictionary."""
     logged: dict[str, Any] = {}
 
     def log(name: str, value: Any, *_: Any, batch_size: int | None = None, **__: Any) -> None:
@@ -139,6 +139,6 @@ def _check(module: Any) -> None:
 
 
 def _overrides(module: nn.Module, name: str) -> bool:
-    """Whether a class that is not Lightning's own defines a method."""
+    """Return whether a class outside Lightning defines a method."""
     home = getattr(getattr(type(module), name, None), "__module__", None)
     return home is not None and home.partition(".")[0] not in ("lightning", "pytorch_lightning")

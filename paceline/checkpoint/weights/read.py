@@ -19,7 +19,7 @@ from paceline.checkpoint import load
 from paceline.checkpoint.files import reason_of
 from paceline.checkpoint.manifest import DamagedError
 from paceline.errors import CheckpointError, PacelineError
-from paceline.regular_files import open_regular
+from paceline.system.regular_files import open_regular
 from paceline.checkpoint.weights.averages import KEY
 from paceline.checkpoint.weights.files import SAFETENSORS, TORCH, check_package, check_suffix, file_system
 
