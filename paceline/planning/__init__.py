@@ -1,1 +1,1 @@
-"""What training will cost: profile and plan file."""
+"""Costs of a training run: profile of the model, and plan file."""

@@ -1,4 +1,4 @@
-"""The profile of a model as a file, and the plan file made from it."""
+"""Profile of a model as a file, and the plan file made from it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.system.regular_files import read_text
 
 @dataclass(frozen=True)
 class Profile:
-    """The measured costs of a model.
+    """Measured costs of a model.
 
     Attributes:
-        model: the name of its class.
-        layers: the cost of each.
-        samples: of the measured microbatch.
-        microbatches: of a step.
-        link_bytes_per_second: between two workers; none with a single worker.
+        model: name of the model's class.
+        layers: cost of each layer.
+        samples: number of samples in the measured microbatch.
+        microbatches: number of microbatches in a step.
+        link_bytes_per_second: bandwidth between two workers. None with a single worker.
     """
 
     model: str
@@ -29,7 +29,7 @@ class Profile:
     link_bytes_per_second: float | None
 
     def cluster(self, workers: int, memory_bytes: float | None = None) -> Cluster:
-        """Workers like the measured ones; without a measured link, transfers are free."""
+        """Return a cluster of workers with the measured costs. Without a measured link, transfers are free."""
         link = self.link_bytes_per_second or float("inf")
         return Cluster(link, memory_bytes, workers, self.microbatches)
 
@@ -40,13 +40,13 @@ def write(profile: Profile, path: Path) -> None:
 
 
 def read(path: Path) -> Profile:
-    """Read what :func:`write` wrote."""
+    """Read a profile written by :func:`write`."""
     values = json.loads(read_text(path))
     return Profile(**{**values, "layers": tuple(LayerCost(**layer) for layer in values["layers"])})
 
 
 def plan_text(profile: Profile, cut: Cut) -> str:
-    """A plan file (TOML) with this cut, for people to edit."""
+    """Return a plan file (TOML) with this cut, for people to edit."""
     times = ", ".join(f"{seconds * 1000:.2f}" for seconds in cut.seconds)
     names = ", ".join(f'"{layer.name}"' for layer in profile.layers)
     return "\n".join(

@@ -1,4 +1,4 @@
-"""Measures a model on its first microbatch, and the link between workers."""
+"""Measurement of a model on its first microbatch, and of the links between workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LINK_REPEATS = 5
 
 
 def profile(job: Job, loss: Callable[[Any, Any], Any] | None) -> Profile:
-    """Measure the layers of a model on rank 0, and the links of all workers; all workers call this together.
+    """Measure the layers of a model on rank 0, then the links of all workers. All workers call this together.
 
     Raises:
         ConfigError: the loss is not ``loss(output, target)``, so the model cannot be cut.
@@ -50,7 +50,7 @@ def _layer_costs(job: Job) -> list[LayerCost]:
 
 
 def _link(world: World) -> float | None:
-    """Bytes per second between neighbours, in each direction; of the slowest link."""
+    """Return the bytes per second in each direction over the slowest link between neighbors, or None without links."""
     found = []
     world.await_process_group()
     for first in range(world.size - 1):
@@ -62,7 +62,7 @@ def _link(world: World) -> float | None:
 
 
 def _speed(world: World, peer: int) -> float:
-    """Measure both directions at once, as neighbours in a pipeline use them."""
+    """Return the bytes per second in each direction, with both in use at once as in a pipeline."""
     own, others = (torch.zeros(_LINK_BYTES, dtype=torch.uint8, device=world.device) for _ in range(2))
     seconds = []
     for tag in range(_LINK_REPEATS + 1):
