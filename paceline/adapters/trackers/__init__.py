@@ -1,1 +1,1 @@
-"""Trackers of metrics, such as TensorBoard: readers of the events of rank 0, in threads of their own."""
+"""Trackers of metrics, such as TensorBoard: readers of rank 0's events, each in its own thread."""

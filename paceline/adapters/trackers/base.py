@@ -1,4 +1,4 @@
-"""What a tracker is. Each is one file here, imported only when it is asked for."""
+"""Interface of trackers. Each tracker is a file in ``adapters``, imported only if it is requested."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Values:
-    """What is known of one step.
+    """Values of one step.
 
     Attributes:
-        step: its number, from 0.
-        time: in seconds since 1970.
+        step: number of the step, from 0.
+        time: time in seconds since 1970.
         scalars: numbers by name.
         texts: paths of text files by name.
         images: paths of PNG files by name.
@@ -28,18 +28,18 @@ class Values:
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run that a tracker records.
+    """Run that a tracker records.
 
     Attributes:
-        id: 16 hex digits, the same after a resume, and whoever is rank 0.
-        project: to which it belongs.
-        name: for people.
-        directory: of the trackers; runs share it.
-        folder: in it, of this run alone.
-        position: steps done; the next values are of this step.
-        settings: each dotted key with its value; secrets are masked.
-        sources: where each of them comes from.
-        environment: versions, workers, the commit.
+        id: 16 hex digits, which stay the same after a resume or a change of rank 0.
+        project: project of the run.
+        name: display name.
+        directory: directory of the trackers, which runs share.
+        folder: folder of this run in ``directory``.
+        position: number of completed steps, which is also the number of the next step.
+        settings: values by dotted key, with secrets masked.
+        sources: source of each setting.
+        environment: versions, workers and the commit.
     """
 
     id: str
@@ -58,22 +58,22 @@ class TrackedRun:
 
 
 class Tracker:
-    """Records values somewhere. All is called by one thread, which may wait; an error ends this tracker alone.
+    """Recorder of values. A single thread calls all methods, which may block. An error stops only this tracker.
 
     Attributes:
-        rewinds: whether opening removes what is recorded of ``run.position`` and later steps; else the first value of
-            a step stays.
+        rewinds: whether opening removes the records of ``run.position`` and later steps. Otherwise the first value
+            that was recorded for a step stays.
     """
 
     rewinds = False
 
     def write(self, values: Sequence[Values]) -> None:
-        """Record values, whose steps do not fall."""
+        """Record values in ascending order of their steps."""
         raise NotImplementedError
 
     def files(self) -> Sequence[Path]:
-        """Return the files that grow: what a killed process has written behind their last known size is cut off."""
+        """Return the growing files, which are truncated to their last known sizes after a process was killed."""
         return ()
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining values."""

@@ -1,4 +1,4 @@
-"""From the events of this worker to the trackers: if it is rank 0, and from where the one before it was."""
+"""Feed of events to the trackers on rank 0, which continues where the previous rank 0 stopped."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _RECENT = 2048
 
 
 class Feed:
-    """Listens to the event log. Each worker keeps its last values; rank 0 hands them to a thread for each tracker.
+    """Listener of the event log. Each worker keeps its last values; rank 0 passes them to a thread for each tracker.
 
-    When another worker becomes rank 0 it opens the trackers at the same run, and begins with the values that the one
-    before may not have sent: its own, and those in the event files.
+    A worker that becomes rank 0 opens the trackers of the same run. It first sends the values that the previous rank 0
+    may not have sent, from its own memory and from the event files.
 
     Args:
-        names: of the trackers.
-        events: the folder of the event files, if any.
-        closing_seconds: how long the end of the script waits for all trackers together.
+        names: names of the trackers.
+        events: folder of the event files, if any.
+        closing_seconds: timeout for all trackers together at the end of the script.
     """
 
     def __init__(self, names: tuple[str, ...], events: Path | None, closing_seconds: float) -> None:
@@ -42,13 +42,13 @@ class Feed:
         self._recent: deque[Values] = deque(maxlen=_RECENT)
 
     def begin(self, run: TrackedRun, first: bool) -> None:
-        """Begin when the position is known; ``first``: this worker is rank 0."""
+        """Start once the position is known. Open the trackers if this worker is rank 0 (``first``)."""
         self._run = run
         if first:
             self._open()
 
     def offer(self, record: Mapping[str, Any]) -> None:
-        """Take a record of the event log; never waits."""
+        """Process a record of the event log without waiting."""
         event = record["event"]
         if event in WITH_VALUES:
             values = values_of(record)
@@ -76,19 +76,19 @@ class Feed:
         self._senders = [Sender(name, prepare, self._close_last) for name in self._names]
 
     def _leave(self) -> None:
-        """Another worker is rank 0 now."""
+        """Request the end of the senders without waiting for them."""
         for sender in self._senders:
             sender.finish()
         self._ending += self._senders
         self._senders = []
 
     def _close_last(self) -> None:
-        """Let the end of the process come here before the library of a tracker, which has just set up its own."""
+        """Register :meth:`close` again, so that it runs at exit before the handlers of a tracker's library."""
         atexit.unregister(self.close)
         atexit.register(self.close)
 
     def close(self) -> None:
-        """Let the trackers send what is left, for some seconds."""
+        """Wait until the trackers have sent their remaining values, for at most ``closing_seconds``."""
         self._leave()
         until = time.monotonic() + self._closing_seconds
         for sender in self._ending:
@@ -97,7 +97,7 @@ class Feed:
 
 
 def describe(run: TrackedRun) -> TrackedRun:
-    """Write what the run is to ``run.json``, and add the commit of the script."""
+    """Write the description of a run to ``run.json``, and return the run with the commit of the script."""
     run.folder.mkdir(parents=True, exist_ok=True)
     commit = _commit(Path(str(run.environment.get("script", "."))).parent)
     if commit:
@@ -111,7 +111,7 @@ def describe(run: TrackedRun) -> TrackedRun:
 
 
 def _commit(folder: Path) -> str:
-    """Return the commit that a folder is at, ``-dirty`` behind it if files have changed; empty if unknown."""
+    """Return the commit of a folder, followed by ``-dirty`` if files have changed, or an empty string if unknown."""
     try:
         asked = subprocess.run(
             ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],

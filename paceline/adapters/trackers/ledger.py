@@ -1,4 +1,4 @@
-"""What a tracker has recorded of a run, so that whoever continues it neither repeats nor leaves out a value."""
+"""Record of what a tracker has written for a run, so that its successor neither repeats nor skips values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 
 class Ledger:
-    """A small file beside what a tracker writes: who writes, the last step of each name, and the sizes of files.
+    """Small file beside a tracker's output, with the current writer, the last step of each name and the file sizes.
 
-    A worker that was dropped while it hung may wake up: it sees that another one writes now, and stops.
+    A worker that was dropped while it hung may resume. It then sees that another worker is the writer, and stops.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -26,11 +26,11 @@ class Ledger:
         self.last: dict[str, int] = {}
 
     def take(self, folder: Path, below: int | None) -> None:
-        """Become the one that writes; cut files to their known sizes.
+        """Become the writer, and truncate files to their known sizes.
 
         Args:
-            folder: of the files.
-            below: forget later steps than those below it; none: keep all.
+            folder: folder of the files.
+            below: first step whose records are forgotten. None keeps all records.
         """
         known = self._read()
         self.last = dict(known.get("last", {}))
@@ -44,11 +44,11 @@ class Ledger:
 
     @property
     def owned(self) -> bool:
-        """Whether nobody else has begun to write since."""
+        """Whether this is still the writer."""
         return self._read().get("owner") == self._owner
 
     def save(self, folder: Path, files: Iterable[Path]) -> None:
-        """Record what has been written, unless somebody else writes by now."""
+        """Record the last steps and the file sizes, unless another writer has taken over."""
         if self.owned:
             self._write({str(path.relative_to(folder)): path.stat().st_size for path in files})
 

@@ -1,4 +1,4 @@
-"""What ``session.log`` takes: numbers, texts, images."""
+"""Values that ``session.log`` accepts: numbers, texts and images."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from paceline.errors import InputError
 
 @dataclass
 class Logged:
-    """The values of one call, by name. Images are arrays [height, width, channels] of 8 bits."""
+    """Values of one call, by name. Images are 8-bit arrays [height, width, channels]."""
 
     scalars: dict[str, float] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
     images: dict[str, NDArray[np.uint8]] = field(default_factory=dict)
 
     def write(self, folder: Path, step: int) -> dict[str, dict[str, str]]:
-        """Write texts and images as files; returns their paths by name, under ``texts`` and ``images``."""
+        """Write texts and images to files. Return their paths by name, under ``texts`` and ``images``."""
         folder.mkdir(parents=True, exist_ok=True)
         texts, images = ({name: _path(folder, name, step) for name in named} for named in (self.texts, self.images))
         for name, path in texts.items():
@@ -45,7 +45,7 @@ def _path(folder: Path, name: str, step: int) -> Path:
 
 
 def sort_out(values: Any) -> Logged:
-    """Tell numbers, texts and images apart.
+    """Sort values into numbers, texts and images.
 
     Raises:
         InputError: a name or a value cannot be recorded.

@@ -1,4 +1,4 @@
-"""Images as PNG files (W3C Portable Network Graphics, 3rd edition): 8 bits, grey, RGB or RGBA, no filter."""
+"""Encoder of PNG files (W3C Portable Network Graphics, 3rd edition): 8 bits, gray or RGB, with or without alpha."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLOR_TYPES = {1: 0, 2: 4, 3: 2, 4: 6}
 def encode(pixels: NDArray[np.uint8]) -> bytes:
     """Encode an array [height, width, channels] of 1 to 4 channels."""
     height, width, channels = pixels.shape
-    rows = np.zeros((height, 1 + width * channels), np.uint8)  # each row begins with its filter: 0, none
+    rows = np.zeros((height, 1 + width * channels), np.uint8)  # each row begins with filter type 0: no filter
     rows[:, 1:] = pixels.reshape(height, -1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
     chunks = (b"IHDR", header), (b"IDAT", zlib.compress(rows.tobytes(), 1)), (b"IEND", b"")
@@ -27,6 +27,6 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def size_of(png: bytes) -> tuple[int, int, int]:
-    """Return width, height and channels of what :func:`encode` has made."""
+    """Return width, height and number of channels of a file from :func:`encode`."""
     width, height, _, color = struct.unpack_from(">IIBB", png, 16)
     return width, height, next(channels for channels, kind in _COLOR_TYPES.items() if kind == color)

@@ -1,4 +1,4 @@
-"""The trackers by name, and whether the packages that they need are there."""
+"""Trackers by name, and the check for the packages that they need."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _PACKAGES = {
     "trackio": "trackio",
     "wandb": "wandb",
 }
-"""What each imports; its extra has the name of the tracker."""
+"""Package that each tracker imports. Its extra has the name of the tracker."""
 
 
 def check(names: Iterable[str]) -> None:
-    """Look for what the trackers import.
+    """Check that the packages of the trackers are installed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: a package is not installed.
     """
     for name in names:
         package = _PACKAGES[name]
@@ -35,12 +35,12 @@ def check(names: Iterable[str]) -> None:
 
 
 def rewinds(name: str) -> bool:
-    """Whether a tracker removes later steps when it is opened."""
+    """Return whether a tracker removes later steps when it is opened."""
     return name in ("csv", "tensorboard")
 
 
 def open_tracker(name: str, run: TrackedRun) -> Tracker:
-    """Open a tracker for a run, to which it may have written before."""
+    """Open a tracker for a run, which may already have records of this tracker."""
     module = "csv_file" if name == "csv" else name
     opened = import_module(f"paceline.adapters.trackers.adapters.{module}").open_tracker(run)
     assert isinstance(opened, Tracker)

@@ -1,4 +1,4 @@
-"""The thread of one tracker: it takes values from a bounded queue, and may be as slow as it likes."""
+"""Thread of one tracker, which takes values from a bounded queue so that training never waits for it."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SECONDS = 0.2
 
 
 class Sender:
-    """Hands values to one tracker, each name in rising steps: a step that comes again is left out.
+    """Sender of values to one tracker. Steps of a name must ascend, and repeated steps are dropped.
 
     Args:
-        name: of the tracker.
-        prepare: called first, by the thread: returns the run, and the values that may not have been recorded yet.
-        opened: called by the thread once the tracker is there.
+        name: name of the tracker.
+        prepare: called first, by the thread. Returns the run and the values that may not have been recorded yet.
+        opened: called by the thread after the tracker has been opened.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Sender:
         self._thread.start()
 
     def offer(self, values: Values) -> None:
-        """Queue values; never waits. When the queue is full they are lost."""
+        """Queue values without waiting. Values are lost if the queue is full."""
         if len(self._waiting) < _MOST_WAITING:
             self._waiting.append(values)
             return
@@ -52,11 +52,11 @@ class Sender:
             )
 
     def finish(self) -> None:
-        """Let the thread end when it has sent everything."""
+        """Request the end of the thread after it has sent all queued values."""
         self._closed.set()
 
     def join(self, until: float) -> None:
-        """Wait for its end, at most until a time of ``time.monotonic``."""
+        """Wait for the end of the thread, at most until a time of ``time.monotonic``."""
         self._thread.join(max(0.0, until - time.monotonic()))
         if self._thread.is_alive():
             _log.warning(
@@ -66,7 +66,7 @@ class Sender:
     def _work(self) -> None:
         try:
             self._send()
-        except Exception as error:  # noqa: BLE001 - whatever the library of a tracker raises; training goes on
+        except Exception as error:  # noqa: BLE001 - a tracker's library may raise any exception; training continues
             _log.warning("tracker %s failed and is off from now on: %s: %s", self.name, type(error).__name__, error)
             while not self._closed.wait(_SECONDS):
                 self._waiting.clear()
@@ -76,7 +76,7 @@ class Sender:
         ledger = Ledger(run.folder / f"{self.name}.json")
         ledger.take(run.folder, run.position if rewinds(self.name) else None)
         tracker = open_tracker(self.name, run)
-        ledger.save(run.folder, tracker.files())  # what is killed in its first write is cut off, too
+        ledger.save(run.folder, tracker.files())  # a write cut short by a kill is then truncated, even the first
         self._opened()
         self._hand_over(tracker, ledger, run, before)
         while True:
@@ -91,7 +91,7 @@ class Sender:
                 return
 
     def _hand_over(self, tracker: Tracker, ledger: Ledger, run: TrackedRun, some: Iterable[Values]) -> bool:
-        """Record what is new; returns whether this is still the one that writes."""
+        """Record new values. Return whether this is still the writer."""
         new = [one for values in some if (one := _new(values, ledger.last)) is not None]
         if not ledger.owned:
             return False
@@ -102,7 +102,7 @@ class Sender:
 
 
 def _new(values: Values, last: dict[str, int]) -> Values | None:
-    """Return what is later than the last step of its name, which becomes the last one."""
+    """Return the values whose step is later than the last step of their name, and update the last steps."""
 
     def later(named: Iterable[str]) -> set[str]:
         return {name for name in named if last.get(name, -1) < values.step}

@@ -1,4 +1,4 @@
-"""What a session records for its trackers: settings and environment once, what the script logs, evaluations."""
+"""Records of a session for its trackers: settings and environment once, logged values, and evaluations."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _log = logging.getLogger("paceline")
 
 
 class Tracking:
-    """The side of the session.
+    """Interface of a session to its trackers.
 
     Args:
-        settings: of the run.
-        sources: where each of them comes from.
-        events: the log of this worker.
-        run: the directory of the run, if it has one.
-        number: of the session in this process, from 1.
+        settings: settings of the run.
+        sources: source of each setting.
+        events: event log of this worker.
+        run: directory of the run, if any.
+        number: number of the session in this process, from 1.
 
     Raises:
-        ConfigError: what a tracker imports is not installed.
+        ConfigError: the package of a tracker is not installed.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class Tracking:
             events.attach(self._feed)
 
     def begin(self, run_id: str, position: int, environment: Mapping[str, object]) -> None:
-        """Begin when the workers have met.
+        """Start the trackers after the rendezvous.
 
         Args:
-            run_id: the same in all that go on from one start; empty if nothing can.
-            position: steps done.
-            environment: versions, workers, device.
+            run_id: ID that all continuations of a run share. Empty if the run cannot be continued.
+            position: number of completed steps.
+            environment: versions, workers and device.
         """
         if self._feed is None:
             return
@@ -76,7 +76,7 @@ class Tracking:
         self._feed.begin(tracked, self._events.rank == 0)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Record values of the script; ranks above 0 only numbers, for the case that rank 0 is lost before it has.
+        """Record values of the script. Ranks above 0 record only numbers, in case rank 0 is lost before it sends them.
 
         Raises:
             InputError: a name or a value cannot be recorded.
@@ -96,10 +96,10 @@ class Tracking:
                 self._warn(f"session.log could not write to {self._media}: {error}")
         self._events.mark("metrics", step=step, metrics=logged.scalars, **paths)
         if paths:
-            self._events.flush()  # unlike numbers, no other worker keeps these in case this one is killed
+            self._events.flush()  # unlike numbers, these are not kept by other workers in case of a kill
 
     def evaluated(self, metric: object, value: float | Mapping[str, float], step: int) -> None:
-        """Record the result of an evaluation under the name of its metric; none: the loss."""
+        """Record the result of an evaluation under the name of its metric. None stands for the loss."""
         name = getattr(metric, "__name__", None) or ("loss" if metric is None else type(metric).__name__)
         values = value if isinstance(value, Mapping) else {str(name): value}
         self._events.mark("evaluation", step=step, metrics={f"evaluation.{name}": one for name, one in values.items()})
@@ -111,10 +111,10 @@ class Tracking:
 
 
 def script() -> Path:
-    """Return the path of the script; of a notebook, a name."""
+    """Return the path of the script, or ``session`` in a notebook."""
     return Path(getattr(sys.modules.get("__main__"), "__file__", None) or "session")
 
 
 def masked(value: object) -> object:
-    """Return a value without the secrets in it, such as the login of a URL."""
+    """Return a value with its secrets masked, such as the login of a URL."""
     return mask([value])[0] if isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""From events to the values that trackers record."""
+"""Conversion of events to the values that trackers record."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from paceline.adapters.trackers.base import Values
 
 STEP_VALUES = ("loss", "learning_rate", "gradient_norm", "samples_per_second")
-"""The fields of the event ``step`` that are recorded."""
+"""Fields of the event ``step`` that are recorded."""
 WITH_VALUES = frozenset({"step", "evaluation", "metrics"})
-"""The events that have any."""
+"""Events that contain values."""
 _TAIL_BYTES = 1 << 20
 
 
@@ -24,12 +24,12 @@ def values_of(record: Mapping[str, Any]) -> Values:
 
 
 def recorded(events: Path, run: str, position: int) -> list[Values]:
-    """Read the values below a position from the ends of event files: a killed worker may not have sent its last ones.
+    """Read values before a position from the ends of event files, because a killed worker may not have sent them.
 
     Args:
-        events: the folder of the files.
-        run: the id of the run; records of an earlier session are left out.
-        position: steps done.
+        events: folder of the event files.
+        run: ID of the run. Records of other runs are left out.
+        position: number of completed steps.
     """
     found: list[Values] = []
     for path in sorted(events.glob("rank-*.jsonl")):
@@ -58,7 +58,7 @@ def _records_at_end(path: Path) -> list[dict[str, Any]]:
     for line in lines[1:] if start else lines:
         try:
             record = json.loads(line)
-        except ValueError:  # of a killed worker
+        except ValueError:  # half a line of a killed worker
             continue
         if isinstance(record, dict):
             records.append(record)

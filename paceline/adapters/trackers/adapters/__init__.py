@@ -1,1 +1,1 @@
-"""One file for each tracker, with the only import of its library."""
+"""Adapters of trackers: a file for each tracker, with the only import of its library."""

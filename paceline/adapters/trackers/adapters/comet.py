@@ -1,4 +1,4 @@
-"""Comet: online with an API key, else offline in archives that `comet upload` sends."""
+"""Comet: online with an API key, otherwise offline in archives for `comet upload`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
 
 
 class CometTracker(Tracker):
-    """Logs to one experiment."""
+    """Tracker that logs to a Comet experiment."""
 
     def __init__(self, experiment: Any) -> None:
         self._experiment = experiment
@@ -27,12 +27,12 @@ class CometTracker(Tracker):
                 self._experiment.log_image(path, name=name, step=one.step)
 
     def close(self) -> None:
-        """Send everything, or write the archive."""
+        """Send all values, or write the archive if offline."""
         self._experiment.end()
 
 
 def open_tracker(run: TrackedRun) -> Tracker:
-    """Open the experiment, or continue it."""
+    """Create the experiment or continue it."""
     online = bool(comet_ml.get_config("comet.api_key"))
     folder = run.folder / "comet"
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""One file of lines ``step,name,value,time``: a name may come up at any step, and nothing is ever written again."""
+"""CSV file of appended lines ``step,name,value,time``, in which a new name may appear at any step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HEADER = ["step", "name", "value", "time"]
 
 
 class CsvTracker(Tracker):
-    """Appends to ``metrics.csv``; of a text or an image it holds the path."""
+    """Tracker that appends to ``metrics.csv``. Texts and images are recorded by path."""
 
     rewinds = True
 

@@ -1,4 +1,4 @@
-"""MLflow: a run found by its tag, in the store that MLFLOW_TRACKING_URI names, else in mlflow.db of the directory."""
+"""MLflow: a run found by its tag in the store of MLFLOW_TRACKING_URI, which defaults to mlflow.db in the directory."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
 
 _TAG = "paceline.run"
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
-"""What a call may hold."""
+"""Maximum number of items in a call."""
 
 
 class MlflowTracker(Tracker):
-    """Logs to one run."""
+    """Tracker that logs to an MLflow run."""
 
     def __init__(self, client: Any, run: str) -> None:
         self._client = client
         self._run = run
 
     def write(self, values: Sequence[Values]) -> None:
-        """Log metrics in few calls; texts and images are artifacts."""
+        """Log metrics in batches, and texts and images as artifacts."""
         metrics = [
             Metric(_name(name), value, int(one.time * 1000), one.step)
             for one in values
@@ -42,7 +42,7 @@ class MlflowTracker(Tracker):
 
 
 def _name(name: str) -> str:
-    """Return a name with the characters that MLflow takes."""
+    """Return a name with underscores instead of characters that MLflow does not accept."""
     return "".join(one if one.isalnum() or one in "_-. :/" else "_" for one in name)
 
 

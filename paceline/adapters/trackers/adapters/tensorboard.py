@@ -1,4 +1,4 @@
-"""TensorBoard: event files, which its reader takes in their order."""
+"""TensorBoard: event files, which TensorBoard reads in their order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.adapters.trackers.png import size_of
 
 
 class TensorBoardTracker(Tracker):
-    """Writes a file for each start; the reader leaves out what earlier files have of later steps."""
+    """Tracker that writes a file for each start. TensorBoard drops later steps of earlier files."""
 
     rewinds = True
 
@@ -27,7 +27,7 @@ class TensorBoardTracker(Tracker):
         self._writer.flush()
 
     def write(self, values: Sequence[Values]) -> None:
-        """Add scalars, texts and images, and wait until they are in the file."""
+        """Add scalars, texts and images, and flush them to the file."""
         for one in values:
             for name, value in one.scalars.items():
                 self._writer.add_scalar(name, value, one.step, one.time)

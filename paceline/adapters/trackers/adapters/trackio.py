@@ -1,4 +1,4 @@
-"""trackio: a local store, under TRACKIO_DIR."""
+"""trackio: a local store in TRACKIO_DIR."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paceline.adapters.trackers.base import TrackedRun, Tracker, Values
 
 
 class TrackioTracker(Tracker):
-    """Logs to one run, which is known by its name."""
+    """Tracker that logs to a trackio run, which is identified by its name."""
 
     def __init__(self, run: Any) -> None:
         self._run = run
@@ -25,12 +25,12 @@ class TrackioTracker(Tracker):
             self._run.log({**one.scalars, **texts, **images}, step=one.step)
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the remaining values and end the run."""
         self._run.finish()
 
 
 def open_tracker(run: TrackedRun) -> Tracker:
-    """Open the run, or continue it."""
+    """Create the run or continue it."""
     return TrackioTracker(
         trackio.init(project=run.project, name=f"{run.name}-{run.id[:8]}", config=run.about(), resume="allow")
     )
