@@ -18,10 +18,10 @@ import torch
 from paceline.checkpoint import load
 from paceline.checkpoint.files import reason_of
 from paceline.checkpoint.manifest import DamagedError
-from paceline.errors import CheckpointError, PacelineError
-from paceline.system.regular_files import open_regular
 from paceline.checkpoint.weights.averages import KEY
 from paceline.checkpoint.weights.files import SAFETENSORS, TORCH, check_package, check_suffix, file_system
+from paceline.errors import CheckpointError, PacelineError
+from paceline.system.regular_files import open_regular
 
 _INDEXES = "model.safetensors.index.json", "pytorch_model.bin.index.json"
 _SINGLE = "model.safetensors", "pytorch_model.bin"
@@ -62,7 +62,7 @@ def of_checkpoint(path: Path | str, *, averaged: bool = False) -> dict[str, torc
 
     Args:
         path: path or URL of a checkpoint, or of a folder of checkpoints, of which the newest is read.
-        averaged: whether to return averages (:class:`paceline.checkpoint.weights.averages.Averages`) of parameters that have them.
+        averaged: whether to return averages (:class:`~paceline.checkpoint.weights.averages.Averages`) where there are any.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it has no averages.

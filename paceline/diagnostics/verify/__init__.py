@@ -1,1 +1,1 @@
-"""Record a run, compare two, name the cause."""
+"""Traces of runs, their comparison, and likely causes of differences."""

@@ -1,4 +1,4 @@
-"""Why two runs differ, in words: one rule for each place where it shows."""
+"""Likely causes of differences between two runs, in words: one rule for each kind of the first difference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _GROWTH = (
 
 
 def of_difference(reference: RunTrace, other: RunTrace, first: Difference, beyond: Difference) -> str:
-    """The likely cause of the first difference beyond rounding."""
+    """Return the likely cause of the first difference beyond rounding."""
     if beyond.reference in (True, False) and beyond.kind in ("gradient", "parameter", "buffer", "optimizer"):
         return _NAMES
     by_kind = {"end": _END, "samples": _SAMPLES, "learning rate": _RATE}
@@ -69,7 +69,7 @@ def of_difference(reference: RunTrace, other: RunTrace, first: Difference, beyon
 
 
 def _sudden(reference: RunTrace, other: RunTrace, beyond: Difference) -> bool:
-    """Whether the difference appeared from one step to the next; amplified rounding grows gradually."""
+    """Return whether the difference appeared in a single step. Amplified rounding grows gradually."""
     (before, twin), (now, now_twin) = (
         [next(record for record in trace.records if record.step == step) for trace in (reference, other)]
         for step in (beyond.step - 1, beyond.step)
@@ -92,7 +92,7 @@ def _gap(one: Mapping[str, TensorSketch], two: Mapping[str, TensorSketch]) -> fl
 
 
 def of_rounding(reference: RunTrace, other: RunTrace) -> str:
-    """Why runs that train the same differ in bits."""
+    """Return why runs that train the same differ in bits."""
     if reference.exact and other.exact:
         return (
             "The bits differ although exact=true is set: an operation is not deterministic, or its result depends on "

@@ -1,17 +1,17 @@
-"""Did two runs train the same? Compares their traces step by step. No torch here.
+"""Comparison of two runs' traces, step by step, to find whether they trained the same. No torch.
 
-Two runs that add the same numbers in another order differ by rounding. The limits:
+Two runs that add the same numbers in different orders differ by rounding. The limits are:
 
-* In step 0 the weights are equal, so loss and gradient differ by the rounding of sums only: some epsilon, times tens
-  and seldom hundreds where sums cancel. The limit is a thousand.
-* From step 1 on the weights differ by rounding, and a few activations near zero fall on the other side of a ReLU. When
-  a share s of the activations flips, the gradient moves by about sqrt(s), so the unit is the square root of epsilon.
-  Training amplifies differences: the limit doubles every five steps.
-* Adam turns a gradient that is nothing but rounding (a bias before a normalisation) into a full step, so weights are
-  compared with how far they have moved.
+* In step 0 the weights are equal, so loss and gradient differ only by the rounding of sums. That is a few epsilon,
+  multiplied by tens and seldom by hundreds where sums cancel. The limit is 1,000 epsilon.
+* From step 1 on the weights differ by rounding, and a few activations near zero change sides of a ReLU. If a share s of
+  the activations flips, the gradient moves by about sqrt(s), so the unit is the square root of epsilon. Training
+  amplifies differences, so the limit doubles every five steps.
+* Adam turns a gradient that is only rounding (a bias before a normalization) into a full step, so a difference in
+  weights is compared with the distance that the weights have moved.
 
-Tried on small MLPs, CNNs and transformers, SGD and Adam, float32 and bfloat16, 30 steps, four orders: no false alarm.
-Found: a gradient off by 0.1 % in step 0 or 5 % in step 7, batch statistics of half a batch, noise.
+Tests on small MLPs, CNNs and transformers with SGD and Adam, float32 and bfloat16, 30 steps and four orders gave no
+false alarm. They detected a gradient off by 0.1 % in step 0 or 5 % in step 7, batch statistics of half a batch, noise.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _FIRST_STEP_CEILING = 0.02  # bfloat16: a thousand epsilon would allow anything
 _LATER_LOSS, _LATER_TENSORS = 3.0, 30.0  # times the square root of epsilon, doubling every _DOUBLING steps
 _DOUBLING = 5
 _LATER_CEILING = 0.25
-_STATE = 0.1  # of the distance that weights have moved, or of the norm of an optimizer's tensors
-_SMALL = 0.1  # in step 0 a small tensor is compared with this part of the largest one
+_STATE = 0.1  # share of the distance that weights have moved, or of the norm of an optimizer's tensors
+_SMALL = 0.1  # in step 0 a small tensor is compared with this share of the largest norm
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of :func:`compare`.
+    """Result of :func:`compare`.
 
     Attributes:
-        result: how the runs compare.
-        first: the first difference.
-        beyond: the first difference that rounding does not explain.
-        cause: the likely cause, in words.
+        result: whether the runs are identical, differ by rounding, or are different.
+        first: first difference, or None.
+        beyond: first difference that rounding does not explain, or None.
+        cause: likely cause in words.
     """
 
     result: Result
@@ -66,7 +66,7 @@ def compare(reference: RunTrace, other: RunTrace) -> Comparison:
 
 
 def _differences(reference: RunTrace, other: RunTrace) -> Iterator[Difference]:
-    """Every difference, in the order in which a step computes."""
+    """Yield all differences, in the order in which a step computes the values."""
     epsilon, start, moved = reference.epsilon, reference.records[0].state, 0.0
     for one, two in zip(reference.records, other.records, strict=False):
         for kind, value, twin in _numbers(one, two):
@@ -93,7 +93,7 @@ def _numbers(one: StepTrace, two: StepTrace) -> tuple[tuple[Kind, float | None, 
 
 
 def _limit(epsilon: float, step: int, later: float) -> float:
-    """How far rounding may separate two runs by a step, as a part of the value; see the top of this file."""
+    """Return the relative difference that rounding may cause by a step. See the top of this file."""
     if step <= 0:
         return min(_FIRST_STEP_CEILING, _FIRST_STEP * epsilon)
     return min(_LATER_CEILING, later * math.sqrt(epsilon) * math.pow(2.0, step / _DOUBLING))
@@ -107,7 +107,7 @@ def _tensors(
     epsilon: float,
     moved: float = 0.0,
 ) -> Iterator[Difference]:
-    """The tensors of one kind whose bits differ, those beyond rounding first."""
+    """Yield the tensors of a kind whose bits differ, with differences beyond rounding first."""
     missing = sorted(mine.keys() ^ theirs.keys())
     if missing:
         yield Difference(step, kind, missing[0], missing[0] in mine, missing[0] in theirs, True)
@@ -126,7 +126,7 @@ def _tensors(
 def _beyond_rounding(
     kind: Kind, step: int, mine: Mapping[str, TensorSketch], gaps: Mapping[str, float], epsilon: float, moved: float
 ) -> set[str]:
-    """The tensors that differ by more than rounding: each by itself in step 0, later the worst if all together do."""
+    """Return tensors beyond rounding: any gradient or buffer in step 0, later the worst if the sum exceeds a limit."""
     if step < 0:
         return set(gaps)  # nothing has been computed yet
     limit = _limit(epsilon, step, _LATER_TENSORS)
@@ -146,7 +146,7 @@ def _beyond_rounding(
 
 
 def _slots(state: Mapping[str, TensorSketch], kind: Kind) -> set[str]:
-    """The slots of an optimizer (``/exp_avg``, ...), each compared by itself. Other kinds have one."""
+    """Return the slots of an optimizer (``/exp_avg``, ...), which are compared separately. Other kinds have one."""
     return {_slot(name) for name in state if name.startswith(f"{kind}/")}
 
 
@@ -181,6 +181,6 @@ def _both_nan(one: float | None, two: float | None) -> bool:
 
 
 def _loss_scale(loss: float | None, reference: RunTrace) -> float:
-    """What a difference in loss is compared with: the loss, but at least 1 % of the first one."""
+    """Return the scale for differences in loss: the loss, but at least 1 % of the first loss."""
     first = next((record.loss for record in reference.records if record.loss is not None), 0.0)
     return max(abs(loss or 0.0), 0.01 * abs(first))

@@ -1,4 +1,4 @@
-"""Where two runs differ."""
+"""Differences between two runs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ Kind = Literal["end", "samples", "learning rate", "loss", "gradient", "parameter
 
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not the same in two runs.
+    """Value that differs between two runs.
 
     Attributes:
-        step: of which step; -1: before the first one.
-        kind: of the value.
-        name: of a tensor.
-        reference: the value, or the hash, in the reference run.
-        other: in the other run.
-        beyond: rounding does not explain it.
+        step: step of the value, or -1 before the first step.
+        kind: kind of the value.
+        name: name of the tensor, if the value is a tensor.
+        reference: value in the reference run, the hash of a tensor, or whether a tensor exists.
+        other: the same in the other run.
+        beyond: whether the difference exceeds rounding.
     """
 
     step: int

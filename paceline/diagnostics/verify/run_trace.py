@@ -1,7 +1,7 @@
-"""The trace of a run, as :mod:`paceline.diagnostics.verify.trace_writer` wrote it. No torch here.
+"""Trace of a run, as written by :mod:`paceline.diagnostics.verify.trace_writer`. No torch.
 
-One JSON object per line. The first describes the run and the state before step 0; each later one describes a
-step. A tensor is its hash, its norm, and its dot product with a fixed vector of random signs.
+Each line is a JSON object. The first describes the run and the state before step 0, and each later line a step. A
+tensor is represented by its hash, its norm, and its dot product with a fixed vector of random signs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.system.regular_files import read_text
 
 @dataclass(frozen=True)
 class TensorSketch:
-    """A tensor in three numbers: equal bits have equal hashes, and different tensors have different projections."""
+    """Summary of a tensor. Equal bits have equal hashes, and different tensors have different projections."""
 
     hash: str
     norm: float
@@ -28,7 +28,7 @@ class TensorSketch:
 
 @dataclass(frozen=True)
 class StepTrace:
-    """One step: its input, its gradient, and the state after it."""
+    """Step of a run: loss, number of samples, learning rate, gradient, and the state after the step."""
 
     step: int
     loss: float | None = None
@@ -40,7 +40,7 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class RunTrace:
-    """A run; the first record is the state before step 0."""
+    """Trace of a run. The first record is the state before step 0."""
 
     records: tuple[StepTrace, ...]
     epsilon: float = 2.0**-23
@@ -49,16 +49,16 @@ class RunTrace:
     batch: int | None = None
 
     def fingerprint(self) -> str:
-        """A short hash of the last state."""
+        """Return a short hash of the last state."""
         last = {name: tensor.hash for name, tensor in self.records[-1].state.items()}
         return hashlib.sha256(json.dumps(last, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def read(path: Path) -> RunTrace:
-    """Read the trace of one run.
+    """Read the trace of a run.
 
     Raises:
-        InputError: there is no such file, or it is not a trace.
+        InputError: the file does not exist or is not a trace.
     """
     try:
         lines = [json.loads(line) for line in read_text(path).splitlines()]

@@ -1,4 +1,4 @@
-"""Record the state after each step, as a hash and two numbers per tensor, for ``paceline verify``."""
+"""Writer of the state after each step, as a hash and two numbers per tensor, for ``paceline verify``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.step.job import Job
 
 
 class TraceWriter:
-    """Write ``trace.jsonl``: the state before the first step and after each one."""
+    """Writer of ``trace.jsonl``: the state before the first step and after each step."""
 
     def __init__(self, wanted: env.Trace, job: Job, state: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self.steps = wanted.steps
@@ -60,7 +60,7 @@ class TraceWriter:
 
 
 def sketch(tensor: torch.Tensor) -> tuple[str, float, float]:
-    """A short hash, the 2-norm, and the dot product with a fixed vector of random signs."""
+    """Return a short hash, the 2-norm, and the dot product with a fixed vector of random signs."""
     flat = tensor.detach().reshape(-1).double().cpu()
     return hash_of(tensor).hex()[:16], flat.norm().item(), flat.dot(_signs(flat.numel())).item()
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Watch(Protocol):
-    """Interface of :class:`~paceline.horovod.waits.Waits` that a plan uses."""
+    """Interface of :class:`~paceline.horovod.engine.waits.Waits` that a plan uses."""
 
     timeline: Timeline | None
     """Recorder of buckets, or None."""
