@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paceline.horovod.torch as hvd
-from paceline.horovod.engine.engine import engine, handle, waits
+from paceline.horovod.engine import engine, handle, waits
 from paceline.horovod.engine.handle import Handle
 from paceline.horovod.engine.negotiation import REMOVE_SET, Item, Negotiation, Response
 from paceline.horovod.engine.operations import Task

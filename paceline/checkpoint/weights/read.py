@@ -62,7 +62,7 @@ def of_checkpoint(path: Path | str, *, averaged: bool = False) -> dict[str, torc
 
     Args:
         path: path or URL of a checkpoint, or of a folder of checkpoints, of which the newest is read.
-        averaged: whether to return averages (:class:`~paceline.checkpoint.weights.averages.Averages`) where there are any.
+        averaged: whether to return averages (:class:`~paceline.checkpoint.weights.averages.Averages`) where they exist.
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or it has no averages.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.horovod.engine.engine import operations
+from paceline.horovod.engine import operations
 from paceline.horovod.engine.handle import Handle
 from paceline.horovod.engine.links import Links
 from paceline.horovod.engine.negotiation import ADD_SET, JOIN, REMOVE_SET, Item, Negotiation, Response
