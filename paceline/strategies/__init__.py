@@ -1,1 +1,1 @@
-"""Who computes which microbatch, when, and how the gradients come together: one file for each algorithm."""
+"""Strategies: which worker computes which microbatch, when, and how gradients are combined. One file per algorithm."""

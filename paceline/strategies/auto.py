@@ -1,15 +1,15 @@
-"""All-reduce as long as the workers are equally fast, stealing when they are not: measured, not guessed.
+"""Adaptive choice between all-reduce and work stealing, by measured step times.
 
 ::
 
-    steps  0 ... 12   all-reduce   one worker computes 1.8 times as long as the mean: try stealing
+    steps  0 ... 12   all-reduce   the slowest worker takes 1.8 times as long as the mean: try stealing
     steps 13 ... 25   stealing     a step takes 0.6 times as long: stay
     ...
 
-All-reduce overlaps communication with the backward pass and may compute a worker's whole share at once, which stealing
-cannot; stealing does not wait for the slowest worker. What pays is tried: a window of steps each, and the faster one
-stays. After a trial that did not pay the next one comes later. Both compute the same function, and with ``exact`` the
-same bits, so the change is not seen in the result.
+All-reduce overlaps communication with the backward pass and may compute a worker's whole share in one pass. Work
+stealing can do neither, but does not wait for the slowest worker. ``Auto`` runs a window of steps with each and keeps
+the faster one. After a failed trial it waits longer before the next trial. Both strategies compute the same function,
+and with ``exact`` the same bits, so a switch does not change the result.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from paceline.strategies.data_parallel.work_stealing import WorkStealing
 
 _log = logging.getLogger("paceline")
 WINDOW = 12
-"""Steps measured before each decision; the first one does not count."""
+"""Number of measured steps before each decision. An additional first step is not counted."""
 _UNEVEN = 1.1
-"""Try stealing if the slowest worker computes this many times as long as the mean."""
+"""Try stealing if the slowest worker's compute time is at least this multiple of the mean."""
 _WORTH = 0.97
-"""Stay with stealing if a step takes at most this part of the seconds of all-reduce."""
+"""Keep stealing if its step time is at most this fraction of the step time of all-reduce."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities that all-reduce and work stealing have in common."""
     return Capabilities(fixed_point=True, phases=True, scales_loss=True, reads=("shares",))
 
 
 class Auto(Strategy):
-    """Takes the synchronous strategy that is faster for these workers."""
+    """Synchronous strategy that switches to all-reduce or work stealing, whichever is faster for these workers."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -60,7 +60,7 @@ class Auto(Strategy):
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
         wanted = self._inner.pieces(step)
-        if [piece.microbatches for piece in pieces] != wanted:  # loaded ahead, for the strategy before
+        if [piece.microbatches for piece in pieces] != wanted:  # prefetched for the previous strategy
             pieces = self._job.feed.load(step, wanted)
         begin = time.perf_counter()
         result = self._inner.step(step, pieces)
@@ -75,7 +75,7 @@ class Auto(Strategy):
         self._inner.close()
 
     def _decide(self, step: int) -> None:
-        """At the end of a window change the strategy or not, alike on all workers."""
+        """Decide at the end of a window whether to change the strategy, alike on all workers."""
         if isinstance(self._inner, WorkStealing):
             self._end_trial(step)
             return
@@ -107,7 +107,7 @@ class Auto(Strategy):
         self._change(step, AllReduce, "allreduce", f"{reason}: back to all-reduce")
 
     def _measured(self) -> float:
-        """The mean seconds of a step in this window, as rank 0 has measured them."""
+        """Return the mean step time of this window in seconds, as measured by rank 0."""
         measured: float = self._job.world.gather(fmean(self._seconds[1:]), "step")[0]
         return measured
 
@@ -115,7 +115,7 @@ class Auto(Strategy):
         self._inner.close()
         said = len(self._job.warnings)
         self._inner = kind(self._job)
-        del self._job.warnings[said:]  # advice for those who have chosen it
+        del self._job.warnings[said:]  # advice for users who chose that strategy themselves
         self._say(step, name, reason)
 
     def _say(self, step: int, name: str, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""The seam between the training loop and the algorithms: a strategy, and what it can do."""
+"""Interface between the training loop and the strategies: a strategy and its capabilities."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from paceline.step.job import StepResult
 
 
 class Strategy(ABC):
-    """Who computes which microbatch, when, and how gradients come together.
+    """Decision about which worker computes which microbatch, when, and how gradients are combined.
 
-    Built from a :class:`~paceline.step.job.Job` for one world; when workers come or go it is closed, and a new one is
-    built. What must outlive it goes into ``job.strategy_state``; what its user must know, into ``job.warnings``.
+    Built from a :class:`~paceline.step.job.Job` for one membership. After a membership change it is closed, and built
+    anew. Put state that must outlive it into ``job.strategy_state``, and messages for the user into ``job.warnings``.
     """
 
     @abstractmethod
     def pieces(self, step: int) -> list[range]:
-        """The microbatches of a step to load for this worker, as the pieces it computes in one pass each.
+        """Return the microbatches of a step to load on this worker, grouped as it computes them in one pass each.
 
-        Asked ahead, while earlier steps are computed, once the first step of this strategy is done. Empty if it is
-        known only inside the step; :meth:`step` then loads what it needs.
+        Called ahead, while earlier steps are computed, once the first step of this strategy is done. Returns an empty
+        list if the groups are known only inside the step; :meth:`step` then loads the data itself.
         """
 
     @abstractmethod
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
-        """Compute the pieces, bring the gradients together, update the model."""
+        """Compute the microbatch groups, reduce the gradients and update the model."""
 
     def synchronize(self, steps: int) -> None:  # noqa: B027 - most strategies do so in each step
-        """Bring all workers to the same state, in which the first ``steps`` steps are done; all call this together."""
+        """Bring all workers to the same state after the first ``steps`` steps. All workers call this together."""
 
     @abstractmethod
     def close(self) -> frozenset[str] | None:
-        """Release everything, also in the middle of a step.
+        """Release all resources, also in the middle of a step.
 
         Returns:
-            the parameters and buffers whose newest values this worker holds; None: all of them.
+            Names of the parameters and buffers whose newest values this worker holds. None if it holds all of them.
         """
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a strategy can do, with given settings and on so many workers.
+    """Capabilities of a strategy with given settings and a given number of workers.
 
     Attributes:
-        exact: ``exact`` gives the bits of one process.
-        fixed_point: it can do so in fixed point, too.
-        exact_with: the settings with which it does, if these are not; for the error message.
-        replicated: all workers hold the same state after each step, not only after :meth:`Strategy.synchronize`.
-        cuts_model: the output and the loss are computed in different places.
-        sparse_gradients: several workers can train with sparse gradients.
-        divides_update: different workers update different parameters.
-        makes_all_updates: each worker makes all updates of the weights that it trains, with one optimizer.
-        phases: a batch may have several losses in turns, each for the parameters of its own optimizer.
-        closures: it can compute a step again, for an optimizer that needs a closure.
-        scales_loss: gradients may be those of a scaled loss until they have come together.
-        averages: whoever updates a parameter sees all its updates, as an average of weights needs it.
-        carries: a step computes all microbatches of its batch, after the update of the step before: so states may go
-            from each microbatch to the one in its place in the next batch.
-        audits: workers look again, while training goes on, whether a microbatch depends on who computes it.
-        loop_weights: weights that the script changes between two steps are those that the next one trains.
-        reads: the settings that not every strategy reads: groups such as ``server``, or single keys.
-        ignores: keys among these that have no effect as the others are set.
+        exact: whether ``exact`` gives the same bits as one process.
+        fixed_point: whether ``exact="fixed-point"`` is supported, too.
+        exact_with: settings with which the strategy is exact if the current ones are not, for the error message.
+        replicated: whether all workers hold the same state after each step, not only after ``synchronize``.
+        cuts_model: whether the model is cut, so that its output and the loss are computed separately.
+        sparse_gradients: whether several workers can train with sparse gradients.
+        divides_update: whether different workers update different parameters.
+        makes_all_updates: whether each worker makes all updates of the weights that it trains, with one optimizer.
+        phases: whether a batch may have several losses in turn, each for the parameters of its own optimizer.
+        closures: whether a step can be computed again, for an optimizer that needs a closure.
+        scales_loss: whether gradients may be those of a scaled loss until they are reduced.
+        averages: whether a worker that updates a parameter sees all its updates, which an average of weights needs.
+        carries: whether a step computes all microbatches of its batch after the previous update, so that state may be
+            carried from each microbatch to the microbatch at the same index in the next batch.
+        audits: whether workers check during training that a microbatch does not depend on the worker that computes it.
+        loop_weights: whether weights that the script changes between two steps are the ones that the next step trains.
+        reads: settings that not every strategy reads: groups such as ``server``, or single keys.
+        ignores: keys among these that have no effect with the other given settings.
     """
 
     exact: bool = True
@@ -88,16 +88,16 @@ class Capabilities:
 
 
 def check_shares(settings: Settings, order: BatchOrder, workers: int, largest: int) -> None:
-    """Refuse a batch that cannot be shared out by microbatches.
+    """Raise if a batch cannot be shared among the workers by microbatches.
 
     Args:
-        settings: of the run.
-        order: how many microbatches a batch has.
-        workers: with which training begins.
-        largest: how many there may ever be.
+        settings: settings of the run.
+        order: batch order, which gives the number of microbatches.
+        workers: number of workers at the start.
+        largest: largest possible number of workers during the run.
 
     Raises:
-        ConfigError: there are too few microbatches or samples.
+        ConfigError: the batch has too few microbatches or samples.
     """
     if order.batch < workers:
         raise ConfigError(

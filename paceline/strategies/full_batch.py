@@ -1,4 +1,4 @@
-"""The gradient of a whole batch, by one worker: the reference, and each step of the asynchronous strategies."""
+"""Gradients of a batch or share on one worker, for the reference, local SGD and the asynchronous strategies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.step.trials.audit import Audit
 
 
 class _Computed(NamedTuple):
-    """The sums of gradients and buffers over all pieces; for each its loss, and the parameters without a gradient."""
+    """Sums of gradients and buffers over all groups, with the loss and the missing gradients of each group."""
 
     sums: Values
     statistics: Values
@@ -29,14 +29,14 @@ class _Computed(NamedTuple):
 
 
 class FullBatch:
-    """Computes all microbatches of a step, and adds them up along the canonical tree, or in fixed point.
+    """Gradient computation for the microbatches of a step, summed along the canonical tree, in fixed point or running.
 
     Args:
-        job: what is trained.
-        audited: whether the weights stay still while a step is computed, so that it can be audited.
+        job: training context.
+        audited: whether the weights stay unchanged while a step is computed, so that it can be audited.
 
     Attributes:
-        apply: makes the update from the last gradients; None: :meth:`Update.apply`.
+        apply: update function for the last gradients. None stands for :meth:`Update.apply`.
     """
 
     def __init__(self, job: Job, audited: bool = True) -> None:
@@ -48,16 +48,16 @@ class FullBatch:
         self._fixed = FixedPoint(job) if job.settings.fixed_point else None
 
     def pieces(self, step: int, share: range | None = None) -> list[range]:
-        """All microbatches of a step, or a share of them, in the pieces in which they are computed."""
+        """Return all microbatches of a step, or those of a share, in the groups in which they are computed."""
         job, microbatches = self._job, len(self._job.order.parts_of(step))
         audited = job.audits.microbatch(step, microbatches) if job.audits.is_due(step) else None
         return self._fusion.pieces(range(microbatches) if share is None else share, audited)
 
     def gradients(self, step: int, pieces: list[Piece]) -> tuple[list[Part], list[torch.Tensor]]:
-        """Put the mean gradients into ``.grad``.
+        """Compute the mean gradients of a step into ``.grad``.
 
         Returns:
-            what is known of each piece, and the means of the buffers that the forward pass changes.
+            Result of each microbatch group, and the means of the buffers that the forward pass changes.
         """
         audited = self._audit is not None and self._audit.begin(step, [[piece.microbatches for piece in pieces]])
         self._job.compute.buffers.begin()
@@ -70,11 +70,11 @@ class FullBatch:
         return parts, [value.div_(samples) for value in self._changed(computed.statistics)]
 
     def again(self, step: int, pieces: list[Piece]) -> list[Part]:
-        """Do so once more in the same step, from the weights as they are now; returns what is known of each piece."""
+        """Compute the gradients again in the same step, from the current weights. Returns the result of each group."""
         return self._means(step, pieces)[0]
 
     def _means(self, step: int, pieces: list[Piece]) -> tuple[list[Part], _Computed, torch.Tensor]:
-        """Put the mean gradients into ``.grad``; the table has a row of sums and counts for each piece."""
+        """Compute the mean gradients into ``.grad``. The returned table has a row of sums and counts for each group."""
         job = self._job
         self.take_gradients()
         computed = self._compute(step, pieces)
@@ -106,9 +106,9 @@ class FullBatch:
         return _Computed(gradients.total(), statistics.total(), pairs, missing)
 
     def _divide(self, table: torch.Tensor, sums: Values) -> list[list[float]]:
-        """Put the means of the gradients into ``.grad``; returns the table of losses, counts and metrics as numbers.
+        """Write the mean gradients to ``.grad``. Returns the table of losses, counts and metrics as numbers.
 
-        An accelerator divides by itself, and the norm of the gradients goes to the host in the same copy.
+        An accelerator divides on the device, and the norm of the gradients goes to the host in the same copy.
         """
         on_host = table.device.type == "cpu"
         numbers: list[list[float]] = table.tolist() if on_host else []
@@ -130,12 +130,12 @@ class FullBatch:
         return numbers
 
     def accept(self) -> None:
-        """The step is done, and the model has been updated."""
+        """Accept the step after the model was updated: its gradients determine the next fixed-point units."""
         if self._fixed is not None:
             self._fixed.accept()
 
     def take_gradients(self) -> Values:
-        """Take the gradients out of ``.grad``."""
+        """Return the gradients and clear ``.grad``."""
         values: Values = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

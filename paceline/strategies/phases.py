@@ -1,4 +1,4 @@
-"""Losses that take turns on a batch, each for the parameters of its own optimizer: a strategy for each.
+"""Training phases: several losses in turn on a batch, each for the parameters of its own optimizer.
 
 ::
 
@@ -6,8 +6,8 @@
                phase "G"    loss of G, gradients of G's parameters, update of G
     batch 8    phase "D"    ...
 
-In a phase the other parameters require no gradient: they are computed with, and nothing is stored or sent for them.
-Each phase has random numbers of its own, by its turn on the batch.
+In a phase the parameters of other optimizers do not require a gradient: the forward pass uses them, but nothing is
+stored or sent for them. Each phase has its own random numbers, which depend on its index within the batch.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from paceline.strategies.base import Capabilities, Strategy
 
 
 class Phases(Strategy):
-    """Takes the phases of a batch as the script asks for them.
+    """Strategy that runs the phases of a batch in the script's order, with a separate strategy for each phase.
 
     Args:
-        job: what is trained.
-        build: makes the strategy of a phase.
+        job: training context.
+        build: function that builds the strategy of a phase.
     """
 
     def __init__(self, job: Job, build: Callable[[Job], Strategy]) -> None:
@@ -48,7 +48,7 @@ class Phases(Strategy):
         self._name, self._turn = self._names[0], 0
 
     def choose(self, name: str, turn: int) -> None:
-        """Say which phase the next step is, and how many the batch has had before."""
+        """Choose the phase of the next step; ``turn`` is the number of earlier phases on the same batch."""
         self._name, self._turn = name, turn
 
     def pieces(self, step: int) -> list[range]:
@@ -65,10 +65,10 @@ class Phases(Strategy):
             return self._strategies[self._name].step(step, pieces)
 
     def _check_together(self, step: int) -> None:
-        """Refuse workers in different phases, which would wait for each other.
+        """Raise if workers are in different phases, because they would wait for each other.
 
         Raises:
-            DisagreementError: names the phase of each rank.
+            DisagreementError: the workers are in different phases.
         """
         if self._job.world.size == 1:
             return
@@ -105,9 +105,9 @@ class Phases(Strategy):
 
 
 def _job_of(job: Job, name: str) -> Job:
-    """The job of a phase: its loss, and the parameters of its optimizer.
+    """Return the job of a phase, with its loss and the parameters of its optimizer.
 
-    Its microbatches are computed one by one, as joiners do not know what was found out about it.
+    Its microbatches are never fused, because workers that join do not know what was learned about the phase.
     """
     learned = Learned(fusible=False, warnings=job.learned.warnings)
     compute, update = job.compute.of(job.phases[name]), job.update.of(name)
@@ -117,10 +117,10 @@ def _job_of(job: Job, name: str) -> Job:
 def named_forwards(
     forward: object, update: Update, capabilities: Capabilities, settings: Settings
 ) -> dict[str, Forward]:
-    """The forward passes by the names of optimizers, if a batch has several.
+    """Return the forward passes by optimizer name, or an empty dict if a batch has a single loss.
 
     Raises:
-        InputError: they have other names than the optimizers.
+        InputError: the names differ from those of the optimizers.
         ConfigError: the strategy takes one step for each batch.
     """
     if not isinstance(forward, Mapping):

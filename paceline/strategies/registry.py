@@ -1,4 +1,4 @@
-"""The strategies by name, and the one that the settings and the number of workers choose."""
+"""Registry of strategies by name, and the choice of a strategy by settings and number of workers."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def _any_number(settings: Settings, workers: int, microbatches: int) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """What the registry knows of a strategy.
+    """Registry entry of a strategy.
 
     Attributes:
-        build: makes it, for two workers or more.
-        alone: makes what trains when a single worker is there, or left; by default the reference.
-        capabilities: of (settings, workers).
-        validate: refuses, before the workers meet, what cannot be trained: called with the settings, the model, the
-            order of the samples, how many workers begin, and how many there may ever be. Raises ConfigError or
+        build: function that builds the strategy for two or more workers.
+        alone: function that builds the strategy for a single worker. Defaults to the reference, :class:`Single`.
+        capabilities: function of the settings and the number of workers.
+        validate: check before the rendezvous that the run can be trained. Called with the settings, the model, the
+            batch order, the number of workers at the start and the largest possible number. Raises ConfigError or
             InputError, which say what to do instead.
-        supports: whether training can go on with so many workers, two or more, when some were lost or have joined:
-            called with the settings, the workers, and the microbatches of a batch.
+        supports: whether training can continue with a number of workers, two or more, after a loss or a join. Called
+            with the settings, the number of workers and the number of microbatches of a batch.
     """
 
     build: Callable[[Job], Strategy]
@@ -89,27 +89,27 @@ _ENTRIES: dict[str, Entry] = {
 
 
 def register(name: str, entry: Entry) -> None:
-    """Make a strategy known by a name; call this before ``paceline.start``, in every worker."""
+    """Register a strategy under a name. Call this before ``paceline.start`` in every worker."""
     _ENTRIES[name] = entry
 
 
 def names() -> list[str]:
-    """The names of all strategies."""
+    """Return the names of all strategies."""
     return sorted(_ENTRIES)
 
 
 def entry_of(name: str) -> Entry:
-    """The strategy of that name.
+    """Return the registry entry of a strategy.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no strategy has that name.
     """
     check_strategy(name, names())
     return _ENTRIES[name]
 
 
 def build(job: Job) -> Strategy:
-    """The strategy at work for the settings and the workers of a job."""
+    """Build the strategy for a job, one strategy per phase if a batch has several losses."""
     entry = entry_of(job.settings.strategy)
     job.warnings.clear()
     make = entry.build if job.world.size > 1 else entry.alone
@@ -117,12 +117,12 @@ def build(job: Job) -> Strategy:
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """What the strategy that is set can do."""
+    """Return the capabilities of the configured strategy."""
     return entry_of(settings.strategy).capabilities(settings, workers)
 
 
 def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[int]:
-    """With how many workers, ``largest`` at most, training can go on; empty if with any number of them."""
+    """Return the numbers of workers up to ``largest`` with which training can continue; empty if all of them do."""
     entry = entry_of(settings.strategy)
     every = range(1, largest + 1)
     found = [count for count in every if count == 1 or entry.supports(settings, count, microbatches)]
@@ -130,10 +130,10 @@ def worker_counts(settings: Settings, microbatches: int, largest: int) -> list[i
 
 
 def check_optimizer(job: Job, able: Capabilities) -> None:
-    """Refuse an optimizer that needs all updates where not every worker makes all of them.
+    """Raise if the optimizer needs all updates but not every worker makes all of them.
 
     Raises:
-        InputError: says why.
+        InputError: the optimizer keeps tensors of its own, or its update of a parameter depends on other parameters.
     """
     strategy = job.settings.strategy
     if not able.makes_all_updates:
@@ -145,7 +145,7 @@ def check_optimizer(job: Job, able: Capabilities) -> None:
 
 
 def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:
-    """The keys among these that the strategy that is set does not read, while another does."""
+    """Return the given keys that another strategy reads but that have no effect on the configured strategy."""
     own = capabilities(settings, 1)
     some = {key for entry in _ENTRIES.values() for key in entry.capabilities(settings, 1).reads}
     return [
@@ -156,12 +156,12 @@ def without_effect(settings: Settings, keys: Iterable[str]) -> list[str]:
 
 
 def without_audits(settings: Settings, workers: int, keys: Iterable[str]) -> str:
-    """What to say of a strategy that does not audit with so many workers; empty if it does, or nobody wants it to.
+    """Return a warning if the strategy has no audits with this number of workers, unless audits are turned off.
 
     Args:
-        settings: of the run.
-        workers: how many there are.
-        keys: of the settings that were given.
+        settings: settings of the run.
+        workers: number of workers.
+        keys: keys of the settings that were set explicitly.
     """
     able = capabilities(settings, workers)
     if able.audits or settings.audit == "off":
@@ -176,21 +176,21 @@ def without_audits(settings: Settings, workers: int, keys: Iterable[str]) -> str
 
 
 def _spellings(key: str) -> tuple[str, str]:
-    """How ``Capabilities.reads`` may name a key: by itself, or by its group."""
+    """Return the names by which ``Capabilities.reads`` may list a key: the key itself, or its group."""
     return key, key.partition(".")[0]
 
 
 def check_loop_changes(settings: Settings, workers: int, parameter: str, step: int) -> None:
-    """Refuse weights changed by the loop where a worker does not hold those that are trained.
+    """Raise if the loop has changed weights although workers do not hold the weights that are trained.
 
     Args:
-        settings: of the run.
-        workers: how many there are.
-        parameter: one that the loop has changed; empty if there is none.
-        step: before which it has.
+        settings: settings of the run.
+        workers: number of workers.
+        parameter: name of a parameter that the loop has changed. Empty if it changed none.
+        step: step before which the loop changed it.
 
     Raises:
-        InputError: names the parameter.
+        InputError: a parameter was changed.
     """
     if parameter and not capabilities(settings, workers).loop_weights:
         raise InputError(

@@ -12,20 +12,20 @@ from paceline.step.gradients.fixed_point import TYPES
 from paceline.strategies.base import Capabilities
 
 _EXACT = ("allreduce", "stealing")
-"""The strategies to name where another one is not exact."""
+"""Exact strategies to recommend in error messages."""
 
 
 def check(settings: Settings, capabilities: Capabilities, forward: object, model: nn.Module) -> None:
-    """Refuse settings and arguments that ask for more than the strategy can do.
+    """Raise if settings or arguments ask for more than the strategy supports.
 
     Args:
-        settings: of the run.
-        capabilities: of the strategy with these settings.
-        forward: the function that was given as such, if any.
-        model: whose parameters are trained.
+        settings: settings of the run.
+        capabilities: capabilities of the strategy with these settings.
+        forward: ``forward`` argument of the script. None if the script gave a loss instead.
+        model: model to train.
 
     Raises:
-        ConfigError: says what does not go together, and what to do instead.
+        ConfigError: a setting or argument does not go with the strategy.
     """
     if capabilities.cuts_model and forward is not None:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Everything in one process: the reference that the others are compared with.
+"""Training in one process: the reference to which all other strategies are compared.
 
 ::
 
@@ -24,7 +24,7 @@ from paceline.strategies.full_batch import FullBatch
 
 
 class Single(Strategy):
-    """Plain PyTorch in one process."""
+    """Plain PyTorch training in one process."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -46,15 +46,15 @@ class Single(Strategy):
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities of training in one process."""
     return Capabilities(fixed_point=True, phases=True, closures=True, scales_loss=True)
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Refuse several workers.
+    """Raise if the run may have several workers.
 
     Raises:
-        ConfigError: there may be some.
+        ConfigError: the run may have more than one worker.
     """
     if largest > 1:
         raise ConfigError(f"strategy 'single' is for one process, but there may be {largest} workers: use 'allreduce'.")
