@@ -1,1 +1,1 @@
-"""Strategies whose workers all hold the whole model."""
+"""Data-parallel strategies: every worker holds the whole model."""

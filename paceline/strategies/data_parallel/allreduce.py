@@ -7,9 +7,9 @@
     worker 2   F3 B3       ┘
 
 Gradients are sent in buckets while the backward pass of a worker's last microbatch computes the rest (Li et al. 2020,
-arXiv 2006.15704). A worker adds the gradients of its own microbatches first: with ``exact`` along the canonical tree,
-sending each whole node (``comm.reduction.direct``); without, into one running sum, which the back end may add up in
-an order of its own (``comm.reduction.collective``). All workers then hold the same mean and make the same update.
+arXiv 2006.15704). A worker first adds up the gradients of its own microbatches. With ``exact`` it does so along the
+canonical tree, and sends each whole node (``comm.reduction.direct``); otherwise it has one running sum, and the backend
+may add these sums in its own order (``comm.reduction.collective``). All workers then make the same update.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.strategies.data_parallel.results import Results
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See ``strategies.registry.Entry``."""
+    """Return the capabilities of all-reduce."""
     return Capabilities(
         exact=settings.fixed_point or settings.reduction != "collective",
         fixed_point=True,
@@ -49,7 +49,7 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 class _Computed(NamedTuple):
-    """What is known of the pieces of all workers; and of this one its sums of buffers, and the losses of its pieces."""
+    """Results of the microbatch groups of all workers, with this worker's buffer sums and the losses of its groups."""
 
     parts: list[Part]
     header: StepHeader
@@ -58,16 +58,16 @@ class _Computed(NamedTuple):
 
 
 class AllReduce(Strategy):
-    """All workers compute a share of each batch and average their gradients.
+    """Strategy in which all workers compute a share of each batch and average their gradients.
 
     Args:
-        job: what is trained.
-        reducer: brings the gradients together; None: on all workers.
-        shares: of so many microbatches, for each rank, the same whenever asked; None: even ones.
-        apply: makes the update; None: each worker makes the same.
+        job: training context.
+        reducer: reducer of the gradients. Defaults to a reduction over all workers.
+        shares: deterministic function from the number of microbatches to each rank's share. Defaults to even shares.
+        apply: update function. Defaults to the same whole update on every worker.
 
     Attributes:
-        seconds: how long each worker computed in the last step, as far as nobody had to wait for others.
+        seconds: compute time of each worker in the last step, measured until workers begin to wait for each other.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class AllReduce(Strategy):
         return self._layout(step)[self._job.world.rank]
 
     def _largest_share(self) -> int:
-        """The most microbatches that a worker has in a step, in the short one at the end of an epoch, too."""
+        """Return the most microbatches of any worker in a step, including the short step at the end of an epoch."""
         return max(len(share) for count in self._job.order.cuts() for share in self._shares(count))
 
     def _layout(self, step: int) -> list[list[range]]:
-        """The pieces of each rank."""
+        """Return the microbatch groups of each rank."""
         microbatches = len(self._job.order.parts_of(step))
         audited = self._job.audits.microbatch(step, microbatches) if self._job.audits.is_due(step) else None
         return [self._fusion.pieces(share, audited) for share in self._shares(microbatches)]
 
     def _nodes(self, shares: Sequence[range], along_tree: Exact) -> list[list[Node]]:
-        """The nodes that each rank sends: of the canonical tree, or one for its running sum."""
+        """Return the nodes that each rank sends: nodes of the canonical tree, or one node for its running sum."""
         if along_tree:
             return [whole_nodes(share) for share in shares]
         return [[Node(0, rank)] if share else [] for rank, share in enumerate(shares)]
@@ -126,7 +126,7 @@ class AllReduce(Strategy):
     def _gradients(
         self, step: int, pieces: list[Piece], layout: list[list[range]], shares: Sequence[range], again: bool = False
     ) -> _Computed:
-        """Put the mean gradients into ``.grad``, for the first time in a step or ``again``."""
+        """Compute the mean gradients into ``.grad``, for the first time in a step or ``again``."""
         job, reducer = self._job, self._reducer
         nodes = self._nodes(shares, job.settings.along_tree)
         statistics, pairs = Accumulator(job.settings.exact), list[torch.Tensor]()
@@ -148,7 +148,7 @@ class AllReduce(Strategy):
             header = self._results.send(step, starts, pairs, again=again)
             reducer.nothing(header)
         without = reducer.written()
-        header.check()  # the next tensor of a worker at another step may have another size
+        header.check()  # a worker at another step may send tensors of other sizes
         missing = self._results.send_missing(layout, without)
         while not reducer.finish(measure=self._results.whole_update):
             reducer.again(step, pieces, nodes, header)

@@ -1,4 +1,4 @@
-"""Synchronous training that does not wait for the last workers: backup workers.
+"""Synchronous training with backup workers: a step does not wait for the slowest workers.
 
 ::
 
@@ -6,14 +6,14 @@
     worker 1   ▓2 ░3 ── ✗ ┼ reduce ─ update     worker 1 is late: it sends nothing; 2 and 3 come back in the next step
     worker 2   ▓4 ▓5 ──── ┘
 
-After Chen et al. 2016 (arXiv 1604.00981): of N + b gradients the first N make the update, the others are dropped. Here
-without a server: the workers agree on one set of N contributions (``comm.assignment.quorum``) before any gradient
-is sent, so all tensors are summed over the same workers. Then all reduce; who is late gives up between two passes, and
-only adds up its part of the others' gradients. The sum is divided by the samples that count.
+After Chen et al. 2016 (arXiv 1604.00981): the first N of N + b gradients make the update, and the others are dropped.
+This implementation has no server. Before any gradient is sent, the workers agree on one set of N contributions
+(``comm.assignment.quorum``), so all tensors are summed over the same workers. Then all workers reduce. A late worker
+stops between two passes, and only adds up its chunk of the others' gradients. The sum is divided by the samples used.
 
-The paper loses the samples of a dropped gradient. Here they go back into the epoch (``schedule.backup``): a step
-computes b groups more than its update needs, taken from the batches to come, and the last step of an epoch uses all
-that is left. With ``backup.late = "lose"`` the batch is cut for N + b workers, and what is late is left out.
+The paper loses the samples of a dropped gradient. This strategy returns them to the epoch (``schedule.backup``): a step
+computes b groups more than its update needs, taken from the next batches, and the last step of an epoch uses all
+remaining ones. With ``backup.late = "lose"`` the batch is cut for N + b workers, and late microbatches are left out.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from paceline.strategies.single import Single
 
 _STATE = "backup"
 _FEW = 4
-"""With fewer microbatches for each worker it is said that they are few."""
+"""Warn if there are fewer microbatches than this for each worker that is waited for."""
 _PATIENCE = 1.5
-"""A worker that is done copies a group that takes others so many times as long as its own took."""
+"""A finished worker copies another group after this multiple of the time that its own group took."""
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """Without backup workers it is all-reduce."""
+    """Return the capabilities, which include ``exact`` only without backup workers."""
     return Capabilities(
         exact=settings.backup.workers == 0,
         exact_with="backup.workers = 0",
@@ -61,10 +61,10 @@ def capabilities(settings: Settings, workers: int) -> Capabilities:
 
 
 def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: int, largest: int) -> None:
-    """Refuse more backup workers than can be spared.
+    """Raise if the run cannot spare the configured number of backup workers.
 
     Raises:
-        ConfigError: nobody would be waited for; the batch cannot be shared; or nobody knows the length of an epoch.
+        ConfigError: no worker would be waited for, the batch cannot be shared, or the length of an epoch is unknown.
     """
     check_shares(settings, order, workers, largest)
     wanted = _spare(settings)
@@ -81,28 +81,28 @@ def validate(settings: Settings, model: nn.Module, order: BatchOrder, workers: i
 
 
 def build(job: Job) -> Strategy:
-    """Without backup workers plain all-reduce."""
+    """Build the strategy, which is plain all-reduce without backup workers."""
     return AllReduce(job) if job.settings.backup.workers == 0 else BackupWorkers(job)
 
 
 def build_alone(job: Job) -> Strategy:
-    """A single worker that is left still owes the epoch what came too late before."""
+    """Build the strategy of a single worker, which still owes the epoch its late microbatches."""
     return Single(job) if job.settings.backup.workers == 0 else BackupWorkers(job)
 
 
 class BackupWorkers(Strategy):
-    """All-reduce over the first workers to finish.
+    """All-reduce over the workers that finish first.
 
     Args:
-        job: what is trained.
-        reducer: brings the gradients together; None: on all workers.
-        apply: makes the update; None: each worker makes the same.
+        job: training context.
+        reducer: reducer of the gradients. Defaults to a reduction over all workers.
+        apply: update function. Defaults to the same whole update on every worker.
     """
 
     def __init__(self, job: Job, reducer: Reducer | None = None, apply: Apply | None = None) -> None:
         self._job = job
         self._reducer = reducer or Reducer(job, overlap=False)
-        most = 2 * job.order.microbatches  # the last step of an epoch owes less than one more
+        most = 2 * job.order.microbatches  # the last step of an epoch owes less than one additional batch
         self._results = Results(job, most, apply)
         size, order = job.world.size, job.order
         assert isinstance(order, Order)
@@ -125,7 +125,7 @@ class BackupWorkers(Strategy):
         self._quorum = quorum_for(job.world)
 
     def pieces(self, step: int) -> list[range]:
-        """None ahead: the microbatches of a step depend on who was late in the one before."""
+        """Return no groups: the microbatches of a step depend on which workers were late in the previous step."""
         return []
 
     def step(self, step: int, pieces: list[Piece]) -> StepResult:
@@ -148,7 +148,7 @@ class BackupWorkers(Strategy):
         self._reducer.close()
 
     def _progress(self, step: int) -> EpochProgress:
-        """How far the epoch of a step is before it."""
+        """Return the progress of the epoch before a step."""
         epoch, place = divmod(step, self._length.steps)
         state = self._job.strategy_state.get(_STATE)
         if state is None:
@@ -156,7 +156,7 @@ class BackupWorkers(Strategy):
         progress = EpochProgress()
         if state["epoch"] == epoch:
             progress = EpochProgress(state["steps"], state["before"], tuple(state["beyond"]))
-        while progress.steps < place:  # the script has left steps out
+        while progress.steps < place:  # the script skipped steps
             progress = progress.skipped(self._length)
         return progress
 
@@ -168,12 +168,12 @@ class BackupWorkers(Strategy):
         return drop_late(range(start, start + len(self._job.order.parts_of(step))), size, self._spare)
 
     def _origin(self, step: int, microbatch: int) -> tuple[int, int]:
-        """The step, and the number in its batch, of a microbatch of the epoch."""
+        """Return the step of a microbatch of the epoch, and its index in the batch of that step."""
         place, number = divmod(microbatch, self._length.batch)
         return step - step % self._length.steps + place, number
 
     def _compute(self, step: int, groups: BackupShares) -> Counted:
-        """Compute a group, and copies of others if that may help, until there are enough."""
+        """Compute this worker's group, and copies of other groups if that may help, until enough groups are done."""
         quorum, world = self._quorum, self._job.world
         counted = Counted()
         group = groups.of(world.rank, step, world.size)
@@ -191,7 +191,7 @@ class BackupWorkers(Strategy):
         return counted
 
     def _computed(self, step: int, members: tuple[int, ...], group: int) -> Result | None:
-        """What a group gives; none if it is too late for that."""
+        """Compute a group. Returns None if its result would be too late to count."""
         job, result = self._job, Result()
         for microbatch in members:
             job.world.check()
@@ -203,12 +203,12 @@ class BackupWorkers(Strategy):
             if self._quorum.is_late(group):
                 return None
             computed.total.backward()
-            job.world.synchronize()  # what is only queued is not done
+            job.world.synchronize()  # queued work is not done work
             result.add(piece.samples, computed.pair, self._reducer.take(), [*computed.buffers])
         return result
 
     def _finish(self, step: int, groups: BackupShares, agreed: dict[int, int], counted: Counted) -> StepResult:
-        """Reduce what counts, and update the model."""
+        """Reduce the results that count, and update the model."""
         job, size = self._job, self._job.world.size
         places = _places(groups)
         held = [[place for group in agreed if agreed[group] == rank for place in places[group]] for rank in range(size)]
@@ -227,13 +227,13 @@ class BackupWorkers(Strategy):
         return commit(job, step, [], parts, means, header.notice, self._results.apply(header))
 
     def _named(self, step: int, groups: BackupShares, part: Part) -> Part:
-        """A part that is known by its place in the step, by the name that its microbatch has in its batch."""
+        """Rename a result from its index in the step to the index of its microbatch in the batch it belongs to."""
         members = [one for group in groups.members for one in group]
         origin, number = self._origin(step, members[part.microbatches.start])
         return part._replace(microbatches=range(number, number + 1), origin=None if origin == step else origin)
 
     def _record(self, step: int, groups: BackupShares, agreed: dict[int, int]) -> None:
-        """The set, as this worker knows it: rank and microbatches of each contribution, and what was dropped."""
+        """Record the agreed set: rank and microbatches of each contribution, and the dropped groups."""
         origins = [[self._origin(step, one) for one in group] for group in groups.members]
         self._job.events.mark(
             "backup",
@@ -245,7 +245,7 @@ class BackupWorkers(Strategy):
 
 @dataclass
 class Result:
-    """What one group gives: sums over its microbatches, and for each of them the loss and what got no gradient."""
+    """Result of a group: sums over its microbatches, and the loss and the missing gradients of each microbatch."""
 
     gradients: Values = field(default_factory=list)
     statistics: Values = field(default_factory=list)
@@ -254,7 +254,7 @@ class Result:
     samples: int = 0
 
     def add(self, samples: int, pair: torch.Tensor, gradients: Values, statistics: Values) -> None:
-        """One microbatch more."""
+        """Add the result of a microbatch."""
         self.samples += samples
         self.pairs.append(pair)
         self.missing.append([place for place, value in enumerate(gradients) if value is None])
@@ -264,20 +264,20 @@ class Result:
 
 @dataclass
 class Counted:
-    """The results of this worker that count, by group."""
+    """Results of this worker that count, by group."""
 
     results: dict[int, Result] = field(default_factory=dict)
 
     def add(self, group: int, result: Result) -> None:
-        """One more."""
+        """Add the result of a group."""
         self.results[group] = result
 
     def gradients(self) -> list[Values]:
-        """Their sum, if there is one."""
+        """Return the sum of the gradients in a list, which is empty without results."""
         return _sum([result.gradients for result in self.results.values()])
 
     def statistics(self) -> list[Values]:
-        """The sum of what they made of the buffers, if there is one."""
+        """Return the sum of the changed buffers in a list, which is empty without results."""
         return _sum([result.statistics for result in self.results.values()])
 
 
@@ -291,7 +291,7 @@ def _sum(results: list[Values]) -> list[Values]:
 
 
 def _places(groups: BackupShares) -> list[list[int]]:
-    """The place of each microbatch of each group among all of the step."""
+    """Return the indices of the microbatches of each group among all microbatches of the step."""
     places, start = [], 0
     for group in groups.members:
         places.append(list(range(start, start + len(group))))

@@ -1,4 +1,4 @@
-"""Each worker trains by itself for some steps, then all average their models: local SGD.
+"""Local SGD: each worker trains on its own for some steps, then all workers average their models.
 
 ::
 
@@ -6,16 +6,16 @@
 
     step        0   1   2   3   4       5   6   7
     worker 0    ▓ ┐ ▓ ┐ ░   ░   ░   A ┐ ░   ░   ░   A ┐
-    worker 1    ▓ ┼ ▓ ┼ ░  ░  ░     A ┼ ░  ░  ░     A ┼        nobody waits between two averages
+    worker 1    ▓ ┼ ▓ ┼ ░  ░  ░     A ┼ ░  ░  ░     A ┼        no worker waits between two averages
     worker 2    ▓ ┘ ▓ ┘ ░    ░    ░ A ┘ ░    ░    ░ A ┘
 
-Stich 2018 (arXiv 1805.09767); with synchronous training before it, post-local SGD (Lin et al. 2018, arXiv 1808.07217).
-Parameters, the buffers that the forward pass changes and the optimizer's state are averaged, each worker's weighted by
-the samples that it has trained on since the last average: an average after each step is then the same as averaging the
-gradients, for SGD, whatever the shares. Counters are rounded.
+Stich 2018 (arXiv 1805.09767). After initial synchronous training: post-local SGD (Lin et al. 2018, arXiv 1808.07217).
+Parameters, the buffers that the forward pass changes and the optimizer state are averaged. The weight of a worker is
+the number of samples that it has trained on since the last average. For SGD, an average after each step is then the
+same as averaging the gradients, whatever the shares. Counters are rounded.
 
-Before an evaluation or a checkpoint, and at the end, all average as well. What a worker has done since the last average
-is lost with it; the others go on from the model of the one that is furthest.
+The workers also average before an evaluation or a checkpoint, and at the end. The progress of a lost worker since the
+last average is lost; the others continue from the model of the worker that is furthest ahead.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _TAGS = 1 << 20
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities of local SGD."""
     return Capabilities(exact=False, replicated=False, carries=False, reads=("local",))
 
 
 class LocalSgd(Strategy):
-    """Own updates, and an average of the models now and then."""
+    """Strategy of local updates with a periodic average of the models."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -100,16 +100,16 @@ class LocalSgd(Strategy):
         self._own().take_gradients()
 
     def _own(self) -> FullBatch:
-        """What computes this worker's share; made once the synchronous steps have found out how."""
+        """Return the computation of this worker's share, created after the synchronous steps have decided on fusion."""
         if self._share is None:
             self._share = FullBatch(self._job)
         return self._share
 
     def _train(self, step: int, pieces: list[Piece]) -> StepResult:
-        """An update from this worker's share of the batch.
+        """Update the model from this worker's share of the batch.
 
-        It may have been made before: when a worker is lost in the average that follows, the step is repeated, from the
-        model of one whose update was made.
+        Does nothing if the update has been made before: when a worker is lost in the average after a step, the step is
+        repeated, from the model of a worker that has made its update.
         """
         job, state = self._job, self._job.strategy_state.get(_STATE, {})
         if step < state.get("steps", 0):
@@ -144,13 +144,13 @@ class LocalSgd(Strategy):
         return StepResult(mean_loss(parts, exact=False), norm, rate, metrics=_means([self._metrics]))
 
     def _without_share(self, state: dict[str, Any]) -> StepResult:
-        """A short batch may have fewer microbatches than there are workers; the loss is the last one that is known."""
+        """Advance only the schedule, as a short batch may have too few microbatches. Returns the last known loss."""
         self._job.update.advance()
         rate = self._job.update.learning_rate
         return StepResult(state.get("loss", math.nan), 0.0, rate, metrics=state.get("metrics", {}))
 
     def _average(self, step: int, result: StepResult | None) -> StepResult:
-        """Average the models; of a step's result the loss is then that of the whole batch."""
+        """Average the models, and return the result of the step with the loss of the whole batch."""
         begin = time.perf_counter()
         world = self._job.world
         own = self._trained, self._models.weight, self._pair, self._metrics, world.notice(), self._models.kinds()
@@ -172,10 +172,10 @@ class LocalSgd(Strategy):
 
 
 def _means(everyone: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
-    """The means of metrics from the sums and counts of several workers; some have computed nothing.
+    """Return the means of metrics from the sums and counts of several workers, some of which may be empty.
 
     Raises:
-        InputError: the others have metrics of different names.
+        InputError: the workers have metrics of different names.
     """
     known = [(rank, tuple(metrics)) for rank, metrics in enumerate(everyone) if metrics]
     means = {}
@@ -187,7 +187,7 @@ def _means(everyone: list[dict[str, tuple[float, float]]]) -> dict[str, float]:
 
 
 def _check_trained(everyone: list[list[int]]) -> None:
-    """Refuse to average workers that have not trained on the same batches, by the steps of each."""
+    """Raise if the workers have not trained on the same batches; ``everyone`` has the steps of each rank."""
     steps = set().union(*everyone)
     for rank, trained in enumerate(everyone):
         if missing := steps - set(trained):
@@ -199,10 +199,10 @@ def _check_trained(everyone: list[list[int]]) -> None:
 
 
 class Models:
-    """The average of what the workers' updates have changed.
+    """Average of the tensors that updates and forward passes change.
 
     Attributes:
-        weight: of this worker's model: what its losses have counted since the last average, mostly samples.
+        weight: weight of this worker's model: the count of its losses since the last average, usually samples.
     """
 
     def __init__(self, job: Job) -> None:
@@ -212,20 +212,20 @@ class Models:
         self.weight = 0.0
 
     def kinds(self) -> str:
-        """A hash of the names, types and shapes of the tensors."""
+        """Return a hash of the names, types and shapes of the tensors."""
         kinds = [(name, value.dtype, value.shape) for name, value in self._changing().items()]
         return hashlib.sha256(repr(kinds).encode()).hexdigest()
 
     def average(self, step: int, weights: list[float], same: bool) -> None:
-        """Take over the mean of all workers' tensors.
+        """Replace the tensors of this worker with the mean over all workers.
 
         Args:
-            step: the last one of all.
-            weights: of each worker.
-            same: whether all workers have the same tensors; an optimizer has no state for what it never updated.
+            step: last step before the average.
+            weights: weight of each worker.
+            same: whether all workers have the same tensors. An optimizer has no state for parameters it never updated.
         """
         self.weight, total = 0.0, math.fsum(weights)
-        if total == 0:  # nobody has made an update
+        if total == 0:  # no worker has made an update
             return
         values = self._changing() if same else self._completed()
         own = weights[self._job.world.rank] / total
@@ -240,7 +240,7 @@ class Models:
         self._take({name: reduction.mean(member) for member, name in enumerate(values)}, values)
 
     def _changing(self) -> dict[str, torch.Tensor]:
-        """What updates and forward passes change, by name."""
+        """Return the tensors that updates and forward passes change, by name."""
         job = self._job
         fixed = {f"buffer/{name}" for name, _ in job.compute.model.named_buffers()}
         fixed |= {f"parameter/{name}" for name, _ in job.compute.model.named_parameters()}
@@ -250,7 +250,7 @@ class Models:
         return {name: value for name, value in tensors.items() if name not in fixed}
 
     def _completed(self) -> dict[str, torch.Tensor]:
-        """The same with zeros for what only other workers have, in one order for all."""
+        """Return these tensors in the same order on all workers, with zeros for those that only other workers have."""
         job, own = self._job, self._changing()
         kinds = {name: (value.dtype, value.shape) for name, value in own.items()}
         everyone = job.world.gather((job.compute.buffers.live, kinds), "step")

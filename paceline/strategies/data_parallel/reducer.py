@@ -1,4 +1,4 @@
-"""How a synchronous step brings together what its workers have computed: gradients, buffers, and a norm.
+"""Reduction of a synchronous step: mean gradients, mean buffers and the global gradient norm.
 
 ::
 
@@ -33,27 +33,27 @@ from paceline.step.gradients.accumulate import Accumulator, Values, add, add_one
 from paceline.step.gradients.fixed_point import FixedPoint
 from paceline.step.job import Job
 
-_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the end of MPICH's
+_GRADIENT_TAGS, _STATISTICS_TAGS = 1 << 12, 1 << 27  # below 1 << 28, the upper limit of MPICH
 _NOT_HERE = -1.0
-"""In place of the norm of a gradient that this worker does not have."""
+"""Placeholder for the norm of a gradient that this worker does not have."""
 
 
 class Reducer:
-    """Means over workers: of the gradients of a step, and of the buffers that its forward passes change.
+    """Reducer of the gradients of a step, and of the buffers that its forward passes change, to means over workers.
 
-    To overlap with the last backward pass call ``begin``, ``push`` after the backward pass of each microbatch but the
-    last, ``last`` before that of the last, and ``written`` after it; a worker without a microbatch calls ``nothing``.
-    Sums that are complete already go by ``send``. In both cases ``finish`` then puts the means into ``.grad``.
+    To overlap with the last backward pass, call ``begin``, then ``push`` after the backward pass of each microbatch but
+    the last, ``last`` before the last one, and ``written`` after it. A worker without a microbatch calls ``nothing``.
+    Call ``send`` for sums that are already complete. In both cases ``finish`` then puts the means into ``.grad``.
 
     Args:
-        job: what is trained.
-        parameters: those whose gradients are reduced; None: all that are trained.
-        workers: which have a part of each sum; None: all.
-        reduction: brings the gradients together, the last parameter's first; None: as fits these workers.
+        job: training context.
+        parameters: parameters whose gradients are reduced. Defaults to all trained parameters.
+        workers: workers that contribute to each sum. Defaults to all workers.
+        reduction: reduction of the gradients, last parameter first. Defaults to a reduction that fits the workers.
         overlap: whether ``push`` and ``last`` will be used.
-        any_order: whether each worker has one sum at most, and the sums may be added in any order.
+        any_order: whether each worker has at most one sum, and the sums may be added in any order.
 
-    With ``exact="fixed-point"`` the sums are of whole numbers (``step.fixed_point``).
+    With ``exact="fixed-point"`` the sums are integers (``step.fixed_point``).
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Reducer:
         return Reduction(self._workers, DirectExchange(self._workers, tags), examples, self._job.events, name)
 
     def close(self) -> None:
-        """Do nothing more, and release the gradients."""
+        """Stop sending gradients, and release them."""
         self._armed = False
         for hook in self._hooks:
             hook.remove()
@@ -109,7 +109,7 @@ class Reducer:
     # Overlapped with the backward pass.
 
     def begin(self, nodes: list[list[Node]], exact: bool) -> None:
-        """Start a step; ``nodes`` are what each rank will send."""
+        """Start a step; ``nodes`` are the tree nodes that each rank will send."""
         self._armed = False
         self._nodes = nodes
         self._sums = Accumulator(exact)
@@ -119,20 +119,20 @@ class Reducer:
         self.clear()
 
     def push(self, microbatch: int) -> None:
-        """Take the gradients of a microbatch that is not the last."""
+        """Take the gradients of a microbatch that is not the last one."""
         values = self.take()
         self._missing.append([place for place, value in enumerate(values) if value is None])
         self._sums.push(microbatch, values)
 
     def take(self) -> Values:
-        """Take the gradients out of ``.grad``, as they are to be added up."""
+        """Return the gradients in the form in which they are summed, and clear ``.grad``."""
         values: Values = [parameter.grad for parameter in self._parameters]
         self.clear()
         check_dense(self._names, values)
         return self._fixed.encode(values) if self._fixed else values
 
     def last(self, microbatch: int, header: StepHeader) -> None:
-        """From now on send gradients while they are computed."""
+        """Start the reduction: the next backward pass sends gradients as it computes them."""
         assert self._reduction is not None
         self._kept, self._nearest = self._sums.before_last(microbatch)
         self._begin_reduction(self._nodes, header.count, header.check)
@@ -140,7 +140,7 @@ class Reducer:
         self._armed = True
 
     def nothing(self, header: StepHeader) -> None:
-        """This worker has no microbatch in this step; it still adds up its part of the others' gradients."""
+        """Reduce this worker's chunk of the others' gradients in a step for which it has no microbatch."""
         assert self._reduction is not None
         self._begin_reduction(self._nodes, header.count, header.check)
         for member in range(len(self._parameters)):
@@ -152,15 +152,15 @@ class Reducer:
         self._reduction.begin(nodes, self._divisor, check)
 
     def _scaled(self, divisor: Divisor) -> Divisor:
-        """What also takes the loss scale out of gradients."""
+        """Return a divisor that also removes the loss scale from the gradients."""
         scale = self._job.compute.scale
         return divisor if scale == 1.0 else lambda: divisor() * scale
 
     def written(self) -> list[list[int]]:
-        """The backward pass of the last microbatch has ended: also send what it gave no gradient to.
+        """Send the sums of the parameters to which the last backward pass, now complete, gave no gradient.
 
         Returns:
-            for each microbatch the places of the parameters to which it gave no gradient.
+            For each microbatch, the indices of the parameters to which it gave no gradient.
         """
         if self._armed:
             self._armed = False
@@ -188,7 +188,7 @@ class Reducer:
             self._write(place, gradient)
 
     def _write(self, place: int, gradient: torch.Tensor | None) -> None:
-        """Add the gradient of the last microbatch to the sums before it, and hand all sums over."""
+        """Add the gradient of the last microbatch to the earlier sums, and pass all sums to the reduction."""
         assert self._reduction is not None
         slots = self._reduction.slots(self._member(place))
         for slot, values in zip(slots, self._kept, strict=False):
@@ -211,10 +211,10 @@ class Reducer:
         """Send complete sums.
 
         Args:
-            nodes: of each rank, those whose sums it sends.
-            sums: of this worker's nodes.
-            divisor: what all are divided by; see :meth:`Reduction.begin`, also for the next.
-            check: refuses workers at other steps.
+            nodes: for each rank, the nodes whose sums it sends.
+            sums: sums of this worker's nodes.
+            divisor: divisor of all sums, see :meth:`Reduction.begin`.
+            check: function that raises if workers are at other steps, see :meth:`Reduction.begin`.
         """
         divisor = self._scaled(divisor)
         if self._reduction is None:
@@ -229,10 +229,10 @@ class Reducer:
         """Wait for the means and put them into ``.grad``.
 
         Args:
-            measure: let the update take the norm of each mean as it comes.
+            measure: whether the update takes the norm of each mean as it arrives.
 
         Returns:
-            whether there are any: in fixed point it may be that the step is to be computed again (:meth:`again`).
+            Whether the means are valid. False in fixed point if the step must be computed again (:meth:`again`).
         """
         if self._reduction is None:
             means = [align_value(value) for value in self._means]
@@ -251,10 +251,10 @@ class Reducer:
         """Compute and send the gradients of a step again, in fixed point with units that fit.
 
         Args:
-            step: its number.
-            pieces: of this worker.
-            nodes: for each rank one if it has a piece, else none.
-            header: of the step.
+            step: number of the step.
+            pieces: microbatch groups of this worker.
+            nodes: for each rank, one node if it has a group, otherwise none.
+            header: header of the step.
         """
         sums = Accumulator(exact=False)
         for piece in pieces:
@@ -264,19 +264,19 @@ class Reducer:
         self.send(nodes, [values for _, values in sums.nodes()], header.count, header.check)
 
     def accept(self) -> None:
-        """The step is done, and the model has been updated."""
+        """Accept the step after the model was updated: its gradients determine the next fixed-point units."""
         if self._fixed is not None:
             self._fixed.accept()
 
     # Buffers, and the norm.
 
     def statistics(self, nodes: list[list[Node]], sums: list[Values], samples: float) -> list[torch.Tensor]:
-        """The means of the buffers that the forward passes change, as running statistics.
+        """Return the means of the buffers that the forward passes change, such as running statistics.
 
         Args:
-            nodes: for each rank the nodes whose sums it has.
-            sums: of this worker's nodes, what :meth:`Buffers.collect` gave.
-            samples: what the sums are divided by.
+            nodes: for each rank, the nodes whose sums it has.
+            sums: for each node of this worker, the sums of the results of :meth:`Buffers.collect`.
+            samples: divisor of the sums.
         """
         buffers = self._job.compute.buffers
         if not buffers.fixed:
@@ -296,10 +296,10 @@ class Reducer:
         return [self._statistics.mean(member) for member in range(self._statistics.members)]
 
     def norm(self, own: Container[str]) -> torch.Tensor:
-        """The global norm of mean gradients of which each worker has some: from the norm of each.
+        """Return the global norm of mean gradients that are spread over the workers, from the norm of each gradient.
 
         Args:
-            own: the names of the parameters whose ``.grad`` this worker answers for; no two have the same.
+            own: names of the parameters whose ``.grad`` this worker contributes. No two workers share a name.
         """
         parameters, world = self._job.update.parameters, self._job.world
         if self._norms is None:
@@ -324,7 +324,7 @@ class Reducer:
 
 
 def _put(slot: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None = None) -> None:
-    """Fill a slot with a sum; with what changes nothing when added, not even the sign of a zero, if there is none."""
+    """Fill a slot with a sum, or with -0.0 if there is none: adding it changes nothing, not even the sign of a zero."""
     if add_one(left, right, slot) is None:
         slot.fill_(-0.0)
 
@@ -344,7 +344,7 @@ def _send(
 
 
 def _divided(nodes: list[Node], sums: list[Values], divisor: Divisor) -> Values:
-    """The means of what a single worker has."""
+    """Return the means from the sums of a single worker."""
     means = total(list(zip(nodes, sums, strict=True)) or [(Node(0, 0), [])], add)
     given = [value for value in means if value is not None]
     if given:

@@ -1,4 +1,4 @@
-"""What the workers of a synchronous step know of all its pieces."""
+"""Results of all microbatch groups of a synchronous step, shared by its workers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from paceline.step.trials.audit import Audit
 
 
 class Results:
-    """The losses of all pieces, and the parameters to which they gave no gradient.
+    """Losses of all microbatch groups, and the parameters to which each group gave no gradient.
 
     Args:
-        job: what is trained.
-        most: how many pieces a worker has in a step at most.
-        apply: makes the update; None: each worker makes the same.
+        job: training context.
+        most: largest number of groups of a worker in a step.
+        apply: update function. Defaults to the same whole update on every worker.
     """
 
     def __init__(self, job: Job, most: int, apply: Apply | None = None) -> None:
@@ -34,7 +34,7 @@ class Results:
         self._missing = AllGather(job.world, MISSING_TAG, (most + 1) * len(job.update.parameters), host=True)
 
     def audit(self, step: int, layout: Sequence[Sequence[range]]) -> None:
-        """Begin a step, with the pieces that each rank will compute, as far as that is known."""
+        """Begin a step; ``layout`` has the groups that each rank will compute, as far as they are known."""
         self._headers.audited = self._audit.begin(step, layout)
 
     def send(
@@ -48,7 +48,7 @@ class Results:
     ) -> StepHeader:
         """Send the header of this worker; see :class:`StepHeader`.
 
-        If the step is computed ``again``, the weights are on their way, and are not compared.
+        If the step is computed ``again``, weights are not compared, because the optimizer is still changing them.
         """
         self._headers.own = self._job.compute.metrics
         self._headers.audited = self._headers.audited and not again
@@ -56,11 +56,11 @@ class Results:
         return StepHeader(self._headers, step, starts, pairs, seconds, missing, digest)
 
     def send_missing(self, layout: list[list[range]], missing: list[list[int]]) -> PendingGather:
-        """Send to which parameters this worker's pieces gave no gradient.
+        """Send the parameters to which the groups of this worker gave no gradient.
 
         Args:
-            layout: the pieces of each rank.
-            missing: for each piece of this worker the places of those parameters.
+            layout: groups of each rank.
+            missing: for each group of this worker, the indices of those parameters.
         """
         rows = max(map(len, layout))
         own = torch.zeros(rows, len(self._job.update.parameters), dtype=torch.uint8)
@@ -70,16 +70,16 @@ class Results:
         return self._missing.start(own)
 
     def parts(self, layout: list[list[range]], header: StepHeader, missing: PendingGather | None) -> list[Part]:
-        """What is known of the pieces of all workers, in the order of microbatches.
+        """Return the results of the groups of all workers, in the order of microbatches.
 
         Args:
-            layout: the pieces of each rank.
-            header: of the step; it holds the losses.
-            missing: which parameters got no gradient; None: each got one from every piece.
+            layout: groups of each rank.
+            header: header of the step, with the losses.
+            missing: table of the parameters without a gradient. None if no gradient is missing.
 
         Raises:
             DisagreementError: the workers do not hold the same state.
-            InputError: they have metrics of different names, or the audit has found a difference.
+            InputError: the workers have metrics of different names, or the audit has found a difference.
         """
         without = _without_gradient(layout, None if missing is None else missing.wait())
         if header.on_device:
@@ -87,7 +87,7 @@ class Results:
             header.read(self._norm)
         self._replicas.check(header.state_digests(), header.seconds)
         unequal = frozenset[int]().union(*without) - frozenset.intersection(*without)
-        if header.audited and not (unequal and self._job.settings.missing_gradient == "stop"):  # commit names these
+        if header.audited and not (unequal and self._job.settings.missing_gradient == "stop"):  # commit reports these
             self._audit.compare()
         owned = [(piece, rank) for rank, held in enumerate(layout) for piece in held]
         known = sorted(zip(owned, without, strict=True), key=lambda one: one[0][0].start)
@@ -99,23 +99,23 @@ class Results:
 
     @property
     def whole_update(self) -> bool:
-        """Whether this worker makes all of the update, for which it needs the norm of each gradient."""
+        """Whether this worker makes the whole update, for which it needs the norm of each gradient."""
         return self._apply is None
 
     def apply(self, header: StepHeader) -> Apply | None:
-        """What makes the update after :meth:`parts`; None: :meth:`Update.apply`."""
+        """Return the update function after :meth:`parts`. None stands for :meth:`Update.apply`."""
         return self._apply if self._norm is None else with_norm(self._job, self._norm, header.norm())
 
 
 def metrics_of(job: Job, header: StepHeader) -> dict[int, tuple[float, ...]]:
-    """The metrics of the pieces of all workers; this one knows their names from now on."""
+    """Return the metrics of the groups of all workers, and save their names in the job."""
     metrics = header.metrics()
     job.compute.metrics = header.names
     return metrics
 
 
 def _without_gradient(layout: list[list[range]], tables: torch.Tensor | None) -> list[frozenset[int]]:
-    """For each piece of all workers the places of the parameters to which it gave no gradient."""
+    """Return, for each group of all workers, the indices of the parameters to which it gave no gradient."""
     if tables is None or not tables.any():
         return [frozenset()] * sum(map(len, layout))
     return [_places(row) for table, held in zip(tables, layout, strict=True) for row in table[: len(held)]]

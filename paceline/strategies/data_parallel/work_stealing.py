@@ -1,4 +1,4 @@
-"""All-reduce in which a worker that has done its share takes over from the slowest one: rapid reassignment.
+"""Work stealing (rapid reassignment): a worker that has finished its share takes microbatches from the slowest worker.
 
 ::
 
@@ -7,13 +7,13 @@
     worker 2   ▓6 ▓7 ▓5    ┘
 
 After FlexRR (Harlap et al., SoCC 2016), which moves work to faster workers in a parameter server that tolerates some
-lag; here within a synchronous step: the gradients of the same microbatches are summed in the same way, whoever
-computes them, so no sample is lost, and with ``exact`` the bits are those of all-reduce. A step takes as long as its
-microbatches take at the sum of the workers' speeds, and part of a microbatch of the slowest one.
+lag. This strategy does so within a synchronous all-reduce step. The gradients of the same microbatches are summed in
+the same way, whichever worker computes them, so no sample is lost, and with ``exact`` the bits are those of all-reduce.
+A step takes as long as its microbatches take at the workers' combined speed, plus part of the slowest microbatch.
 
-Who takes what is decided by leases (``comm.assignment.leases``). Between steps the shares follow the speeds
-(``schedule.speed_shares``), so that a worker that is slow for long has less to give away. Gradients are sent when
-everything is computed: until then nobody knows who holds what.
+Leases decide which worker takes which microbatch (``comm.assignment.leases``). Between steps the shares follow the
+speeds (``schedule.speed_shares``), so that a persistently slow worker has less to give away. Gradients are sent after
+all computation, because until then no worker knows which results the others hold.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from paceline.strategies.data_parallel.results import Results
 
 
 def capabilities(settings: Settings, workers: int) -> Capabilities:
-    """See :class:`Capabilities`."""
+    """Return the capabilities of work stealing."""
     return Capabilities(fixed_point=True, phases=True, scales_loss=True, reads=("shares",))
 
 
 class WorkStealing(Strategy):
-    """Workers that are done early take microbatches from those that are not.
+    """All-reduce in which early workers take microbatches from late workers.
 
     Attributes:
-        seconds: how long each worker computed in the last step.
+        seconds: compute time of each worker in the last step.
     """
 
     def __init__(self, job: Job) -> None:
@@ -56,7 +56,7 @@ class WorkStealing(Strategy):
         self._reducer = Reducer(job, overlap=False)
         self._results = Results(job, total)
         self._leases = leases_for(job.world, total)
-        self._steps = 0  # taken so far; a batch may have several
+        self._steps = 0  # steps begun; a batch may have several
         self._pace = SpeedShares(job.world.size, total, fits=job.settings.shares == "speed")
         if total < 4 * job.world.size:
             job.warnings.append(
@@ -65,7 +65,7 @@ class WorkStealing(Strategy):
             )
 
     def pieces(self, step: int) -> list[range]:
-        """This worker's share, if processes load it ahead; else each microbatch is loaded when it is leased."""
+        """Return this worker's share if loader processes prefetch it. Otherwise microbatches are loaded when leased."""
         if not self._job.settings.workers_per_loader:
             return []
         share = self._shares(step)[self._job.world.rank]
@@ -91,7 +91,7 @@ class WorkStealing(Strategy):
         return self._finish(step, computed)
 
     def _compute(self, step: int, lease: Lease, computed: ComputedPieces) -> None:
-        """Compute a microbatch, unless another worker's result is there first."""
+        """Compute a microbatch, unless another worker's result is available first."""
         job, begin = self._job, time.perf_counter()
         job.world.check()
         piece = computed.piece(lease.microbatch)
@@ -110,7 +110,7 @@ class WorkStealing(Strategy):
         starts = [piece.microbatches.start for piece in pieces]
         missing = [computed.missing[start] for start in starts]
         header = self._results.send(step, starts, pairs, computed.seconds, missing=any(map(len, missing)))
-        if not job.settings.along_tree:  # one sum of each worker, so nobody needs to know who holds what
+        if not job.settings.along_tree:  # one sum per worker, so the microbatches that it covers do not matter
             nothing: Values = [None] * len(job.update.parameters)
             one_each = [[Node(0, rank)] for rank in range(job.world.size)]
             self._reducer.send(one_each, computed.gradients.values() or [nothing], header.count, header.check)
@@ -137,7 +137,7 @@ class WorkStealing(Strategy):
         self._reducer.close()
 
     def _held(self, header: StepHeader, step: int) -> list[list[int]]:
-        """The microbatches whose results each rank holds."""
+        """Return the microbatches whose results each rank holds."""
         header.check()
         numbers = sorted(chain.from_iterable(header.starts))
         assert numbers == list(range(len(self._job.order.parts_of(step)))), f"step {step} has results of {numbers}"
@@ -145,7 +145,7 @@ class WorkStealing(Strategy):
 
 
 class ComputedPieces:
-    """What one worker has computed in a step."""
+    """Results that a worker has computed in a step."""
 
     def __init__(self, job: Job, step: int, pieces: list[Piece]) -> None:
         self._job = job
@@ -158,13 +158,13 @@ class ComputedPieces:
         self.seconds = 0.0
 
     def piece(self, microbatch: int) -> Piece:
-        """The data of a microbatch, loaded now if it is not there yet."""
+        """Return the data of a microbatch, and load it first if necessary."""
         if microbatch not in self._loaded:
             (self._loaded[microbatch],) = self._job.feed.load(self._step, [range(microbatch, microbatch + 1)])
         return self._loaded[microbatch]
 
     def add(self, piece: Piece, pair: torch.Tensor, gradients: Values, buffers: Values, seconds: float) -> None:
-        """A result that counts."""
+        """Add a result that counts."""
         start = piece.microbatches.start
         self._results[start] = piece, pair
         self.missing[start] = [place for place, value in enumerate(gradients) if value is None]
@@ -173,6 +173,6 @@ class ComputedPieces:
         self.seconds += seconds
 
     def sorted(self) -> tuple[list[Piece], list[torch.Tensor]]:
-        """The pieces in the order of microbatches, and their sums of losses and counts."""
+        """Return the microbatch groups in order, with the sums and counts of their losses."""
         results = [self._results[start] for start in sorted(self._results)]
         return [piece for piece, _ in results], [pair for _, pair in results]
